@@ -1,0 +1,34 @@
+"""Configure, plan, launch and checkpoint sharded PyTorch training.
+
+The names below are the public face. They are resolved on first use, so that `import shardkit` costs nothing and
+loads no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Accelerator": "shardkit.runtime.accelerator",
+    "ProjectConfiguration": "shardkit.runtime.accelerator",
+    "fsdp": "shardkit.runtime.fsdp",
+    "set_seed": "shardkit.runtime.seed",
+    "skip_first_batches": "shardkit.runtime.data",
+    "init_empty_weights": "shardkit.runtime.init",
+    "load_config": "shardkit.config.files",
+    "Config": "shardkit.config.schema",
+    "ShardkitError": "shardkit.errors",
+}
+
+__all__ = [*_WHERE, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Saved training states: folder and manifest (no torch), write, read and export (torch)."""

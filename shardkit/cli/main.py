@@ -1,0 +1,90 @@
+"""`shardkit VERB ...`: finds the verb's file and hands over. Only that file is imported, so every verb starts fast."""
+
+import sys
+import traceback
+from importlib import import_module
+
+from shardkit import __version__, env
+from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, ShardkitError
+
+VERBS = {
+    "config": "answer a few questions, get a shardkit.yaml",
+    "plan": "memory and traffic per rank, on any number of GPUs, with none at hand",
+    "launch": "start a training script on several ranks",
+    "checkpoint": "list, inspect, verify, diff, merge, prune and convert saved states",
+    "env": "what this machine has: devices, backends, versions",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The program. Ends the process: 0, or the error's exit code (see shardkit/errors.py)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """One command line; its exit code. Problems go to stderr, without a traceback unless $SHARDKIT_DEBUG is set."""
+    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+        print(_overview())
+        return 0
+    if arguments[0] in {"-V", "--version"}:
+        print(f"shardkit {__version__}")
+        return 0
+    if arguments[0] not in VERBS:
+        print(_unknown(arguments[0]), file=sys.stderr)
+        return EXIT_CONFIG
+    try:
+        return _call(arguments[0], arguments[1:])
+    except ShardkitError as error:
+        if env.is_true("SHARDKIT_DEBUG"):
+            traceback.print_exc()
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"shardkit {arguments[0]}: stopped.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return 0
+    except Exception:
+        traceback.print_exc()
+        print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
+        return EXIT_BUG
+
+
+def _call(verb: str, arguments: list[str]) -> int:
+    import click
+    import typer
+
+    app = import_module(f"shardkit.cli.{verb}").app
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(arguments, prog_name=f"shardkit {verb}", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    return result if isinstance(result, int) else 0
+
+
+def _overview() -> str:
+    lines = [f"  shardkit {verb:<11} {text}" for verb, text in VERBS.items()]
+    return "\n".join(
+        [
+            "Train a PyTorch model on more than one device.",
+            "",
+            *lines,
+            "",
+            "shardkit VERB --help tells more; shardkit --version, its version.",
+        ]
+    )
+
+
+def _unknown(verb: str) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(verb, VERBS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}."
+    return f"shardkit: unknown verb (got {verb!r}); {hint}"

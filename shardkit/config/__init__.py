@@ -1,0 +1,1 @@
+"""The configuration: schema (what can be said), checks (what must agree), files (YAML <-> Config)."""

@@ -1,0 +1,445 @@
+"""What a configuration can say. The YAML has Accelerate's keys and nesting; here the fields have clean names.
+
+The string under a field is its single text: the docs page, the wizard's help and the comment in the YAML are all made
+from it (`config/texts.py` reads them). A field's `alias` is its key in the YAML. Nothing here looks at a file, a
+machine or the environment, and one field never checks another: that is `config/checks.py`.
+"""
+
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MixedPrecision = Literal["no", "fp16", "bf16"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class DistributedType(str, Enum):
+    """How ranks share the work."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    FSDP = "FSDP"
+    XLA = "XLA"
+
+
+class ShardingStrategy(str, Enum):
+    """What is split over the ranks; in files also by number, 1 to 5 in this order."""
+
+    FULL_SHARD = "FULL_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    NO_SHARD = "NO_SHARD"
+    HYBRID_SHARD = "HYBRID_SHARD"
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+
+    @property
+    def number(self) -> int:
+        return list(ShardingStrategy).index(self) + 1
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+class WrapPolicy(str, Enum):
+    """How a model is cut into FSDP units."""
+
+    TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"
+    SIZE_BASED_WRAP = "SIZE_BASED_WRAP"
+    NO_WRAP = "NO_WRAP"
+
+
+class BackwardPrefetch(str, Enum):
+    """When the next unit's parameters are gathered in backward."""
+
+    BACKWARD_PRE = "BACKWARD_PRE"
+    BACKWARD_POST = "BACKWARD_POST"
+    NO_PREFETCH = "NO_PREFETCH"
+
+
+class StateDictType(str, Enum):
+    """How a training state is written."""
+
+    SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
+    FULL_STATE_DICT = "FULL_STATE_DICT"
+
+
+_YES = {"yes", "true", "on", "y", "1"}
+_NO = {"no", "false", "off", "n", "0"}
+_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def read_bool(value: Any) -> Any:
+    """yes/no, true/false, on/off, y/n, 1/0 in any case; anything else is left for pydantic to refuse."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        return True if word in _YES else False if word in _NO else value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    return value
+
+
+def read_count(value: Any) -> Any:
+    """100000000, "1e8", "100M", "100_000_000" -> 100000000; anything else is left for pydantic to refuse."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().replace("_", "").replace(",", "")
+    factor = _UNITS.get(text[-1:], 1)
+    try:
+        number = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() else value
+
+
+def read_precision(value: Any) -> Any:
+    """An unquoted `no` reaches us as False; fp32 and none mean the same."""
+    if value is False or (isinstance(value, str) and value.strip().lower() in {"no", "none", "fp32", "false", "off"}):
+        return "no"
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def read_distributed_type(value: Any) -> Any:
+    """Any case; an unquoted `NO` reaches us as False; TPU is XLA's older name."""
+    if value is False or value is None:
+        return "NO"
+    if not isinstance(value, str):
+        return value
+    name = value.strip().upper()
+    return {"TPU": "XLA", "FALSE": "NO"}.get(name, name)
+
+
+def read_strategy(value: Any) -> Any:
+    """1 to 5 or a name, in any case, with blanks, dashes or underscores."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, int):
+        names = list(ShardingStrategy)
+        return names[value - 1] if 1 <= value <= len(names) else value
+    return read_name(value)
+
+
+def read_name(value: Any) -> Any:
+    """A name of an enumeration, in any case, with blanks or dashes for underscores."""
+    if isinstance(value, str):
+        return value.strip().upper().replace("-", "_").replace(" ", "_")
+    return value
+
+
+def read_prefetch(value: Any) -> Any:
+    """As `read_name`; none, no, false and an absent value mean NO_PREFETCH."""
+    if value is None or value is False:
+        return BackwardPrefetch.NO_PREFETCH
+    name = read_name(value)
+    return BackwardPrefetch.NO_PREFETCH if name in {"NONE", "NO", "FALSE"} else name
+
+
+def read_names(value: Any) -> Any:
+    """Class names as a list, or as one string with commas; blanks around them are dropped."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = value.split(",")
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        return [name.strip() for name in value if name.strip()]
+    return value
+
+
+Bool = Annotated[bool, BeforeValidator(read_bool)]
+Count = Annotated[int, BeforeValidator(read_count)]
+Names = Annotated[list[str], BeforeValidator(read_names)]
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys are errors, values do not change, both names of a field are read."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True, validate_default=False)
+
+
+class FsdpConfig(Section):
+    """How the model is split over the ranks."""
+
+    version: Annotated[int, BeforeValidator(read_count)] = Field(2, ge=1, le=2, alias="fsdp_version")
+    """Which FSDP the file was written for; shardkit always runs FSDP2 and says where a version 1 setting differs."""
+
+    sharding_strategy: Annotated[ShardingStrategy, BeforeValidator(read_strategy)] = Field(
+        ShardingStrategy.FULL_SHARD, alias="fsdp_sharding_strategy"
+    )
+    """What is split: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD (DDP), 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2."""
+
+    reshard_after_forward: Bool | None = Field(None, alias="fsdp_reshard_after_forward")
+    """Version 2's way to say it: true frees parameters after forward (strategy 1 or 4), false keeps them (2 or 5)."""
+
+    offload_params: Bool = Field(False, alias="fsdp_offload_params")
+    """Keep parameters, gradients and optimizer state in host memory when not in use."""
+
+    auto_wrap_policy: Annotated[WrapPolicy, BeforeValidator(read_name)] = Field(
+        WrapPolicy.TRANSFORMER_BASED_WRAP, alias="fsdp_auto_wrap_policy"
+    )
+    """How the model is cut into units: by block class, by parameter count, or not at all."""
+
+    transformer_layer_cls_to_wrap: Names = Field(default_factory=list, alias="fsdp_transformer_layer_cls_to_wrap")
+    """Block classes that become units, by name; empty: the repeated block classes found in the model itself."""
+
+    min_num_params: Count = Field(100_000_000, ge=1, alias="fsdp_min_num_params")
+    """Smallest unit for SIZE_BASED_WRAP, in parameters: 1e8, 100M and 100000000 are the same."""
+
+    backward_prefetch: Annotated[BackwardPrefetch, BeforeValidator(read_prefetch)] = Field(
+        BackwardPrefetch.BACKWARD_PRE, alias="fsdp_backward_prefetch"
+    )
+    """When backward gathers the next unit: before this unit's gradients (faster), after them, or not ahead at all."""
+
+    forward_prefetch: Bool = Field(False, alias="fsdp_forward_prefetch")
+    """Gather the next unit's parameters explicitly while this one computes forward."""
+
+    state_dict_type: Annotated[StateDictType, BeforeValidator(read_name)] = Field(
+        StateDictType.SHARDED_STATE_DICT, alias="fsdp_state_dict_type"
+    )
+    """How save_state writes: every rank its own part, or full files; either loads on any number of ranks."""
+
+    cpu_ram_efficient_loading: Bool = Field(True, alias="fsdp_cpu_ram_efficient_loading")
+    """Build on the meta device where possible; every rank reads only its own slices of the weights."""
+
+    sync_module_states: Bool = Field(True, alias="fsdp_sync_module_states")
+    """Start every rank from rank 0's weights and buffers, whatever the seeds."""
+
+    use_orig_params: Bool = Field(True, alias="fsdp_use_orig_params")
+    """FSDP2 always keeps the original parameters; false is accepted with a note."""
+
+    activation_checkpointing: Bool = Field(False, alias="fsdp_activation_checkpointing")
+    """Recompute each unit's activations in backward instead of keeping them."""
+
+    limit_all_gathers: Bool = Field(True, alias="fsdp_limit_all_gathers")
+    """FSDP2 always bounds the gathers in flight; false is accepted with a note."""
+
+    ignored_modules: str | None = Field(None, alias="fsdp_ignored_modules")
+    """A regular expression over module names: what matches is left unsharded and replicated."""
+
+
+class PrecisionConfig(Section):
+    """Dtypes beyond `mixed_precision`. None means: what mixed_precision implies."""
+
+    param_dtype: Dtype | None = None
+    """Dtype of the gathered parameters, and so of compute."""
+
+    reduce_dtype: Dtype | None = None
+    """Dtype in which gradients are reduced and accumulated; fp32 unless chosen here."""
+
+    output_dtype: Dtype | None = None
+    """Dtype of the model's outputs; fp32 under mixed precision unless chosen here."""
+
+    init_scale: float = Field(65536.0, gt=0)
+    """First loss scale under fp16."""
+
+
+class MeshConfig(Section):
+    """Sizes of the hybrid strategies' mesh; 0 means: worked out from the machines."""
+
+    replicate_size: Count = Field(0, ge=0)
+    """Number of copies of the model; by default one a machine."""
+
+    shard_size: Count = Field(0, ge=0)
+    """Number of ranks that share one copy; by default the ranks of one machine."""
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    digest: Literal["xxh3", "sha256"] = "xxh3"
+    """What guards saved bytes: xxh3 against corruption (fast), sha256 against tampering as well."""
+
+    verify: Literal["digest", "size"] = "digest"
+    """What is checked when a checkpoint is read: every byte, or the sizes only."""
+
+    keep_last: Count = Field(3, ge=1)
+    """How many of the newest checkpoints retention keeps."""
+
+    keep_every: Count = Field(0, ge=0)
+    """Checkpoints at multiples of this many steps are kept for good; 0: none."""
+
+    blocking: Bool = True
+    """Whether save_state waits for the files; false returns after the state is copied aside."""
+
+    timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(600.0, gt=0)
+    """How long ranks wait for one another in a save or load, in seconds."""
+
+    resume: str = "never"
+    """"never", "auto" (the newest valid checkpoint of the project folder), or the path of one."""
+
+    max_shard_size: str = "5GB"
+    """Largest file of a full export."""
+
+
+class LaunchConfig(Section):
+    """What the launcher watches and how it stops."""
+
+    hang_timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(600.0, gt=0)
+    """How long a rank may make no progress before the run is stopped and the rank named, in seconds."""
+
+    stop_timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(120.0, gt=0)
+    """How long ranks have to save and leave after SIGTERM, in seconds."""
+
+    process_group_timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(1800.0, gt=0)
+    """How long a collective may take, in seconds."""
+
+    max_restarts: Count = Field(0, ge=0)
+    """How often the ranks are started again after a failure; given up after 3 without a new checkpoint."""
+
+    log_dir: str | None = None
+    """Folder for every rank's output; by default runs/<time> beside where the launch was typed."""
+
+    show: str = "all"
+    """Whose output reaches the screen: all, or ranks with commas."""
+
+    threads_per_rank: Count = Field(0, ge=0)
+    """OMP_NUM_THREADS of every rank; 0: cores divided by ranks on this machine."""
+
+
+class ShardkitConfig(Section):
+    """What Accelerate has no key for. Written only when something in it differs from its default."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+    """Dtypes beyond mixed_precision."""
+
+    mesh: MeshConfig = MeshConfig()
+    """Sizes of the hybrid strategies' mesh."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+
+    launch: LaunchConfig = LaunchConfig()
+    """What the launcher watches and how it stops."""
+
+    compile: Bool = False
+    """torch.compile each unit."""
+
+    seed: int | None = Field(None, ge=0)
+    """Seed of every random generator and of the data order; None: the script decides."""
+
+    gradient_accumulation_steps: Count = Field(1, ge=1)
+    """Micro-batches per optimizer step, where the script does not say."""
+
+    ddp_find_unused_parameters: Bool = False
+    """For NO_SHARD: look for parameters without a gradient in every step (slower)."""
+
+
+class Config(Section):
+    """One run, whole."""
+
+    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    """Where ranks are started; shardkit starts them on this machine, once per machine."""
+
+    distributed_type: Annotated[DistributedType, BeforeValidator(read_distributed_type)] = DistributedType.FSDP
+    """How ranks share the work: FSDP (see fsdp_config), MULTI_GPU or MULTI_CPU (DDP), XLA (TPU), NO (one process)."""
+
+    mixed_precision: Annotated[MixedPrecision, BeforeValidator(read_precision)] = "no"
+    """Compute dtype: no (fp32), fp16 (with loss scaling), bf16."""
+
+    num_machines: Count = Field(1, ge=1, le=100_000)
+    """Number of machines."""
+
+    num_processes: Count = Field(1, ge=1, le=1_000_000)
+    """Number of ranks in total, over all machines."""
+
+    machine_rank: Count = Field(0, ge=0)
+    """This machine's number, from 0; usually given at launch: --machine-rank."""
+
+    main_process_ip: str | None = None
+    """Address of machine 0."""
+
+    main_process_port: Annotated[int | None, BeforeValidator(read_count)] = Field(None, ge=0, le=65535)
+    """Port on machine 0; by default a free one on one machine, 29500 on several."""
+
+    rdzv_backend: Literal["static", "c10d", "etcd-v2", "etcd"] = "static"
+    """How machines find one another: static (fixed numbers), c10d (any start order), etcd-v2 (an external store)."""
+
+    same_network: Bool = True
+    """Whether the machines reach one another directly."""
+
+    use_cpu: Bool = False
+    """Train on the CPU even where there is a GPU."""
+
+    gpu_ids: str | None = None
+    """Which GPUs of this machine: all, or numbers with commas."""
+
+    debug: Bool = False
+    """Check every collective's order and shapes (slow)."""
+
+    main_training_function: str = "main"
+    """Name of the script's training function; used on TPU only."""
+
+    downcast_bf16: Bool = False
+    """On TPU: use bf16 for double and float both."""
+
+    enable_cpu_affinity: Bool = False
+    """Pin each rank to the cores next to its GPU."""
+
+    fsdp: FsdpConfig = Field(FsdpConfig(), alias="fsdp_config")
+    """How the model is split over the ranks."""
+
+    shardkit: ShardkitConfig = ShardkitConfig()
+    """What Accelerate has no key for."""
+
+    xla: Bool = False
+    """On TPU: train with PyTorch/XLA's FSDP."""
+
+    xla_fsdp_v2: Bool = False
+    """On TPU: use its SPMD form."""
+
+    xla_fsdp_settings: dict[str, Any] = Field(default_factory=dict)
+    """On TPU: PyTorch/XLA's own FSDP settings, handed through."""
+
+    xla_fsdp_grad_ckpt: Bool = False
+    """On TPU: recompute activations in backward."""
+
+    tpu_name: str | None = None
+    """Name of the TPU."""
+
+    tpu_zone: str | None = None
+    """Zone of the TPU."""
+
+    tpu_use_cluster: Bool = False
+    """Whether the TPU is a pod of several machines."""
+
+    tpu_use_sudo: Bool = False
+    """Whether commands on the TPU's machines need sudo."""
+
+    tpu_env: Names = Field(default_factory=list)
+    """Variables for the TPU's machines, NAME=value each."""
+
+    tpu_vm: Names = Field(default_factory=list)
+    """Names of the TPU's machines."""
+
+    commands: Names = Field(default_factory=list)
+    """Commands that run on the TPU's machines before training."""
+
+    command_file: str | None = None
+    """A file of such commands."""
+
+    @property
+    def mode(self) -> Literal["single", "ddp", "fsdp", "xla"]:
+        """Which engine runs: plain torch, DDP, FSDP2, or PyTorch/XLA. NO_SHARD is DDP."""
+        match self.distributed_type:
+            case DistributedType.XLA:
+                return "xla"
+            case DistributedType.FSDP:
+                return "ddp" if self.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD else "fsdp"
+            case DistributedType.NO:
+                return "single"
+            case _:
+                return "ddp" if self.num_processes > 1 else "single"
+
+    @property
+    def processes_per_machine(self) -> int:
+        """Ranks on each machine; `checks` makes sure that they divide evenly."""
+        return max(1, self.num_processes // self.num_machines)

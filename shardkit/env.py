@@ -1,0 +1,76 @@
+"""The only reader and writer of os.environ.
+
+Everything that crosses from one process to another by environment, and everything that a scheduler or a user says
+there, has its function here, so that this page is the list of it all.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIG = "SHARDKIT_CONFIG"
+RESOLVED = "SHARDKIT_RESOLVED_CONFIG"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is, as torch elastic says it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+def get(name: str, default: str | None = None) -> str | None:
+    """One variable, None where it is unset."""
+    return os.environ.get(name, default)
+
+
+def copy() -> dict[str, str]:
+    """All variables, to start a child process with."""
+    return dict(os.environ)
+
+
+def update(variables: Mapping[str, str]) -> None:
+    """Set variables for this process and the children that it starts from now on."""
+    os.environ.update(variables)
+
+
+def is_true(name: str) -> bool:
+    """Whether the variable is set to 1, true, yes or on."""
+    return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}
+
+
+def ranks() -> Ranks | None:
+    """Who this process is, or None where no launcher started it."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return Ranks(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+    )
+
+
+def config_path() -> Path | None:
+    """The configuration file that the user names in $SHARDKIT_CONFIG."""
+    value = os.environ.get(CONFIG)
+    return Path(value) if value else None
+
+
+def resolved_config_path() -> Path | None:
+    """The resolved configuration that `shardkit launch` wrote for its ranks."""
+    value = os.environ.get(RESOLVED)
+    return Path(value) if value else None
+
+
+def settings(prefix: str = "SHARDKIT_SET_") -> dict[str, str]:
+    """Settings given by environment: SHARDKIT_SET_MIXED_PRECISION=bf16, with `__` between the levels."""
+    return {
+        name[len(prefix) :].lower().replace("__", "."): value
+        for name, value in os.environ.items()
+        if name.startswith(prefix)
+    }

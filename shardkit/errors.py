@@ -1,0 +1,90 @@
+"""Every error that shardkit raises for something a user can cause, and the exit code that each ends a command with.
+
+    ShardkitError                 1   a check failed
+    +-- UsageError                2   wrong flags, missing answers
+    +-- ConfigError               2   the configuration cannot be read or contradicts itself
+    +-- MachineError         4   this machine cannot run it: too few devices, port busy, package missing
+    |   +-- HangError             4   ranks stopped making progress
+    +-- CheckpointError           3   a checkpoint cannot be read, or is not what the run needs
+    |   +-- CheckpointSaveError   3   a save failed; nothing was published
+    |   +-- CheckpointCorrupted   3   bytes differ from what was saved
+    +-- ModelError                1   the model cannot be sharded, loaded or described as asked
+    +-- RankFailure               the exit code of the rank that failed first
+    +-- Preempted                75   the run was told to stop, and saved
+
+A message has the form `where: what is wrong (got ...); what to do.`, one problem a line, all problems at once.
+"""
+
+from collections.abc import Iterable
+
+EXIT_CHECK_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_CHECKPOINT = 3
+EXIT_MACHINE = 4
+EXIT_BUG = 70
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+
+class ShardkitError(Exception):
+    """A problem with what the user gave, in words that say what to do. `exit_code` is what a command ends with."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class UsageError(ShardkitError):
+    """Wrong flags, or answers missing where nobody can be asked."""
+
+    exit_code = EXIT_CONFIG
+
+
+class ConfigError(ShardkitError):
+    """Everything that is wrong with a configuration: `problems` holds one line each, the message all of them."""
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class MachineError(ShardkitError):
+    """This machine, as it is, cannot run what is asked for."""
+
+    exit_code = EXIT_MACHINE
+
+
+class HangError(MachineError):
+    """Ranks stopped making progress; the message names who stopped first, and in which phase."""
+
+
+class CheckpointError(ShardkitError):
+    """A checkpoint cannot be read, or is not what the run needs."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class CheckpointSaveError(CheckpointError):
+    """A save failed. Nothing was published; the checkpoint before it is untouched."""
+
+
+class CheckpointCorrupted(CheckpointError):
+    """The bytes of a checkpoint differ from what was saved; the message names the file."""
+
+
+class ModelError(ShardkitError):
+    """The model cannot be sharded, loaded or described as asked."""
+
+
+class RankFailure(ShardkitError):
+    """A rank of a launched run failed. `exit_code` is that rank's own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Preempted(ShardkitError):
+    """The run was told to stop; it saved and left."""
+
+    exit_code = EXIT_PREEMPTED

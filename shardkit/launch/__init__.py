@@ -1,0 +1,1 @@
+"""`shardkit launch`: preflight and spec (no torch), elastic (torch), diagnosis of failures and hangs."""

@@ -1,0 +1,52 @@
+"""A model as data: modules, and the parameters that each owns. No torch: a tree can come from a live module
+(`runtime/units.py`), from a child process that built one on the meta device (`model/sources.py`), or from a formula
+(`model/gpt.py`), and all of them are cut into units by the same code (`model/units.py`)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a module. `tied_to` is the fqn of the first name of the same tensor, if this is a later one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    tied_to: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModuleNode:
+    """One module. `fqn` is "" for the root; `is_container` for ModuleList, ModuleDict: they have no forward."""
+
+    fqn: str
+    class_name: str
+    parameters: tuple[Parameter, ...] = ()
+    children: tuple["ModuleNode", ...] = ()
+    is_container: bool = False
+    buffers: tuple[Parameter, ...] = field(default=())
+
+    def walk(self) -> Iterator["ModuleNode"]:
+        """This module and all below it, parents first, in registration order."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def owned(self) -> Iterator[tuple[str, Parameter]]:
+        """(fqn, parameter) of all parameters here and below; tied ones only at their first name."""
+        for node in self.walk():
+            for parameter in node.parameters:
+                if parameter.tied_to is None:
+                    yield (f"{node.fqn}.{parameter.name}" if node.fqn else parameter.name), parameter
+
+    @property
+    def numel(self) -> int:
+        """Parameters here and below, tied ones once."""
+        return sum(parameter.numel for _, parameter in self.owned())

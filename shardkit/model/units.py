@@ -1,0 +1,138 @@
+"""How a model is cut into FSDP units: the only place that decides it,
+for training, simulation and closed form alike."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from shardkit.config.schema import FsdpConfig, WrapPolicy
+from shardkit.errors import ModelError
+from shardkit.model.tree import ModuleNode
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """A class that occurs in a model: how often, how large each, and its share of all parameters."""
+
+    name: str
+    count: int
+    numel_each: int
+    share: float
+
+
+def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
+    """Fqns of the modules that become units of their own, children before parents; the root is one always, unlisted.
+
+    Raises ModelError where a class is not in the model (with the model's candidates) or nothing repeats.
+    """
+    match config.auto_wrap_policy:
+        case WrapPolicy.NO_WRAP:
+            return []
+        case WrapPolicy.SIZE_BASED_WRAP:
+            return _by_size(root, config.min_num_params)
+        case WrapPolicy.TRANSFORMER_BASED_WRAP:
+            names = config.transformer_layer_cls_to_wrap or repeated_classes(root)
+            return _by_class(root, names)
+
+
+def repeated_classes(root: ModuleNode) -> list[str]:
+    """Names of the outermost repeated block classes: those a Transformer's layers have, e.g. ["GPT2Block"].
+
+    A block is a module with parameters and children that occurs at least twice directly inside a container
+    (ModuleList, Sequential). A class found only inside another block is part of that block.
+    Raises ModelError where there is none.
+    """
+    found = _outermost_blocks(root)
+    if not found:
+        raise ModelError(
+            f"fsdp_auto_wrap_policy: the model ({root.class_name}) has no repeated block class; "
+            "name one in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP. " + _candidates_text(root)
+        )
+    return found
+
+
+def _outermost_blocks(root: ModuleNode) -> list[str]:
+    names: list[str] = []
+
+    def visit(node: ModuleNode) -> None:
+        if node.is_container or node.class_name == "Sequential":
+            counts = Counter(child.class_name for child in node.children if child.children and child.numel)
+            repeated = {name for name, count in counts.items() if count >= 2}
+            names.extend(name for name in counts if name in repeated and name not in names)
+            descend = [child for child in node.children if child.class_name not in repeated]
+        else:
+            descend = list(node.children)
+        for child in descend:
+            visit(child)
+
+    visit(root)
+    return names
+
+
+def block_classes(root: ModuleNode) -> list[BlockClass]:
+    """Classes that could be units, the largest share first: every class with parameters and children but the root's."""
+    total = max(1, root.numel)
+    sizes: dict[str, list[int]] = {}
+    for node in root.walk():
+        if node.fqn and node.children and not node.is_container and node.numel:
+            sizes.setdefault(node.class_name, []).append(node.numel)
+    classes = [BlockClass(name, len(n), max(n), sum(n) / total) for name, n in sizes.items()]
+    return sorted(classes, key=lambda c: (-c.share, -c.count))
+
+
+def _by_class(root: ModuleNode, names: Sequence[str]) -> list[str]:
+    present = {node.class_name for node in root.walk()}
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise ModelError("\n".join(_missing_text(root, name, present) for name in missing))
+    return _children_first(root, {node.fqn for node in root.walk() if node.class_name in set(names) and node.fqn})
+
+
+def _missing_text(root: ModuleNode, name: str, present: set[str]) -> str:
+    near = get_close_matches(name, present, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return (
+        f"fsdp_transformer_layer_cls_to_wrap: no module of class {name} in the model ({root.class_name}); "
+        f"{hint}{_candidates_text(root)}"
+    )
+
+
+def _candidates_text(root: ModuleNode) -> str:
+    classes = block_classes(root)[:6]
+    if not classes:
+        return "It has no class with parameters and submodules of its own."
+    listed = ", ".join(f"{c.name} ({c.count} x {c.numel_each:,} parameters)" for c in classes)
+    return f"Candidates in it: {listed}."
+
+
+def _by_size(root: ModuleNode, min_num_params: int) -> list[str]:
+    """Bottom-up: a module becomes a unit when what is left in it, beside the units below, reaches the minimum.
+
+    A container is never one: its parameters count for the module around it.
+    """
+    chosen: set[str] = set()
+
+    def left_over(node: ModuleNode) -> int:
+        own = sum(p.numel for p in node.parameters if p.tied_to is None)
+        rest = own + sum(left_over(child) for child in node.children)
+        if node.fqn and not node.is_container and rest >= min_num_params:
+            chosen.add(node.fqn)
+            return 0
+        return rest
+
+    left_over(root)
+    return _children_first(root, chosen)
+
+
+def _children_first(root: ModuleNode, chosen: set[str]) -> list[str]:
+    order: list[str] = []
+
+    def visit(node: ModuleNode) -> None:
+        for child in node.children:
+            visit(child)
+        if node.fqn in chosen:
+            order.append(node.fqn)
+
+    visit(root)
+    return order

@@ -1,0 +1,1 @@
+"""What runs inside a rank: process, mesh, parallel, precision, data, collectives; `accelerator` is its face."""

@@ -1,0 +1,140 @@
+"""A pool of live ranks on this machine: processes that have imported torch once and run functions on request.
+
+    results = ranks.run(2, save_and_load, folder)      # one result a rank, in rank order
+
+Each call is a world of its own: a fresh process group over a fresh store, torn down afterwards; a rank that raises
+fails the test with its traceback. A function must be importable (module level), and so must its arguments.
+Use `spawn(...)` where a process is meant to die.
+"""
+
+import os
+import signal
+import tempfile
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 240.0
+
+
+class RankError(AssertionError):
+    """What a rank raised, with its traceback."""
+
+
+def _serve(index: int, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        if request is None:
+            return
+        pipe.send(_answer(index, *request))
+
+
+def _answer(rank: int, world_size: int, store: str, function: Callable, args: Sequence[Any]) -> tuple[bool, Any]:
+    found = dict(os.environ)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    try:
+        return True, _in_world(rank, world_size, store, function, args)
+    except BaseException:
+        return False, traceback.format_exc()
+    finally:
+        os.environ.clear()
+        os.environ.update(found)
+
+
+def _in_world(rank: int, world_size: int, store: str, function: Callable, args: Sequence[Any]) -> Any:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        result = function(*args)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+class Pool:
+    """Long-lived ranks; started on first use, as many as the largest world asked for."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, world_size: int, function: Callable, *args: Any) -> list[Any]:
+        """`function(*args)` on ranks 0 to world_size - 1 at once; their results in rank order."""
+        self._grow(world_size)
+        with tempfile.TemporaryDirectory(prefix="shardkit-ranks-") as folder:
+            store = str(Path(folder) / uuid.uuid4().hex)
+            for pipe in self._pipes[:world_size]:
+                pipe.send((world_size, store, function, args))
+            answers = self._collect(world_size)
+        failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failed:
+            raise RankError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def _collect(self, world_size: int) -> list[tuple[bool, Any]]:
+        waiting = {self._pipes[rank]: rank for rank in range(world_size)}
+        answers: dict[int, tuple[bool, Any]] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(waiting.values())} gave no answer in {TIMEOUT_S:.0f} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+        if any(text == "the process died" for _, text in answers.values()):
+            self.close()
+        return [answers[rank] for rank in range(world_size)]
+
+    def _grow(self, world_size: int) -> None:
+        import multiprocessing
+
+        context = multiprocessing.get_context("spawn")
+        while len(self._processes) < world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(len(self._processes), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """End all ranks; the next `run` starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []

@@ -1,0 +1,71 @@
+"""The layers of the package: imports go one way, and the torch-free modules stay torch-free."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "shardkit"
+
+# The lowest layer first. A module imports from its own layer and from those above it in this list, never from below.
+LAYERS = [
+    ["shardkit", "shardkit.errors", "shardkit.env", "shardkit.log", "shardkit.templates"],
+    ["shardkit.config"],
+    ["shardkit.convert", "shardkit.model", "shardkit.plan.closed", "shardkit.launch", "shardkit.checkpoint"],
+    ["shardkit.wizard"],
+    ["shardkit.runtime"],
+    ["shardkit.plan"],
+    ["shardkit.cli", "shardkit.__main__"],
+]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def layer_of(module: str) -> int:
+    matches = [
+        (len(name), level)
+        for level, names in enumerate(LAYERS)
+        for name in names
+        if module == name or (module.startswith(name + ".") and name != "shardkit") or module.startswith(name + "_")
+    ]
+    assert matches, f"{module} is in no layer of this table"
+    return max(matches)[1]
+
+
+def imports(path: Path) -> set[str]:
+    """All shardkit modules that a file imports, function-local imports included."""
+    known = modules()
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names} & set(known)
+            names |= inside or {node.module}
+    return {name for name in names if name.split(".")[0] == "shardkit"}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_one_way(module):
+    for imported in imports(modules()[module]):
+        assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}, which is a layer below it"
+
+
+TORCH_FREE = ["shardkit", "shardkit.config", "shardkit.convert", "shardkit.wizard", "shardkit.model.tree"]
+TORCH_FREE += ["shardkit.model.units", "shardkit.cli.main"]
+
+
+def test_the_torch_free_modules_do_not_load_torch():
+    wanted = [name for name in modules() if name in TORCH_FREE or name.rpartition(".")[0] in TORCH_FREE[1:4]]
+    assert len(wanted) > 8
+    code = "import sys\n" + "\n".join(f"import {name}" for name in sorted(wanted))
+    code += "\nassert 'torch' not in sys.modules, 'torch was loaded'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,49 @@
+"""How a model is cut into units."""
+
+import pytest
+
+from shardkit.config.schema import FsdpConfig
+from shardkit.errors import ModelError
+from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.model.units import repeated_classes, select_units
+
+
+def linear(fqn: str, inputs: int, outputs: int) -> ModuleNode:
+    return ModuleNode(fqn, "Linear", (Parameter("weight", (outputs, inputs)),))
+
+
+def transformer(layers: int = 3) -> ModuleNode:
+    blocks = tuple(
+        ModuleNode(
+            f"layers.{i}", "Block", children=(linear(f"layers.{i}.up", 8, 32), linear(f"layers.{i}.down", 32, 8))
+        )
+        for i in range(layers)
+    )
+    stack = ModuleNode("layers", "ModuleList", children=blocks, is_container=True)
+    return ModuleNode("", "Model", children=(linear("embed", 100, 8), stack, linear("head", 8, 100)))
+
+
+def test_blocks_are_found_without_a_name():
+    assert repeated_classes(transformer()) == ["Block"]
+    assert select_units(transformer(), FsdpConfig()) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_size_never_takes_a_container():
+    units = select_units(transformer(), FsdpConfig(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=500))
+    assert units == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+
+
+def test_a_class_that_is_not_there_is_an_error_with_candidates():
+    with pytest.raises(
+        ModelError, match=r"no module of class Blok .*did you mean Block\?.*Block \(3 x 512 parameters\)"
+    ):
+        select_units(transformer(), FsdpConfig(transformer_layer_cls_to_wrap="Blok"))
+
+
+def test_nothing_repeated_is_an_error():
+    with pytest.raises(ModelError, match="no repeated block class"):
+        select_units(ModuleNode("", "Model", children=(linear("a", 2, 2),)), FsdpConfig())
+
+
+def test_no_wrap_has_no_units():
+    assert select_units(transformer(), FsdpConfig(auto_wrap_policy="no_wrap")) == []
