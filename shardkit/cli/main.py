@@ -52,19 +52,19 @@ def run(arguments: list[str]) -> int:
 
 
 def _call(verb: str, arguments: list[str]) -> int:
-    import click
     import typer
 
-    app = import_module(f"shardkit.cli.{verb}").app
-    command = typer.main.get_command(app)
+    # typer brings its own copy of click, under a private name; this is that copy's ClickException.
+    problem_with_the_flags = typer.BadParameter.__mro__[2]
+    command = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
     try:
         result = command.main(arguments, prog_name=f"shardkit {verb}", standalone_mode=False)
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         return stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except click.Abort:
+    except problem_with_the_flags as error:
+        error.show()  # type: ignore[attr-defined]
+        return EXIT_CONFIG
+    except typer.Abort:
         raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
 
