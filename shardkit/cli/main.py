@@ -3,6 +3,7 @@
 import sys
 import traceback
 from importlib import import_module
+from typing import Any
 
 from shardkit import __version__, env
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, ShardkitError
@@ -55,14 +56,14 @@ def _call(verb: str, arguments: list[str]) -> int:
     import typer
 
     # typer brings its own copy of click, under a private name; this is that copy's ClickException.
-    problem_with_the_flags = typer.BadParameter.__mro__[2]
+    problem_with_the_flags: Any = typer.BadParameter.__mro__[2]
     command = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
     try:
         result = command.main(arguments, prog_name=f"shardkit {verb}", standalone_mode=False)
     except typer.Exit as stop:
         return stop.exit_code
     except problem_with_the_flags as error:
-        error.show()  # type: ignore[attr-defined]
+        error.show()
         return EXIT_CONFIG
     except typer.Abort:
         raise KeyboardInterrupt from None
