@@ -9,11 +9,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "shardkit"
 
+# The half of `plan` that the wizard uses too.
+PLAN_WITHOUT_TORCH = [
+    f"shardkit.plan.{name}"
+    for name in ("closed_form", "optimizers", "traffic", "devices", "roofline", "suggest", "search", "answer")
+]
+
 # The lowest layer first. A module imports from its own layer and from those above it in this list, never from below.
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env", "shardkit.log", "shardkit.templates"],
     ["shardkit.config"],
-    ["shardkit.convert", "shardkit.model", "shardkit.plan.closed", "shardkit.launch", "shardkit.checkpoint"],
+    ["shardkit.convert", "shardkit.model", "shardkit.launch", "shardkit.checkpoint", *PLAN_WITHOUT_TORCH],
     ["shardkit.wizard"],
     ["shardkit.runtime"],
     ["shardkit.plan"],
@@ -60,7 +66,8 @@ def test_imports_go_one_way(module):
 
 
 TORCH_FREE = ["shardkit", "shardkit.config", "shardkit.convert", "shardkit.wizard", "shardkit.model.tree"]
-TORCH_FREE += ["shardkit.model.units", "shardkit.cli.main"]
+TORCH_FREE += ["shardkit.model.units", "shardkit.cli.main", "shardkit.model.sources", "shardkit.model.comment"]
+TORCH_FREE += [*PLAN_WITHOUT_TORCH, "shardkit.plan.report", "shardkit.plan.plot", "shardkit.cli.plan"]
 
 
 def test_the_torch_free_modules_do_not_load_torch():

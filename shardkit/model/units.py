@@ -86,7 +86,7 @@ def _by_class(root: ModuleNode, names: Sequence[str]) -> list[str]:
     missing = [name for name in names if name not in present]
     if missing:
         raise ModelError("\n".join(_missing_text(root, name, present) for name in missing))
-    return _children_first(root, {node.fqn for node in root.walk() if node.class_name in set(names) and node.fqn})
+    return children_first(root, {node.fqn for node in root.walk() if node.class_name in set(names) and node.fqn})
 
 
 def _missing_text(root: ModuleNode, name: str, present: set[str]) -> str:
@@ -122,10 +122,11 @@ def _by_size(root: ModuleNode, min_num_params: int) -> list[str]:
         return rest
 
     left_over(root)
-    return _children_first(root, chosen)
+    return children_first(root, chosen)
 
 
-def _children_first(root: ModuleNode, chosen: set[str]) -> list[str]:
+def children_first(root: ModuleNode, chosen: set[str]) -> list[str]:
+    """The chosen fqns in the order in which they are sharded: what lies inside a unit before the unit."""
     order: list[str] = []
 
     def visit(node: ModuleNode) -> None:

@@ -1,0 +1,21 @@
+"""The line `# model: SPEC` of a configuration file: which model it was written for. Read by `config` and `plan`."""
+
+import re
+
+_LINE = re.compile(r"^#\s*model:[ \t]*(?P<spec>\S+)[ \t]*(?P<rest>.*)$", re.MULTILINE)
+
+
+def read(text: str) -> str | None:
+    """The model that the file names, or None."""
+    found = _LINE.search(text)
+    return found["spec"] if found else None
+
+
+def write(text: str, spec: str, about: str = "") -> str:
+    """The file's text with that model in its line: replaced, or put first after the comment lines at the top."""
+    line = f"# model: {spec}" + (f"   {about}" if about else "")
+    if _LINE.search(text):
+        return _LINE.sub(lambda _: line, text, count=1)
+    lines = text.splitlines()
+    top = next((index for index, old in enumerate(lines) if not old.startswith("#")), len(lines))
+    return "\n".join([*lines[:top], line, *lines[top:]]) + "\n"

@@ -1,0 +1,136 @@
+"""What is known of a model, as a plain value, and its JSON form (it crosses from the child process that built it)."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.model.units import BlockClass, block_classes, repeated_classes
+
+
+@dataclass(frozen=True)
+class TransformerFacts:
+    """The shape of a Transformer, as far as its activations depend on it; None is unknown.
+
+    `seq_len` is the longest sequence that the model is built for; `layers` counts encoder and decoder layers together.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    feed_forward: int
+    vocabulary: int | None = None
+    seq_len: int | None = None
+    is_gated: bool = False
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model: its module tree, where it came from, and the facts that its memory depends on.
+
+    `has_class_names` is False where the tree was read from names of weights: then its class names are made up and
+    must not be written into a configuration.
+    """
+
+    spec: str
+    name: str
+    tree: ModuleNode
+    facts: TransformerFacts | None = None
+    has_class_names: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Parameters, tied ones once."""
+        return self.tree.numel
+
+    @property
+    def block_classes(self) -> list[BlockClass]:
+        """Classes that could be FSDP units, the largest share of the parameters first."""
+        return block_classes(self.tree)
+
+    @property
+    def suggested_classes(self) -> list[str]:
+        """The repeated block classes; empty where nothing repeats."""
+        return repeated_block_classes(self.tree)
+
+    @property
+    def text(self) -> str:
+        """One line: name, size, blocks."""
+        blocks = [c for c in self.block_classes if c.name in self.suggested_classes]
+        listed = ", ".join(f"{c.count} x {c.name}" for c in blocks)
+        return f"{self.name}, {count_text(self.numel)} parameters" + (f", {listed}" if listed else "")
+
+
+def repeated_block_classes(tree: ModuleNode) -> list[str]:
+    """As `units.repeated_classes`, but empty where nothing repeats."""
+    from shardkit.errors import ModelError
+
+    try:
+        return repeated_classes(tree)
+    except ModelError:
+        return []
+
+
+def count_text(number: int) -> str:
+    """A count as people say it: 6.74 B, 124 M, 8,192."""
+    for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:,}"
+
+
+def to_json(description: Description) -> dict[str, Any]:
+    """A JSON-able form that `from_json` reads back exactly."""
+    return {
+        "spec": description.spec,
+        "name": description.name,
+        "tree": _node_to_json(description.tree),
+        "facts": asdict(description.facts) if description.facts else None,
+        "has_class_names": description.has_class_names,
+        "notes": list(description.notes),
+    }
+
+
+def from_json(data: dict[str, Any]) -> Description:
+    """The description that `to_json` was given."""
+    return Description(
+        spec=data["spec"],
+        name=data["name"],
+        tree=_node_from_json(data["tree"]),
+        facts=TransformerFacts(**data["facts"]) if data["facts"] else None,
+        has_class_names=data["has_class_names"],
+        notes=tuple(data["notes"]),
+    )
+
+
+def _node_to_json(node: ModuleNode) -> list[Any]:
+    return [
+        node.fqn,
+        node.class_name,
+        [_parameter_to_json(p) for p in node.parameters],
+        [_node_to_json(child) for child in node.children],
+        node.is_container,
+        [_parameter_to_json(b) for b in node.buffers],
+    ]
+
+
+def _node_from_json(data: list[Any]) -> ModuleNode:
+    fqn, class_name, parameters, children, is_container, buffers = data
+    return ModuleNode(
+        fqn,
+        class_name,
+        tuple(_parameter_from_json(p) for p in parameters),
+        tuple(_node_from_json(child) for child in children),
+        is_container,
+        tuple(_parameter_from_json(b) for b in buffers),
+    )
+
+
+def _parameter_to_json(parameter: Parameter) -> list[Any]:
+    return [parameter.name, list(parameter.shape), parameter.dtype, parameter.trainable, parameter.tied_to]
+
+
+def _parameter_from_json(data: list[Any]) -> Parameter:
+    name, shape, dtype, trainable, tied_to = data
+    return Parameter(name, tuple(shape), dtype, trainable, tied_to)

@@ -1,0 +1,115 @@
+"""A GPT by formula: its module tree from five numbers, without torch.
+
+The layout is minGPT's: learned positions, blocks of attention and a 4x feed-forward with biases, a final norm, and a
+head of its own (not tied to the embedding). `gpt_module.py` builds the same model in torch."""
+
+from dataclasses import dataclass, fields
+
+from shardkit.errors import ModelError
+from shardkit.model.describe import TransformerFacts
+from shardkit.model.tree import ModuleNode, Parameter
+
+
+@dataclass(frozen=True)
+class GptShape:
+    """Sizes of a GPT. `vocab` 50257 is GPT-2's byte-pair vocabulary, the usual "50K"."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int = 50257
+    seq: int = 2048
+    tied: bool = False
+
+
+def parse(text: str) -> GptShape:
+    """The shape in `layers=2,hidden=64,heads=4[,vocab=..][,seq=..][,tied=true]`; ModelError names all that is wrong."""
+    known = {field.name for field in fields(GptShape)}
+    values: dict[str, int] = {}
+    problems: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = item.partition("=")
+        name = name.strip()
+        if name not in known:
+            problems.append(f"{name}: unknown (known: {', '.join(sorted(known))})")
+        elif (number := _number(name, value.strip())) is None:
+            problems.append(f"{name}: not a positive whole number (got {value.strip()!r})")
+        else:
+            values[name] = number
+    problems += [f"{name}: missing" for name in ("layers", "hidden", "heads") if name not in text]
+    if not problems and values["hidden"] % values["heads"]:
+        problems.append(f"hidden: not a multiple of heads (got {values['hidden']} and {values['heads']})")
+    if problems:
+        raise ModelError(
+            f"--model gpt:{text}: {'; '.join(problems)}; "
+            "write gpt:layers=96,hidden=12288,heads=96[,vocab=50257][,seq=2048][,tied=true]."
+        )
+    return GptShape(**{**values, "tied": bool(values.get("tied", False))})
+
+
+def _number(name: str, text: str) -> int | None:
+    from shardkit.config.schema import read_bool, read_count
+
+    value = read_bool(text) if name == "tied" else read_count(text)
+    if name == "tied":
+        return int(value) if isinstance(value, bool) else None
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def facts(shape: GptShape) -> TransformerFacts:
+    """What the activations depend on."""
+    return TransformerFacts(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        key_value_heads=shape.heads,
+        feed_forward=4 * shape.hidden,
+        vocabulary=shape.vocab,
+        seq_len=shape.seq,
+    )
+
+
+def tree(shape: GptShape) -> ModuleNode:
+    """The module tree, in the order in which the torch model registers it."""
+    blocks = tuple(_block(f"blocks.{index}", shape.hidden) for index in range(shape.layers))
+    head = Parameter("weight", (shape.vocab, shape.hidden), tied_to="tokens.weight" if shape.tied else None)
+    return ModuleNode(
+        "",
+        "GPT",
+        children=(
+            ModuleNode("tokens", "Embedding", (Parameter("weight", (shape.vocab, shape.hidden)),)),
+            ModuleNode("positions", "Embedding", (Parameter("weight", (shape.seq, shape.hidden)),)),
+            ModuleNode("blocks", "ModuleList", children=blocks, is_container=True),
+            _norm("norm", shape.hidden),
+            ModuleNode("head", "Linear", (head,)),
+        ),
+    )
+
+
+def _block(fqn: str, hidden: int) -> ModuleNode:
+    attention = ModuleNode(
+        f"{fqn}.attention",
+        "Attention",
+        children=(
+            _linear(f"{fqn}.attention.qkv", hidden, 3 * hidden),
+            _linear(f"{fqn}.attention.out", hidden, hidden),
+        ),
+    )
+    feed_forward = ModuleNode(
+        f"{fqn}.feed_forward",
+        "FeedForward",
+        children=(
+            _linear(f"{fqn}.feed_forward.up", hidden, 4 * hidden),
+            _linear(f"{fqn}.feed_forward.down", 4 * hidden, hidden),
+        ),
+    )
+    norms = _norm(f"{fqn}.norm_attention", hidden), _norm(f"{fqn}.norm_feed_forward", hidden)
+    return ModuleNode(fqn, "Block", children=(norms[0], attention, norms[1], feed_forward))
+
+
+def _linear(fqn: str, inputs: int, outputs: int) -> ModuleNode:
+    return ModuleNode(fqn, "Linear", (Parameter("weight", (outputs, inputs)), Parameter("bias", (outputs,))))
+
+
+def _norm(fqn: str, hidden: int) -> ModuleNode:
+    return ModuleNode(fqn, "LayerNorm", (Parameter("weight", (hidden,)), Parameter("bias", (hidden,))))

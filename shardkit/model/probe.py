@@ -1,0 +1,168 @@
+"""Builds a model on the meta device and describes it.
+
+Run in a child process by `sources.py`, because it loads torch and the user's own code. `tree_of` is also what the runtime uses on live modules."""
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.model.describe import Description, TransformerFacts, to_json
+from shardkit.model.tree import ModuleNode, Parameter
+
+
+def main() -> None:
+    """`python -m shardkit.model.probe KIND SPEC RESULT`: writes the description, or what went wrong, to RESULT."""
+    kind, spec, result = sys.argv[1:4]
+    try:
+        describe = {"factory": describe_factory, "transformers": describe_transformers}[kind]
+        answer: dict[str, Any] = {"description": to_json(describe(spec))}
+    except (Exception, SystemExit) as error:
+        answer = {"error": error_text(error), "where": where(error)}
+    Path(result).write_text(json.dumps(answer))
+
+
+def describe_factory(spec: str) -> Description:
+    """The model that `module:function` returns, built on the meta device."""
+    with torch.device("meta"):
+        model = build_factory(spec)
+    config = getattr(model, "config", None)
+    facts = transformer_facts(config) if config is not None and not isinstance(config, Mapping) else None
+    return Description(spec, type(model).__name__, tree_of(model), facts)
+
+
+def build_factory(spec: str) -> nn.Module:
+    """What `module:name` gives: a function or class without arguments is called; a module is taken as it is."""
+    module_name, _, attribute = spec.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    found: Any = import_module(module_name)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    model = found if isinstance(found, nn.Module) else found()
+    if isinstance(model, (tuple, list)) and model:
+        model = model[0]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{spec} gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def describe_transformers(path: str) -> Description:
+    """The model of a Transformers config.json, with new weights on the meta device."""
+    with torch.device("meta"):
+        model = build_transformers(path)
+    note = "Parameters count as fp32, as in training with mixed precision, whatever dtype the weights were saved in."
+    return Description(path, type(model).__name__, tree_of(model), transformer_facts(model.config), notes=(note,))
+
+
+def build_transformers(path: str) -> nn.Module:
+    """The architecture that the file names; where it names none, the first Auto class that knows its model type."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)._from_config(config, dtype=torch.float32)
+    for task in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"):
+        auto = getattr(transformers, f"AutoModelFor{task}")
+        if type(config) in auto._model_mapping:
+            return auto.from_config(config, dtype=torch.float32)
+    return transformers.AutoModel.from_config(config, dtype=torch.float32)
+
+
+def transformer_facts(config: Any) -> TransformerFacts | None:
+    """The facts in a Transformers configuration, under whichever names its family uses; None where some are missing."""
+
+    def first(*names: str) -> int | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    layers = first("num_hidden_layers", "num_layers", "n_layer", "encoder_layers")
+    hidden = first("hidden_size", "d_model", "n_embd")
+    heads = first("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads")
+    if layers is None or hidden is None or heads is None:
+        return None
+    decoder_layers = first("num_decoder_layers", "decoder_layers") if _is_encoder_decoder(config) else None
+    return TransformerFacts(
+        layers=layers + (decoder_layers or 0),
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=first("num_key_value_heads") or heads,
+        feed_forward=first("intermediate_size", "d_ff", "n_inner", "encoder_ffn_dim", "ffn_dim") or 4 * hidden,
+        vocabulary=first("vocab_size"),
+        seq_len=first("max_position_embeddings", "n_positions") or _patches(config),
+        is_gated=bool(getattr(config, "is_gated_act", False)) or hasattr(config, "rms_norm_eps"),
+    )
+
+
+def _is_encoder_decoder(config: Any) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _patches(config: Any) -> int | None:
+    """Sequence length of an image model: its patches and the class token."""
+    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if isinstance(image, int) and isinstance(patch, int) and patch > 0:
+        return (image // patch) ** 2 + 1
+    return None
+
+
+def tree_of(model: nn.Module) -> ModuleNode:
+    """The module tree of a live module, on any device: shapes, dtypes, trainable or not, ties by identity."""
+    first_names: dict[int, str] = {}
+    seen_modules: set[int] = set()
+
+    def parameters_of(module: nn.Module, fqn: str) -> tuple[Parameter, ...]:
+        found = []
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{fqn}.{name}" if fqn else name
+            first = first_names.setdefault(id(parameter), full)
+            found.append(_parameter(name, parameter, None if first == full else first))
+        return tuple(found)
+
+    def visit(module: nn.Module, fqn: str) -> ModuleNode:
+        own = parameters_of(module, fqn)
+        children = []
+        for name, child in module._modules.items():
+            if child is None or id(child) in seen_modules:
+                continue
+            seen_modules.add(id(child))
+            children.append(visit(child, f"{fqn}.{name}" if fqn else name))
+        buffers = tuple(_parameter(name, b, None) for name, b in module._buffers.items() if b is not None)
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        return ModuleNode(fqn, type(module).__name__, own, tuple(children), is_container, buffers)
+
+    return visit(model, "")
+
+
+def _parameter(name: str, tensor: torch.Tensor, tied_to: str | None) -> Parameter:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Parameter(name, tuple(tensor.shape), dtype, tensor.requires_grad, tied_to)
+
+
+def error_text(error: BaseException) -> str:
+    """`TypeError: what it says`, the last line only."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0].strip()}"
+
+
+def where(error: BaseException) -> str | None:
+    """file:line of the innermost frame in the user's own code, None where no frame is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    package, libraries = Path(__file__).parent.parent, Path(torch.__file__).parent.parent
+    not_theirs = (str(package), str(libraries), str(Path(json.__file__).parent.parent), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(not_theirs)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+if __name__ == "__main__":
+    main()

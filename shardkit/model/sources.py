@@ -1,0 +1,119 @@
+"""Where a model can come from: `describe(spec)` for all of them. Torch is loaded in a child process only.
+
+module:function            your own model, built on the meta device (no memory, no weights)
+config.json, or its folder a Transformers configuration
+weights.safetensors        a file or folder of weights: their headers are enough
+gpt-175b, gpt-1t           built in
+gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from difflib import get_close_matches
+from pathlib import Path
+
+from shardkit import env
+from shardkit.errors import ModelError
+from shardkit.model import gpt, weights
+from shardkit.model.builtin import BUILTIN
+from shardkit.model.describe import Description, count_text, from_json
+
+FORMS = "module:function, a Transformers config.json, a .safetensors file or folder, " + ", ".join(BUILTIN)
+CLOSED_FORM_HINT = "or describe its sizes: --model gpt:layers=..,hidden=..,heads=.. needs no code"
+
+
+def describe(spec: str, timeout_s: float = 120.0, folder: Path | None = None) -> Description:
+    """What is known of the model that `spec` names; relative paths and modules are looked up in `folder` (here).
+
+    Raises ModelError, with what to do, for a model that is not there, fails to build or takes too long.
+    """
+    folder = Path.cwd() if folder is None else folder
+    if spec in BUILTIN or spec.startswith("gpt:"):
+        return _by_formula(spec)
+    path = folder / spec
+    if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
+        return _in_child("transformers", spec, timeout_s, folder)
+    if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
+        return weights.describe(spec, path)
+    if _looks_like_factory(spec):
+        return _in_child("factory", spec, timeout_s, folder)
+    raise ModelError(_unknown(spec, path))
+
+
+def _by_formula(spec: str) -> Description:
+    shape = BUILTIN.get(spec) or gpt.parse(spec.removeprefix("gpt:"))
+    tree = gpt.tree(shape)
+    name = spec if spec in BUILTIN else f"GPT {count_text(tree.numel).replace(' ', '')}"
+    return Description(spec, name, tree, gpt.facts(shape))
+
+
+def _looks_like_factory(spec: str) -> bool:
+    module, colon, attribute = spec.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+
+
+def _unknown(spec: str, path: Path) -> str:
+    near = get_close_matches(spec, BUILTIN, 1)
+    if near:
+        return f"--model {spec}: unknown; did you mean {near[0]}?"
+    if path.suffix in {".json", ".safetensors"} or "/" in spec:
+        return f"--model {spec}: no such file or folder; check the path."
+    return f"--model {spec}: not a model; give {FORMS}, or gpt:layers=..,hidden=..,heads=.."
+
+
+def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> Description:
+    with tempfile.TemporaryDirectory(prefix="shardkit-model-") as scratch:
+        result = Path(scratch) / "result.json"
+        code, errors = _run_probe(kind, spec, result, timeout_s, folder)
+        if not result.is_file():
+            raise ModelError(_died(spec, code, errors))
+        answer = json.loads(result.read_text())
+    if "error" in answer:
+        place = _relative(answer["where"], folder) or spec
+        raise ModelError(
+            f"{place}: the model {spec} cannot be built on the meta device ({answer['error']}); "
+            f"mend that line, {CLOSED_FORM_HINT}."
+        )
+    return from_json(answer["description"])
+
+
+def _run_probe(kind: str, spec: str, result: Path, timeout_s: float, folder: Path) -> tuple[int, str]:
+    """Exit code and errors of the child. What the user's code prints is not ours to show."""
+    command = [sys.executable, "-m", "shardkit.model.probe", kind, spec, str(result)]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**env.copy(), "PYTHONWARNINGS": "ignore"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"--model {spec}: not built after {timeout_s:g} s; "
+            f"a factory should only build the model, without reading weights or data; {CLOSED_FORM_HINT}."
+        ) from None
+    return done.returncode, done.stderr.decode(errors="replace")
+
+
+def _died(spec: str, code: int, errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no message"
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"--model {spec}: the process that builds it {how} ({last}); run the factory by hand, {CLOSED_FORM_HINT}."
+
+
+def _relative(place: str | None, folder: Path) -> str | None:
+    """file:line, relative to the folder where that is shorter."""
+    if place is None:
+        return None
+    file, _, line = place.rpartition(":")
+    try:
+        return f"{Path(file).resolve().relative_to(folder.resolve())}:{line}"
+    except ValueError:
+        return place

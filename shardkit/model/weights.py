@@ -1,0 +1,89 @@
+"""A module tree from safetensors headers alone: names, shapes and dtypes, not a byte of weights, and no torch."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ModelError
+from shardkit.model.describe import Description
+from shardkit.model.tree import ModuleNode, Parameter
+
+# https://github.com/huggingface/safetensors#format: 8 bytes little-endian header size, at most 100 MB, then JSON.
+_LARGEST_HEADER_BYTES = 100_000_000
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def describe(spec: str, path: Path) -> Description:
+    """The model whose weights lie in a .safetensors file or in the ones of a folder.
+
+    Class names are not in such files: repeated blocks get the name of their list, e.g. `layers[*]`.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{path}: no .safetensors file in this folder; name a file, or a folder that has some.")
+    entries: dict[str, Any] = {}
+    for file in files:
+        entries |= read_header(file)
+    parameters = {name: _parameter(name, entry) for name, entry in entries.items() if entry["dtype"] in _DTYPES}
+    if not parameters:
+        raise ModelError(f"{path}: no floating-point tensor in it; name the file that holds the model's weights.")
+    return Description(
+        spec=spec,
+        name=path.stem if path.is_file() else path.name,
+        tree=_tree("", _nested(parameters)),
+        has_class_names=False,
+        notes=(
+            "Read from the weights' names: every tensor counts as a trainable fp32 parameter, tied ones once; "
+            "activations are unknown.",
+        ),
+    )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Name -> {"dtype", "shape", "data_offsets"} of one safetensors file; ModelError where it is not one."""
+    try:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if not 2 <= size <= _LARGEST_HEADER_BYTES:
+                raise ValueError(f"header of {size} bytes")
+            header = json.loads(stream.read(size))
+        if not isinstance(header, dict):
+            raise ValueError("the header is not an object")
+    except (OSError, struct.error, ValueError) as error:
+        raise ModelError(f"{file}: not a readable safetensors file ({error}); check the path.") from None
+    header.pop("__metadata__", None)
+    return header
+
+
+def _parameter(name: str, entry: Mapping[str, Any]) -> Parameter:
+    return Parameter(name.rpartition(".")[2], tuple(entry["shape"]))
+
+
+def _nested(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Parameters by the parts of their names, numbers in numeric order."""
+    root: dict[str, Any] = {}
+    for name in sorted(parameters, key=_natural):
+        *path, last = name.split(".")
+        node = root
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = parameters[name]
+    return root
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def _tree(fqn: str, parts: Mapping[str, Any], class_name: str = "Model") -> ModuleNode:
+    modules = {name: part for name, part in parts.items() if isinstance(part, dict)}
+    is_list = bool(modules) and len(modules) == len(parts) and all(name.isdigit() for name in modules)
+    last = fqn.rpartition(".")[2]
+    children = tuple(
+        _tree(f"{fqn}.{name}" if fqn else name, part, f"{last}[*]" if is_list else name)
+        for name, part in modules.items()
+    )
+    parameters = tuple(part for part in parts.values() if isinstance(part, Parameter))
+    return ModuleNode(fqn, "ModuleList" if is_list else class_name, parameters, children, is_list)
