@@ -4,6 +4,7 @@ The layout is minGPT's: learned positions, blocks of attention and a 4x feed-for
 head of its own (not tied to the embedding). `gpt_module.py` builds the same model in torch."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from shardkit.errors import ModelError
 from shardkit.model.describe import TransformerFacts
@@ -25,7 +26,7 @@ class GptShape:
 def parse(text: str) -> GptShape:
     """The shape in `layers=2,hidden=64,heads=4[,vocab=..][,seq=..][,tied=true]`; ModelError names all that is wrong."""
     known = {field.name for field in fields(GptShape)}
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     problems: list[str] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = item.partition("=")
@@ -44,15 +45,15 @@ def parse(text: str) -> GptShape:
             f"--model gpt:{text}: {'; '.join(problems)}; "
             "write gpt:layers=96,hidden=12288,heads=96[,vocab=50257][,seq=2048][,tied=true]."
         )
-    return GptShape(**{**values, "tied": bool(values.get("tied", False))})
+    return GptShape(**values)
 
 
-def _number(name: str, text: str) -> int | None:
+def _number(name: str, text: str) -> int | bool | None:
     from shardkit.config.schema import read_bool, read_count
 
     value = read_bool(text) if name == "tied" else read_count(text)
     if name == "tied":
-        return int(value) if isinstance(value, bool) else None
+        return value if isinstance(value, bool) else None
     return value if isinstance(value, int) and value > 0 else None
 
 

@@ -1,6 +1,7 @@
 """Builds a model on the meta device and describes it.
 
-Run in a child process by `sources.py`, because it loads torch and the user's own code. `tree_of` is also what the runtime uses on live modules."""
+Run in a child process by `sources.py`, because it loads torch and the user's own code.
+"""
 
 import json
 import sys
@@ -15,6 +16,8 @@ from torch import nn
 
 from shardkit.model.describe import Description, TransformerFacts, to_json
 from shardkit.model.tree import ModuleNode, Parameter
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def main() -> None:
@@ -114,38 +117,27 @@ def _patches(config: Any) -> int | None:
 
 
 def tree_of(model: nn.Module) -> ModuleNode:
-    """The module tree of a live module, on any device: shapes, dtypes, trainable or not, ties by identity."""
+    """The module tree of a live module, on any device. Tied parameters carry the name of their first occurrence."""
     first_names: dict[int, str] = {}
-    seen_modules: set[int] = set()
 
-    def parameters_of(module: nn.Module, fqn: str) -> tuple[Parameter, ...]:
-        found = []
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full = f"{fqn}.{name}" if fqn else name
-            first = first_names.setdefault(id(parameter), full)
-            found.append(_parameter(name, parameter, None if first == full else first))
-        return tuple(found)
+    def parameter(fqn: str, name: str, tensor: torch.Tensor) -> Parameter:
+        full = f"{fqn}.{name}" if fqn else name
+        first = first_names.setdefault(id(tensor), full)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Parameter(name, tuple(tensor.shape), dtype, tensor.requires_grad, None if first == full else first)
 
     def visit(module: nn.Module, fqn: str) -> ModuleNode:
-        own = parameters_of(module, fqn)
-        children = []
-        for name, child in module._modules.items():
-            if child is None or id(child) in seen_modules:
-                continue
-            seen_modules.add(id(child))
-            children.append(visit(child, f"{fqn}.{name}" if fqn else name))
-        buffers = tuple(_parameter(name, b, None) for name, b in module._buffers.items() if b is not None)
-        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        return ModuleNode(fqn, type(module).__name__, own, tuple(children), is_container, buffers)
+        prefix = f"{fqn}." if fqn else ""
+        return ModuleNode(
+            fqn,
+            type(module).__name__,
+            tuple(parameter(fqn, name, p) for name, p in module._parameters.items() if p is not None),
+            tuple(visit(child, prefix + name) for name, child in module._modules.items() if child is not None),
+            isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward,
+            tuple(parameter(fqn, name, b) for name, b in module._buffers.items() if b is not None),
+        )
 
     return visit(model, "")
-
-
-def _parameter(name: str, tensor: torch.Tensor, tied_to: str | None) -> Parameter:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Parameter(name, tuple(tensor.shape), dtype, tensor.requires_grad, tied_to)
 
 
 def error_text(error: BaseException) -> str:
