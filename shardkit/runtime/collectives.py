@@ -1,0 +1,278 @@
+"""Collectives on nested structures of tensors (dict, list, tuple, namedtuple), and agreement among ranks.
+
+All of them act on the default process group, over all ranks, and without one (a single process) on this rank alone.
+Each must be called by every rank. Tensors of any dtype pass: what is only moved travels as bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardkit.errors import ShardkitError, UsageError
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in the group; 1 where no process group is up."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This rank's number; 0 where no process group is up."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(data: Any) -> Any:
+    """`data` with each tensor replaced by all ranks' ones, concatenated along dim 0 in rank order, on every rank.
+
+    A 0-dim tensor counts as one of length 1. Collective. Raises UsageError on all ranks where shapes or structures
+    differ between ranks (`pad_across_processes` makes them equal).
+    """
+    _same_everywhere(data, "gather")
+    return map_tensors(lambda tensor: _gather_one(_at_least_1d(tensor)), data)
+
+
+def gather_object(data: Any) -> list[Any]:
+    """All ranks' objects as one list in rank order; where every rank gives a list, those lists end to end.
+
+    Collective. The objects travel as pickles between the ranks of this run, never to or from a file.
+    """
+    if world_size() == 1:
+        return list(data) if isinstance(data, list) else [data]
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, data)
+    if all(isinstance(part, list) for part in everyone):
+        return [item for part in everyone for item in part]
+    return everyone
+
+
+def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
+    """`data` with each tensor replaced by its mean or sum over all ranks, times `scale`, on every rank; same shapes.
+
+    Collective. The mean of integers is a float, as in torch. Raises UsageError on all ranks where shapes differ.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"reduce: unknown reduction (got {reduction!r}); use mean, sum or none.")
+    if reduction == "none":
+        return data
+    _same_everywhere(data, "reduce")
+    return map_tensors(lambda tensor: _reduce_one(tensor, reduction, scale), data)
+
+
+def broadcast(data: Any, from_process: int = 0) -> Any:
+    """`data` with each tensor replaced by the one of rank `from_process`, on every rank. Collective."""
+    _same_everywhere(data, "broadcast")
+    return map_tensors(lambda tensor: _broadcast_one(tensor, from_process), data)
+
+
+def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+    """The list, filled in place with rank `from_process`'s items. Collective; pickles, as in `gather_object`."""
+    if world_size() > 1:
+        dist.broadcast_object_list(objects, src=from_process)
+    return objects
+
+
+def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """`data` with each tensor padded along `dim` to the longest of all ranks, with `pad_index`, at the end or front.
+
+    Collective. A tensor with too few dims for `dim` stays as it is.
+    """
+    return map_tensors(lambda tensor: _pad_one(tensor, dim, pad_index, pad_first), data)
+
+
+def wait_for_everyone() -> None:
+    """Returns on each rank when all ranks have come here. Collective."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """All ranks' JSON-able values, in the order of the ranks. Collective. Travels as JSON, not as a pickle."""
+    if world_size(group) == 1:
+        return [value]
+    device = _device_of(group)
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size(group))]
+    dist.all_gather(lengths, torch.tensor([text.numel()], device=device), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(part[: int(length)].cpu().tolist())) for part, length in zip(parts, lengths, strict=True)]
+
+
+def agree(
+    problem: str | None,
+    group: dist.ProcessGroup | None = None,
+    error: Callable[[str], ShardkitError] = ShardkitError,
+) -> None:
+    """Returns when no rank of the group has a problem; raises the same `error` on all of them when any has one.
+
+    Collective. Equal problems are said once; others with their rank.
+    """
+    problems = exchange(problem, group)
+    ranks_with: dict[str, list[int]] = {}
+    for number, text in enumerate(problems):
+        if text:
+            ranks_with.setdefault(text, []).append(number)
+    if not ranks_with:
+        return
+    if len(problems) == 1 or any(len(found) == len(problems) for found in ranks_with.values()):
+        raise error("\n".join(ranks_with))
+    raise error("\n".join(f"{_ranks_text(found)}: {text}" for text, found in ranks_with.items()))
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the flag is set on any rank. Collective."""
+    if world_size(group) == 1:
+        return flag
+    value = torch.tensor([int(flag)], device=_device_of(group))
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    """`data`, with the same structure, and `function` applied to each tensor in it. Other leaves: UsageError."""
+    if isinstance(data, torch.Tensor):
+        return function(data.full_tensor() if isinstance(data, DTensor) else data)
+    if isinstance(data, Mapping):
+        items = {key: map_tensors(function, value) for key, value in data.items()}
+        return items if type(data) is dict else _rebuilt(data, items)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(function, value) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map_tensors(function, value) for value in data)
+    raise UsageError(
+        f"a collective takes tensors in dicts, lists and tuples (got {type(data).__name__}); "
+        "make it a tensor, or use gather_object for other objects."
+    )
+
+
+def leaves(data: Any) -> list[Any]:
+    """What is in the structure that is neither dict nor list nor tuple, in order."""
+    if isinstance(data, Mapping):
+        return [leaf for value in data.values() for leaf in leaves(value)]
+    if isinstance(data, (list, tuple)):
+        return [leaf for value in data for leaf in leaves(value)]
+    return [data]
+
+
+def _rebuilt(like: Mapping, items: dict) -> Any:
+    """A mapping of the same class where it can be made from a dict (OrderedDict, a model's output), else a dict."""
+    try:
+        return type(like)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+
+
+def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
+    if world_size() == 1:
+        return tensor
+    placed = _placed(tensor)
+    parts = [torch.empty_like(_bytes(placed)) for _ in range(world_size())]
+    dist.all_gather(parts, _bytes(placed))
+    whole = torch.cat([part.view(tensor.dtype).reshape(tensor.shape) for part in parts])
+    return whole.to(tensor.device)
+
+
+def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+    value = tensor.detach()
+    if value.dtype is torch.bool:
+        value = value.to(torch.int64)
+    if reduction == "mean" and not value.is_floating_point() and not value.is_complex():
+        value = value.to(torch.get_default_dtype())
+    value = _placed(value).clone()
+    if world_size() > 1:
+        dist.all_reduce(value)
+    if reduction == "mean":
+        value = value / world_size()
+    return (value * scale if scale != 1.0 else value).to(tensor.device)
+
+
+def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
+    if world_size() == 1:
+        return tensor
+    moved = _bytes(_placed(tensor.detach())).clone()
+    dist.broadcast(moved, src=from_process)
+    return moved.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+
+
+def _pad_one(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    if not -tensor.dim() <= dim < tensor.dim() or world_size() == 1:
+        return tensor
+    longest = max(exchange(tensor.shape[dim]))
+    missing = longest - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    padding = tensor.new_full(shape, pad_index)
+    return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim=dim)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as uint8, so that backends move dtypes that they cannot add."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where a backend of the default group can reach it."""
+    if world_size() == 1 or tensor.device.type in str(dist.get_backend_config()):
+        return tensor
+    return tensor.to(_device_of(None))
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """A device that the group's backend takes: the CPU where it can, else this rank's accelerator."""
+    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
+
+
+def _same_everywhere(data: Any, what: str) -> None:
+    """Raises UsageError on all ranks where structure, shapes or dtypes differ. Collective: 8 bytes a rank."""
+    if world_size() == 1:
+        map_tensors(lambda tensor: tensor, data)
+        return
+    problem = None
+    try:
+        description = _description(data)
+    except UsageError as error:
+        problem, description = f"{what}: {error}", ""
+    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big") if problem is None else -1
+    value = torch.tensor([digest, -digest], device=_device_of(None))
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    if digest >= 0 and int(value[0]) == -int(value[1]) == digest:
+        return
+    agree(problem, error=UsageError)
+    everyone = exchange(description)
+    raise UsageError(
+        f"{what}: ranks bring different tensors ("
+        + "; ".join(f"rank {number}: {text}" for number, text in enumerate(everyone))
+        + "); make them equal, for instance with accelerator.pad_across_processes(...)."
+    )
+
+
+def _description(data: Any) -> str:
+    """Structure, shapes and dtypes in a line."""
+    if isinstance(data, torch.Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
+    if isinstance(data, Mapping):
+        return "{" + ", ".join(f"{key}: {_description(value)}" for key, value in data.items()) + "}"
+    if isinstance(data, (list, tuple)):
+        return "(" + ", ".join(_description(value) for value in data) + ")"
+    raise UsageError(
+        f"a collective takes tensors in dicts, lists and tuples (got {type(data).__name__}); "
+        "make it a tensor, or use gather_object for other objects."
+    )
+
+
+def _ranks_text(numbers: Sequence[int]) -> str:
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(str(number) for number in numbers)

@@ -1,0 +1,138 @@
+"""Who this process is among the ranks, on which device, and the process group that joins them."""
+
+import atexit
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardkit import env
+from shardkit.config.schema import Config
+from shardkit.errors import ConfigError, MachineError
+from shardkit.log import get_logger
+from shardkit.runtime.collectives import agree
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Process:
+    """This rank. `control_group` is a gloo group of all ranks for small agreements, None in a world of one."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    control_group: dist.ProcessGroup | None = field(default=None, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_rank == 0
+
+
+def launched() -> env.Ranks:
+    """Who this process is as far as its environment or a running process group says; else the only rank."""
+    found = env.ranks()
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if found is None or (found.rank, found.world_size) != (rank, size):
+            return env.Ranks(rank, rank, size, size)
+    return found or env.Ranks(0, 0, 1, 1)
+
+
+def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
+    """The configuration with the world that was really launched.
+
+    `chosen`: the keys that somebody wrote, and where. Raises ConfigError where one of them contradicts the launch,
+    but only says so where the script was started by hand: that is how one debugs it.
+    """
+    ranks = launched()
+    if config.num_processes != ranks.world_size and "num_processes" in chosen:
+        text = f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for"
+        if env.ranks() is not None or dist.is_initialized():
+            raise ConfigError(
+                f"{text} (got {ranks.world_size} launched); start as many ranks as the configuration says, "
+                f"or change it: shardkit launch --num-processes {ranks.world_size} ..."
+            )
+        log.warning("%s, but this script was started by hand: one process; use `shardkit launch`.", text)
+    config = config.model_copy(update={"num_processes": ranks.world_size})
+    if config.mode == "single" and ranks.world_size > 1:
+        raise ConfigError(
+            f"distributed_type: NO means one process (got {ranks.world_size} launched); "
+            "use FSDP, MULTI_GPU or MULTI_CPU, or launch one process."
+        )
+    return config
+
+
+def start(config: Config) -> Process:
+    """This rank, its process group up and its device chosen. Collective. A group that is already up is used.
+
+    Ranks talk through gloo on the CPU and through NCCL on CUDA (with gloo beside it for what lies on the CPU).
+    """
+    ranks = launched()
+    problem, device = _device(config, ranks.local_rank)
+    if not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp"):
+        _join(config, ranks, device)
+    agree(problem, error=MachineError)
+    return Process(
+        rank=ranks.rank,
+        local_rank=ranks.local_rank,
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+        device=device,
+        backend=str(dist.get_backend()) if dist.is_initialized() else "none",
+        control_group=_control_group(config, ranks.world_size),
+    )
+
+
+def leave() -> None:
+    """Ends the process group, if one is up. Every rank should call it, after its last collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(config: Config, local_rank: int) -> tuple[str | None, torch.device]:
+    """(what is wrong, or None; the device of this rank)."""
+    cpu = torch.device("cpu")
+    if config.use_cpu or config.distributed_type.value == "MULTI_CPU" or not torch.cuda.is_available():
+        return None, cpu
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        return (
+            f"this machine: rank {local_rank} of it has no GPU (got {count} visible); "
+            "launch at most as many ranks a machine as it has GPUs, or set use_cpu: true."
+        ), cpu
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return None, device
+
+
+def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
+    if config.debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
+    if env.ranks() is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    if backend == "gloo":
+        # Its threads must end before the interpreter takes down what they use.
+        atexit.register(leave)
+
+
+def _control_group(config: Config, world_size: int) -> dist.ProcessGroup | None:
+    """A gloo group with a timeout of its own: a save may take longer, or must fail sooner, than a collective."""
+    if world_size == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.shardkit.checkpoint.timeout_s))

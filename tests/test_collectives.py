@@ -1,0 +1,147 @@
+"""Collectives on nested structures, on live ranks, and agreement among ranks."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import MachineError, UsageError
+from shardkit.runtime import collectives
+
+Pair = namedtuple("Pair", "left right")
+DTYPES = [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+
+
+def gather_nested():
+    rank = dist.get_rank()
+    data = {"pair": Pair(torch.tensor(rank), [torch.tensor([[rank, 1]])]), "ordered": OrderedDict(a=torch.ones(2))}
+    return collectives.gather(data)
+
+
+def test_gather_keeps_the_structure_and_the_order_of_ranks(ranks):
+    for found in ranks.run(2, gather_nested):
+        assert isinstance(found["pair"], Pair) and isinstance(found["ordered"], OrderedDict)
+        assert found["pair"].left.tolist() == [0, 1]
+        assert found["pair"].right[0].tolist() == [[0, 1], [1, 1]]
+        assert found["ordered"]["a"].tolist() == [1, 1, 1, 1]
+
+
+def every_dtype():
+    rank = dist.get_rank()
+    found = []
+    for dtype in DTYPES:
+        mine = torch.tensor([[rank], [1]]).to(dtype)
+        found.append((collectives.gather(mine), collectives.broadcast(mine, from_process=1)))
+    return [(str(g.dtype), g.real.to(torch.float64).tolist(), b.real.to(torch.float64).tolist()) for g, b in found]
+
+
+def test_every_dtype_is_gathered_and_broadcast(ranks):
+    for answers in ranks.run(2, every_dtype):
+        for dtype, (name, gathered, broadcast) in zip(DTYPES, answers, strict=True):
+            assert name == str(dtype)
+            assert gathered == [[0], [1], [1], [1]]
+            assert broadcast == [[1], [1]]
+
+
+def uneven():
+    mine = torch.arange(2 + dist.get_rank())
+    with pytest.raises(UsageError) as caught:
+        collectives.gather({"x": mine})
+    padded = collectives.pad_across_processes(mine, pad_index=-1)
+    front = collectives.pad_across_processes(mine, pad_index=-1, pad_first=True)
+    return str(caught.value), collectives.gather(padded).tolist(), collectives.gather(front).tolist()
+
+
+def test_uneven_shapes_are_the_same_error_on_all_ranks_and_padding_mends_them(ranks):
+    for message, padded, front in ranks.run(2, uneven):
+        assert message == (
+            "gather: ranks bring different tensors (rank 0: {x: int64[2]}; rank 1: {x: int64[3]}); "
+            "make them equal, for instance with accelerator.pad_across_processes(...)."
+        )
+        assert padded == [0, 1, -1, 0, 1, 2]
+        assert front == [-1, 0, 1, 0, 1, 2]
+
+
+def not_tensors():
+    data = {"x": "text"} if dist.get_rank() == 1 else {"x": torch.ones(1)}
+    with pytest.raises(UsageError) as caught:
+        collectives.gather(data)
+    return str(caught.value)
+
+
+def test_something_that_is_no_tensor_on_one_rank_is_an_error_on_all(ranks):
+    messages = ranks.run(2, not_tensors)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: gather: a collective takes tensors in dicts, lists and tuples (got str)")
+
+
+def reductions():
+    rank = dist.get_rank()
+    mine = {"f": torch.tensor([1.0, 2.0]) * (rank + 1), "i": torch.tensor(rank), "b": torch.tensor([True, rank == 0])}
+    mean, total = collectives.reduce(mine), collectives.reduce(mine, "sum", scale=2)
+    assert mine["f"].tolist() == [1.0 * (rank + 1), 2.0 * (rank + 1)]
+    return [{key: value.tolist() for key, value in found.items()} for found in (mean, total)]
+
+
+def test_reduce_is_mean_or_sum_and_leaves_what_it_was_given(ranks):
+    for mean, total in ranks.run(2, reductions):
+        assert mean == {"f": [1.5, 3.0], "i": 0.5, "b": [1.0, 0.5]}
+        assert total == {"f": [6.0, 12.0], "i": 2, "b": [4, 2]}
+
+
+def objects():
+    rank = dist.get_rank()
+    listed = collectives.gather_object([{"rank": rank}, "x"])
+    single = collectives.gather_object({"rank": rank})
+    return listed, single, collectives.broadcast_object_list([rank, "a" * rank], from_process=1)
+
+
+def test_objects_are_gathered_and_broadcast(ranks):
+    for listed, single, broadcast in ranks.run(2, objects):
+        assert listed == [{"rank": 0}, "x", {"rank": 1}, "x"]
+        assert single == [{"rank": 0}, {"rank": 1}]
+        assert broadcast == [1, "a"]
+
+
+def disagreement():
+    rank = dist.get_rank()
+    collectives.agree(None)
+    with pytest.raises(MachineError) as one:
+        collectives.agree("no GPU" if rank == 2 else None, error=MachineError)
+    with pytest.raises(MachineError) as some:
+        collectives.agree(["disk full", None, "disk full", None][rank], error=MachineError)
+    with pytest.raises(MachineError) as all_of_them:
+        collectives.agree("no such file", error=MachineError)
+    return str(one.value), str(some.value), str(all_of_them.value), collectives.any_rank(rank == 1)
+
+
+def test_what_one_rank_finds_all_ranks_raise(ranks):
+    expected = ("rank 2: no GPU", "ranks 0, 2: disk full", "no such file", True)
+    assert ranks.run(4, disagreement) == [expected] * 4
+
+
+def test_exchange_takes_any_json(ranks):
+    assert ranks.run(2, exchange_values) == [[{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}]] * 2
+
+
+def exchange_values():
+    rank = dist.get_rank()
+    return collectives.exchange({"rank": rank, "text": "é" * rank})
+
+
+def test_alone_everything_is_this_rank():
+    x = torch.tensor([1, 2])
+    assert collectives.gather(x).tolist() == [1, 2]
+    assert collectives.gather(torch.tensor(3)).tolist() == [3]
+    assert collectives.reduce({"x": x})["x"].tolist() == [1.0, 2.0]
+    assert collectives.broadcast(x) is x
+    assert collectives.gather_object([1]) == [1]
+    assert collectives.pad_across_processes(x) is x
+    collectives.wait_for_everyone()
+    with pytest.raises(UsageError, match=r"got str"):
+        collectives.gather("x")
+    with pytest.raises(UsageError, match=r"unknown reduction \(got 'max'\); use mean, sum or none"):
+        collectives.reduce(x, "max")  # type: ignore[arg-type]
+    with pytest.raises(MachineError, match=r"^no GPU$"):
+        collectives.agree("no GPU", error=MachineError)
