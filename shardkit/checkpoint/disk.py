@@ -1,0 +1,195 @@
+"""Files and folders of a checkpoint: reading touches nothing outside, and what returns from writing is durable."""
+
+import ctypes
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import CheckpointCorrupted
+
+# One read or write call; large enough that the call itself costs nothing, small enough to stay in the cache.
+BLOCK_BYTES = 8 << 20
+# Manifests, indices and states are small; anything larger is not ours.
+JSON_LIMIT_BYTES = 256 << 20
+
+
+def create(path: Path) -> int:
+    """The descriptor of a new file; FileExistsError where there is one."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write every byte at the descriptor's position."""
+    while len(data):
+        data = data[os.write(descriptor, data) :]
+
+
+def write_all_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write every byte at an offset."""
+    while len(data):
+        done = os.pwrite(descriptor, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def write_json(path: Path, value: Any) -> bytes:
+    """Write a new file durably (file only, not its folder); the bytes written."""
+    text = to_json(value)
+    descriptor = create(path)
+    try:
+        write_all(descriptor, memoryview(text))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return text
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Set a file to a value in one step: whoever reads sees the old one or the new one, whole."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        write_json(temporary, value)
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    sync_folder(path.parent)
+
+
+def to_json(value: Any) -> bytes:
+    """Canonical JSON: sorted keys, no blanks, UTF-8, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def to_json_in_order(value: Any) -> bytes:
+    """JSON that keeps the order of keys; for the index, whose order is the order of the files."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def from_json(text: bytes, where: str) -> Any:
+    """The value of strict JSON: no key twice, no NaN; CheckpointCorrupted with `where` on anything else."""
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupted(f"{where}: not valid JSON ({error}); the file is damaged.") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def reading(folder: Path, name: str) -> Iterator[int]:
+    """A descriptor of a plain file below a folder. CheckpointCorrupted where it, or a folder on the way, is a link."""
+    descriptors = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    try:
+        parts = name.split("/")
+        for part in parts[:-1]:
+            descriptors.append(_enter(part, os.O_DIRECTORY, descriptors[-1], folder / name))
+        descriptor = _enter(parts[-1], 0, descriptors[-1], folder / name)
+        descriptors.append(descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointCorrupted(f"{folder / name}: not a plain file; it does not belong to a checkpoint.")
+        yield descriptor
+    finally:
+        for opened in reversed(descriptors):
+            os.close(opened)
+
+
+def _enter(part: str, flags: int, parent: int, where: Path) -> int:
+    try:
+        return os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
+    except FileNotFoundError:
+        raise CheckpointCorrupted(f"{where}: missing; the checkpoint is incomplete.") from None
+    except OSError as error:
+        raise CheckpointCorrupted(f"{where}: cannot be read ({error.strerror}).") from error
+
+
+def read_small(folder: Path, name: str) -> bytes:
+    """The whole of a small file."""
+    with reading(folder, name) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > JSON_LIMIT_BYTES:
+            raise CheckpointCorrupted(f"{folder / name}: {size} bytes are too many for such a file; it is damaged.")
+        return read_at(descriptor, 0, size, str(folder / name))
+
+
+def read_at(descriptor: int, offset: int, length: int, where: str) -> bytes:
+    """Exactly `length` bytes; CheckpointCorrupted where the file ends before."""
+    data = bytearray(length)
+    read_into(descriptor, memoryview(data), offset, where)
+    return bytes(data)
+
+
+def read_into(descriptor: int, target: memoryview, offset: int, where: str) -> None:
+    """Fill the target from an offset; CheckpointCorrupted where the file ends before."""
+    while len(target):
+        done = os.preadv(descriptor, [target[:BLOCK_BYTES]], offset)
+        if not done:
+            raise CheckpointCorrupted(f"{where}: ends at byte {offset}; it was cut short.")
+        target, offset = target[done:], offset + done
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished folder its name; FileExistsError where something other than an empty folder has it."""
+    try:
+        os.rename(temporary, final)
+    except OSError as error:
+        if final.exists():
+            raise FileExistsError(error.errno, "a folder of this name exists", str(final)) from error
+        raise
+
+
+def exchange(temporary: Path, final: Path) -> None:
+    """Swap a finished folder with the one that has its name, in one step where the system can (Linux renameat2).
+
+    Elsewhere the old one is renamed to `.old-<name>` first; `folder.heal` puts it back after a crash in between.
+    """
+    if _exchange_at_once(temporary, final):
+        return
+    aside = final.with_name(f".old-{final.name}")
+    os.rename(final, aside)
+    os.rename(temporary, final)
+    os.rename(aside, temporary)
+
+
+def _exchange_at_once(first: Path, second: Path) -> bool:
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if swap is None:
+        return False
+    at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h and linux/fs.h
+    return swap(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder so that no half of it is ever seen under its name."""
+    trash = path.with_name(f".trash-{uuid.uuid4().hex[:8]}")
+    os.rename(path, trash)
+    shutil.rmtree(trash)
+
+
+def free_bytes(path: Path) -> int:
+    """What an ordinary user may still write there."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

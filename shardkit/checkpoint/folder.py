@@ -1,0 +1,148 @@
+"""Names inside a folder of checkpoints, and which of them are checkpoints.
+
+LATEST                   a hint; the scan of the folder decides
+step-00000120/           a committed checkpoint: the name is given last, in one step
+.tmp-<name>-<save_id>/   being written, or what a killed save left
+.old-<name>/             the one before, while it is replaced where the system cannot swap in one step
+.trash-<id>/             being deleted
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit.checkpoint import disk, manifest
+from shardkit.checkpoint.manifest import Manifest
+from shardkit.errors import CheckpointError
+from shardkit.log import get_logger
+
+LATEST = "LATEST"
+STEP = re.compile(r"step-(\d{8,18})")
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that bears a checkpoint's name. Whether it is one, `manifest.read` tells."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that cannot be used, and why."""
+
+    step: int
+    path: Path
+    reason: str
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives."""
+    return root / f"step-{step:08d}"
+
+
+def temporary_folder(final: Path, save_id: str) -> Path:
+    """Where a save is written before it is committed."""
+    return final.with_name(f".tmp-{final.name}-{save_id}")
+
+
+def steps(root: Path) -> list[Found]:
+    """Everything in a folder that bears a checkpoint's full name, newest step first. Links do not count."""
+    if not root.is_dir():
+        return []
+    found = []
+    for path in root.iterdir():
+        match = STEP.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.append(Found(int(match.group(1)), path))
+    return sorted(found, key=lambda item: item.step, reverse=True)
+
+
+def inspect(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
+    heal(path)
+    found = manifest.read(path)
+    problems = manifest.check_sizes(path, found)
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise CheckpointError("; ".join(problems[:3]) + more + ".")
+    return found
+
+
+def newest_valid(root: Path) -> tuple[Found | None, list[Skipped]]:
+    """The newest checkpoint that is whole by manifest and sizes, and the newer ones that are not. Reads no tensor."""
+    skipped = []
+    for found in steps(root):
+        try:
+            inspect(found.path)
+        except (CheckpointError, OSError) as error:
+            skipped.append(Skipped(found.step, found.path, str(error)))
+        else:
+            return found, skipped
+    return None, skipped
+
+
+def write_latest(root: Path, final: Path, record: Manifest) -> None:
+    """Point LATEST at a committed checkpoint."""
+    disk.replace_json(root / LATEST, {"step": record.step, "dir": final.name, "save_id": record.save_id})
+
+
+def read_latest(root: Path) -> str | None:
+    """The folder name that LATEST gives, None where it says nothing usable. A hint only."""
+    try:
+        value = disk.from_json(disk.read_small(root, LATEST), str(root / LATEST))
+        return value["dir"] if STEP.fullmatch(value["dir"]) else None
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return None
+
+
+def heal(final: Path) -> None:
+    """Put back the checkpoint that a crash in the middle of a two-step replacement left under its `.old-` name."""
+    aside = final.with_name(f".old-{final.name}")
+    if aside.is_dir() and not final.exists():
+        os.rename(aside, final)
+
+
+def hold(temporary: Path) -> int:
+    """A descriptor that marks the folder as in use for as long as this process lives, or until it is closed."""
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):  # a file system without locks: the folder then counts as unused once its writer is gone
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_held(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def clean_debris(root: Path, name: str | None = None) -> list[Path]:
+    """Delete what killed saves left (of one checkpoint, or of all); what is being written right now stays."""
+    pattern = f".tmp-{name}-*" if name else ".tmp-step-*"
+    removed = []
+    for path in [*root.glob(pattern), *root.glob(".trash-*"), *root.glob(".old-step-*")]:
+        try:
+            if path.is_dir() and not path.is_symlink() and not _is_held(path) and not _is_needed(path):
+                shutil.rmtree(path)
+                removed.append(path)
+        except OSError as error:
+            logger.warning("checkpoint: %s: left over and cannot be deleted (%s).", path, error)
+    return removed
+
+
+def _is_needed(path: Path) -> bool:
+    """Whether this is the old side of a replacement whose new side never got its name."""
+    return path.name.startswith(".old-") and not path.with_name(path.name.removeprefix(".old-")).exists()

@@ -1,0 +1,151 @@
+"""The commit record of a checkpoint: what it is, and the size and digests of every file in it.
+
+It is written last, carries a digest of itself, and is read strictly: what is not exactly as written is refused with
+the reason. A file has one digest for each rank that wrote into it, over that rank's bytes in file order.
+"""
+
+import hashlib
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk
+from shardkit.errors import CheckpointCorrupted, CheckpointError
+
+NAME = "MANIFEST.json"
+FORMAT = "shardkit-checkpoint"
+VERSION = 1
+
+# The only names that a reader opens. Anything else in a manifest is refused, so none leads out of the folder.
+FILE_NAME = re.compile(
+    r"index\.json|config\.(json|yaml)|state/(common|rank-\d{5,7})\.json"
+    r"|(?P<section>[a-z][a-z0-9_]{0,31})/((?P=section)|r\d{5,7}-of-\d{5,7})\.safetensors"
+)
+
+
+@dataclass(frozen=True)
+class File:
+    """One file: its size, and the digest of what each rank wrote into it."""
+
+    bytes: int
+    digests: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says about itself."""
+
+    kind: str
+    step: int
+    epoch: int
+    samples_seen: int
+    save_id: str
+    run_id: str
+    parent: str | None
+    created_utc: str
+    world_size: int
+    mesh: dict[str, Any]
+    config_sha256: str | None
+    model_fingerprint: str
+    versions: dict[str, str]
+    sections: list[str]
+    digest: str
+    files: dict[str, File] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The manifest as it stands in its file, with the digest of itself."""
+    value: dict[str, Any] = {"format": FORMAT, "version": VERSION, "min_reader": VERSION, **asdict(manifest)}
+    value["files"] = {
+        name: {"bytes": file.bytes, "digests": {str(rank): text for rank, text in sorted(file.digests.items())}}
+        for name, file in manifest.files.items()
+    }
+    value["self_sha256"] = hashlib.sha256(disk.to_json(value)).hexdigest()
+    return disk.to_json(value)
+
+
+def self_digest(folder: Path) -> str:
+    """sha256 of the manifest's bytes: what all ranks must see alike."""
+    return hashlib.sha256(disk.read_small(folder, NAME)).hexdigest()
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; a CheckpointError with the reason where there is none, or not a good one."""
+    where = str(folder / NAME)
+    if not (folder / NAME).exists():
+        raise CheckpointError(f"{folder}: no checkpoint ({NAME} is missing); a save that was cut off leaves none.")
+    return from_bytes(disk.read_small(folder, NAME), where)
+
+
+def from_bytes(text: bytes, where: str) -> Manifest:
+    """As `read`, from the manifest's bytes."""
+    value = disk.from_json(text, where)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise CheckpointCorrupted(f"{where}: not a manifest of shardkit.")
+    if not isinstance(value.get("min_reader"), int) or value["min_reader"] > VERSION:
+        found = value.get("version")
+        raise CheckpointError(
+            f"{where}: format version {found} is newer than this shardkit reads ({VERSION}); upgrade."
+        )
+    stated = value.pop("self_sha256", None)
+    if stated != hashlib.sha256(disk.to_json(value)).hexdigest():
+        raise CheckpointCorrupted(f"{where}: its digest of itself does not match; it was changed or damaged.")
+    try:
+        return _from_json(value)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointCorrupted(f"{where}: {error}.") from error
+
+
+def _from_json(value: dict[str, Any]) -> Manifest:
+    known = {item.name for item in fields(Manifest)}
+    given = {key: item for key, item in value.items() if key in known}
+    if value["digest"] not in digests.NAMES or value["kind"] not in ("sharded", "full"):
+        raise ValueError(f"unknown digest or kind (got {value['digest']!r}, {value['kind']!r})")
+    if not all(type(value[key]) is int and value[key] >= 0 for key in ("step", "epoch", "samples_seen", "world_size")):
+        raise ValueError("step, epoch, samples_seen and world_size must be whole numbers")
+    given["files"] = {name: _file(name, file) for name, file in value["files"].items()}
+    return Manifest(**given)
+
+
+def _file(name: str, value: dict[str, Any]) -> File:
+    if not FILE_NAME.fullmatch(name):
+        raise ValueError(f"a file name that no checkpoint has (got {name[:80]!r})")
+    texts = {int(rank): text for rank, text in value["digests"].items()}
+    if type(value["bytes"]) is not int or value["bytes"] < 0 or not texts:
+        raise ValueError(f"{name}: size or digests are missing")
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise ValueError(f"{name}: digests must be text")
+    return File(value["bytes"], texts)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the files' presence, kind and size; nothing is read. Empty: all there."""
+    problems = []
+    for name, file in manifest.files.items():
+        path = folder / name
+        try:
+            found = path.lstat()
+        except OSError:
+            problems.append(f"{path}: missing")
+            continue
+        if path.is_symlink() or not path.is_file() or path.parent.is_symlink():
+            problems.append(f"{path}: not a plain file")
+        elif found.st_size != file.bytes:
+            problems.append(f"{path}: {found.st_size} bytes where {file.bytes} were saved (cut short or overwritten)")
+    return problems + _strangers(folder, manifest)
+
+
+def _strangers(folder: Path, manifest: Manifest) -> list[str]:
+    """Files below the folder that the manifest does not know; hidden ones (.DS_Store, .nfs...) are let be."""
+    known = {*manifest.files, NAME}
+    found = (path for path in folder.rglob("*") if not path.is_dir() and not path.name.startswith("."))
+    return [
+        f"{path}: not part of this checkpoint" for path in found if path.relative_to(folder).as_posix() not in known
+    ]

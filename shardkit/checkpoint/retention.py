@@ -1,0 +1,66 @@
+"""Which checkpoints of a folder may go, and deleting them. Runs after a commit, never before."""
+
+from collections.abc import Container
+from pathlib import Path
+
+from shardkit.checkpoint import disk, folder, manifest
+from shardkit.checkpoint.folder import Found
+from shardkit.errors import CheckpointError
+from shardkit.log import get_logger
+
+PIN = "PIN"  # a file of this name beside a checkpoint, `step-00000120.PIN`, keeps it for good
+
+logger = get_logger(__name__)
+
+
+def is_pinned(path: Path) -> bool:
+    """Whether somebody asked to keep this checkpoint."""
+    return path.with_name(f"{path.name}.{PIN}").exists()
+
+
+def pin(path: Path) -> None:
+    """Keep this checkpoint, whatever retention says."""
+    path.with_name(f"{path.name}.{PIN}").touch()
+
+
+def unpin(path: Path) -> None:
+    """Leave this checkpoint to retention again."""
+    path.with_name(f"{path.name}.{PIN}").unlink(missing_ok=True)
+
+
+def expendable(root: Path, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Found]:
+    """Checkpoints that retention would delete, oldest first.
+
+    Kept are: the newest `keep_last` that are whole, multiples of `keep_every` steps, pinned ones, those whose save_id
+    is in `protected`, and everything that is not a checkpoint of ours or that cannot be read. Steps above the one that
+    was committed last belong to a run that was given up; they do not push newer work out, so age counts by commit.
+    """
+    whole = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
+    whole.sort(key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
+    candidates = [
+        found
+        for found, record in whole[max(1, keep_last) :]
+        if record.save_id not in protected
+        and not is_pinned(found.path)
+        and not (keep_every and found.step % keep_every == 0)
+    ]
+    return sorted(candidates, key=lambda found: found.step)
+
+
+def _record(path: Path) -> manifest.Manifest | None:
+    try:
+        return folder.inspect(path)
+    except (CheckpointError, OSError):
+        return None
+
+
+def apply(root: Path, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Path]:
+    """Delete what `expendable` names; the folders deleted. A failure to delete is a warning, never an error."""
+    removed = []
+    for found in expendable(root, keep_last, keep_every, protected):
+        try:
+            disk.remove_folder(found.path)
+            removed.append(found.path)
+        except OSError as error:
+            logger.warning("checkpoint: %s: cannot be deleted (%s); delete it by hand.", found.path, error)
+    return removed
