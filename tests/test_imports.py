@@ -12,7 +12,10 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 # The half of `plan` that the wizard uses too.
 PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
-    for name in ("closed_form", "optimizers", "traffic", "devices", "roofline", "suggest", "search", "answer")
+    for name in (
+        *("activations", "answer", "closed_form", "devices", "layout", "optimizers"),
+        *("roofline", "search", "suggest", "traffic"),
+    )
 ]
 
 # The lowest layer first. A module imports from its own layer and from those above it in this list, never from below.

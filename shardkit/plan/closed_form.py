@@ -1,0 +1,317 @@
+"""Memory of one rank by formula: no torch, a few milliseconds, any number of ranks.
+
+One optimizer step is walked unit by unit, as FSDP2 runs it, and the bytes alive at each moment are added up by
+category. For a chain of equal blocks the walk comes to this, with P parameters, b of them in a block and r outside of
+all blocks, N shards, bf16 compute, fp32 gradient reduction and AdamW, activations A where they are recomputed:
+
+    max(12 P/N + A, 16 P/N) + 2 r + 10 b        FULL_SHARD
+    10 b = 2 b gathered + 2 b gathered ahead + 2 b unsharded gradients + 4 b input of the reduce-scatter before
+
+Where the terms come from (torch/distributed/fsdp/_fully_shard): a unit's all-gather output is copied out into its
+parameters and freed after that (`foreach_all_gather_copy_out`, `wait_for_unshard`); backward gathers one unit ahead
+(`_backward_prefetch`); the input of a reduce-scatter lives until the next unit's (`post_backward`,
+`reduce_scatter_states`); the root keeps its parameters between forward and backward (`_lazy_init`); shards are padded
+to ceil(dim 0 / N) rows. Sharding by strategy is that of ZeRO (https://arxiv.org/abs/1910.02054, section 5).
+
+Steady state is counted: optimizer state is there from the second step on. Left out, because they depend on the device:
+its context, communication buffers, kernel workspaces, fragmentation (`devices.RESERVE_BYTES` stands for them).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy
+from shardkit.model.describe import TransformerFacts
+from shardkit.model.tree import ModuleNode
+from shardkit.plan import activations
+from shardkit.plan.activations import Activations
+from shardkit.plan.layout import Axes, Layout, Unit, compute_dtype, itemsize, layout
+from shardkit.plan.traffic import Traffic, traffic
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by category, at one moment or in one place.
+
+    gathered: unsharded parameters, and those gathered ahead; reduction: unsharded gradients and the buffers in which
+    they are reduced.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    gathered: int = 0
+    reduction: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a step: its phase (forward, loss, backward, optimizer), the unit at work, and what is alive."""
+
+    phase: str
+    unit: str
+    memory: Memory
+
+    @property
+    def text(self) -> str:
+        return f"{self.phase} of {self.unit}" if self.unit else self.phase
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of the rank that needs most: at its peak on the device, all along one step, and on the host.
+
+    `activations_known` is False where they are not in the numbers (no batch size, or not a Transformer).
+    """
+
+    peak: Memory
+    moment: str
+    timeline: tuple[Moment, ...]
+    host: Memory
+    activations_known: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one configuration needs on every rank, and what its ranks send each other in one optimizer step."""
+
+    config: Config
+    axes: Axes
+    units: int
+    memory: RankMemory
+    traffic: Traffic
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        return self.config.fsdp.sharding_strategy
+
+
+def estimate(
+    tree: ModuleNode,
+    config: Config,
+    *,
+    world_size: int,
+    ranks_per_machine: int = 8,
+    optimizer: str = "adamw",
+    facts: TransformerFacts | None = None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+) -> Estimate:
+    """Memory and traffic of a model under a configuration; `batch_size` is one rank's micro-batch, in sequences.
+
+    ModelError where the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh.
+    """
+    plan = layout(tree, config, world_size, min(ranks_per_machine, world_size), optimizer)
+    kept = known_activations(config, facts, batch_size, seq_len)
+    walk = _walk_ddp if plan.axes.mode != "fsdp" else _walk_fsdp
+    timeline = tuple(walk(plan, config, kept or Activations()))
+    host = Memory()
+    if _is_offloaded(plan, config):
+        timeline, host = _offload(timeline)
+    top = max(timeline, key=lambda moment: moment.memory.total)
+    memory = RankMemory(top.memory, top.text, timeline, host, kept is not None)
+    return Estimate(
+        config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, ranks_per_machine)
+    )
+
+
+def for_strategies(
+    tree: ModuleNode, config: Config, *, world_size: int, ranks_per_machine: int = 8, **known: object
+) -> dict[ShardingStrategy, Estimate]:
+    """`estimate` for each of the five strategies; the hybrid ones only where there are several machines."""
+    found = {}
+    for strategy in ShardingStrategy:
+        if strategy.is_hybrid and world_size <= ranks_per_machine and not config.shardkit.mesh.shard_size:
+            continue
+        found[strategy] = estimate(
+            tree,
+            with_strategy(config, strategy),
+            world_size=world_size,
+            ranks_per_machine=ranks_per_machine,
+            **known,  # type: ignore[arg-type]
+        )
+    return found
+
+
+def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
+    """The same configuration under another strategy."""
+    fsdp = config.fsdp.model_copy(update={"sharding_strategy": strategy, "reshard_after_forward": None})
+    return config.model_copy(update={"fsdp": fsdp, "distributed_type": DistributedType.FSDP})
+
+
+def known_activations(
+    config: Config, facts: TransformerFacts | None, batch_size: int | None, seq_len: int | None
+) -> Activations | None:
+    """Activations of one micro-batch, or None where batch size, sequence length or the model's shape is not known."""
+    seq_len = seq_len or (facts.seq_len if facts else None)
+    if facts is None or not batch_size or not seq_len:
+        return None
+    return activations.of_transformer(facts, batch_size, seq_len, itemsize(compute_dtype(config) or "float32"))
+
+
+def _is_offloaded(plan: Layout, config: Config) -> bool:
+    return config.fsdp.offload_params and plan.axes.mode == "fsdp"
+
+
+def _offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
+    """The device's timeline without the shards, and the shards on the host. The optimizer runs on the host."""
+    device = tuple(
+        replace(moment, memory=replace(moment.memory, parameters=0, gradients=0, optimizer_state=0))
+        for moment in timeline
+    )
+    last = timeline[-1].memory
+    return device, Memory(last.parameters, last.gradients, last.optimizer_state)
+
+
+def _persistent(plan: Layout) -> Memory:
+    """What is alive all along: shards of parameters, buffers, optimizer state."""
+    everything = [*plan.units, plan.root, plan.replicated]
+    return Memory(
+        parameters=sum(unit.parameter_bytes for unit in everything) + plan.buffer_bytes,
+        optimizer_state=sum(unit.optimizer_bytes for unit in everything),
+    )
+
+
+def _all_gradients(plan: Layout) -> int:
+    return sum(unit.gradient_bytes for unit in [*plan.units, plan.root, plan.replicated])
+
+
+def _kept_bytes(unit: Unit, config: Config, kept: Activations) -> int:
+    """What the unit's blocks keep between forward and backward."""
+    recomputes = config.fsdp.activation_checkpointing
+    return unit.blocks * (kept.block_input_bytes if recomputes else kept.block_bytes)
+
+
+def _working_bytes(unit: Unit, config: Config, kept: Activations) -> int:
+    """What is alive beside that while one of the unit's blocks is recomputed."""
+    return kept.block_bytes if config.fsdp.activation_checkpointing and unit.blocks else 0
+
+
+def _walk_fsdp(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+    """One optimizer step under FSDP2, the last micro-batch of it."""
+    yield from _forward(plan, config, kept)
+    yield from _backward(plan, config, kept)
+    yield from _ends(plan, config)
+
+
+def _forward(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+    """A unit is gathered, used, and freed (or kept), the next one's all-gather at most one ahead."""
+    base = replace(_persistent(plan), gradients=_gradients_before(plan, config))
+    alive, held = _kept_bytes(plan.root, config, kept), plan.root.gathered_bytes
+    for unit in plan.units:
+        working = alive + _kept_bytes(unit, config, kept) + _working_bytes(unit, config, kept)
+        gathered = held + unit.gathered_bytes + _copy_bytes(plan, unit)
+        yield Moment("forward", unit.fqn, replace(base, gathered=gathered, activations=working))
+        alive += _kept_bytes(unit, config, kept)
+        held += 0 if plan.axes.reshards_after_forward else unit.gathered_bytes
+    last = kept.logits_bytes + _working_bytes(plan.root, config, kept)
+    yield Moment("loss", "", replace(base, gathered=held, activations=alive + last))
+
+
+def _copy_bytes(plan: Layout, unit: Unit) -> int:
+    """The output of an all-gather, before it is copied out; with one shard nothing is gathered."""
+    return unit.gathered_bytes if plan.axes.shards > 1 else 0
+
+
+def _gradients_before(plan: Layout, config: Config) -> int:
+    """Sharded gradients alive before the last backward of a step: those of the micro-batches before."""
+    return _all_gradients(plan) if config.shardkit.gradient_accumulation_steps > 1 else 0
+
+
+def _backward(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+    """Units in reverse. While one computes, the next is gathered ahead and the one before is still being reduced."""
+    base, root = _persistent(plan), plan.root
+    before = _gradients_before(plan, config)
+    alive = _kept_bytes(root, config, kept) + sum(_kept_bytes(unit, config, kept) for unit in plan.units)
+    gradients, in_flight = 0, 0
+    for index in range(len(plan.units) - 1, -1, -1):
+        unit = plan.units[index]
+        if not unit.is_gathered_in_backward:
+            break
+        working = alive + _working_bytes(unit, config, kept) + kept.output_bytes
+        yield Moment(
+            "backward",
+            unit.fqn,
+            replace(
+                base,
+                gradients=max(before, gradients),
+                gathered=root.gathered_bytes + _gathered_in_backward(plan, config, index),
+                reduction=root.early_gradient_bytes + unit.unsharded_gradient_bytes + in_flight,
+                activations=working,
+            ),
+        )
+        alive -= _kept_bytes(unit, config, kept)
+        gradients += unit.gradient_bytes
+        in_flight = unit.reduce_bytes
+    if root.unsharded_gradient_bytes:
+        yield from _root_backward(plan, config, kept, alive, in_flight)
+
+
+def _gathered_in_backward(plan: Layout, config: Config, index: int) -> int:
+    """Unsharded parameters while this unit computes backward, without the root's."""
+    if not plan.axes.reshards_after_forward:
+        return sum(unit.gathered_bytes for unit in plan.units[: index + 1])
+    unit = plan.units[index]
+    if config.fsdp.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE or index == 0:
+        return unit.gathered_bytes
+    return unit.gathered_bytes + _copy_bytes(plan, plan.units[index - 1])
+
+
+def _root_backward(plan: Layout, config: Config, kept: Activations, alive: int, in_flight: int) -> Iterator[Moment]:
+    """The root computes its last gradients (embeddings) beside the first unit's reduction, then reduces its own."""
+    base, root = _persistent(plan), plan.root
+    others = max(_gradients_before(plan, config), _all_gradients(plan) - root.gradient_bytes)
+    working = alive + _working_bytes(root, config, kept) + kept.output_bytes
+    unsharded = root.unsharded_gradient_bytes
+    computing = replace(
+        base,
+        gradients=others,
+        gathered=root.gathered_bytes,
+        reduction=unsharded + in_flight,
+        activations=working,
+    )
+    yield Moment("backward", "the root", computing)
+    reducing = replace(
+        base,
+        gradients=_all_gradients(plan),
+        reduction=unsharded + root.reduce_bytes,
+        activations=kept.output_bytes,
+    )
+    yield Moment("reduction", "the root", reducing)
+
+
+def _ends(plan: Layout, config: Config) -> Iterator[Moment]:
+    yield Moment("optimizer", "", replace(_persistent(plan), gradients=_all_gradients(plan)))
+
+
+def _walk_ddp(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+    """One step of DistributedDataParallel, or of one process alone: everything whole on every rank.
+
+    The gradients are views of the reducer's buckets (gradient_as_bucket_view), so they are there once. Under mixed
+    precision autocast keeps a cast copy of every weight matrix from forward to backward.
+    """
+    base, root = _persistent(plan), plan.root
+    casts = _cast_bytes(plan, config)
+    alive = _kept_bytes(root, config, kept)
+    working = _working_bytes(root, config, kept)
+    everything = _all_gradients(plan)
+    from_start = everything if plan.axes.mode == "ddp" else _gradients_before(plan, config)
+    forward = replace(base, gradients=from_start, gathered=casts)
+    yield Moment("forward", "", replace(forward, activations=alive + working))
+    yield Moment("loss", "", replace(forward, activations=alive + kept.logits_bytes))
+    first = replace(forward, activations=alive + working + kept.output_bytes)
+    yield Moment("backward", "the last block", first)
+    last = replace(base, gradients=everything, activations=working + kept.output_bytes)
+    yield Moment("backward", "the first block", last)
+    yield Moment("optimizer", "", replace(base, gradients=everything))
+
+
+def _cast_bytes(plan: Layout, config: Config) -> int:
+    if compute_dtype(config) in (None, "fp32"):
+        return 0
+    return plan.root.gathered_bytes

@@ -1,0 +1,118 @@
+"""What the ranks send each other in one optimizer step: exact bytes of every collective.
+
+payload: the bytes of the collective as torch counts them: the output of an all-gather, the input of a reduce-scatter,
+    the tensor of an all-reduce. Padding included.
+sent: what one rank puts on its links for it in a ring, the bandwidth-optimal algorithm (Patarasuk and Yuan 2009,
+    https://doi.org/10.1016/j.jpdc.2008.09.002): (n-1)/n of the payload, for an all-reduce twice that.
+inside, between: of that, what goes to a rank on the same machine, and what goes to another machine, as the mean over
+    the ranks of a machine; the ring runs through the ranks in order, so of a machine's m ranks one sends across.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardkit.config.schema import BackwardPrefetch, Config
+from shardkit.plan.layout import Layout, Unit
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind on one axis in one optimizer step; `calls` is None where torch decides it (DDP)."""
+
+    kind: str
+    axis: str
+    calls: int | None
+    payload_bytes: int
+    group_size: int
+    ranks_on_machine: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one rank sends."""
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return rounds * self.payload_bytes * (self.group_size - 1) // self.group_size
+
+    @property
+    def between_bytes(self) -> int:
+        """What one rank sends to other machines, as the mean over its machine's ranks."""
+        return self.sent_bytes // self.ranks_on_machine if self.group_size > self.ranks_on_machine else 0
+
+    @property
+    def inside_bytes(self) -> int:
+        """What one rank sends to ranks on its machine."""
+        return self.sent_bytes - self.between_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one optimizer step that move parameters or gradients."""
+
+    collectives: tuple[Collective, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(c.payload_bytes for c in self.collectives)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(c.sent_bytes for c in self.collectives)
+
+    @property
+    def inside_bytes(self) -> int:
+        return sum(c.inside_bytes for c in self.collectives)
+
+    @property
+    def between_bytes(self) -> int:
+        return sum(c.between_bytes for c in self.collectives)
+
+
+def traffic(plan: Layout, config: Config, world_size: int, ranks_per_machine: int) -> Traffic:
+    """The step's collectives. Every micro-batch of a step communicates under FSDP, only the last one under DDP."""
+    axes = plan.axes
+    if axes.mode == "single":
+        return Traffic(())
+    machine = min(ranks_per_machine, world_size)
+    if axes.mode == "ddp":
+        payload = plan.root.reduce_bytes + plan.replicated.reduce_bytes
+        return Traffic(_present([Collective("all_reduce", "replicate", None, payload, axes.replicas, machine)]))
+    micro_batches = config.shardkit.gradient_accumulation_steps
+    gathers, reduces = list(_gathered(plan, config)), list(_reduced(plan))
+    gathered = sum(unit.gathered_bytes for unit in gathers) * micro_batches
+    reduced = sum(unit.reduce_bytes for unit in reduces) * micro_batches
+    on_shard_axis = min(machine, axes.shards)
+    on_replicate_axis = max(1, machine // axes.shards)
+    calls = len(reduces) * micro_batches
+    return Traffic(
+        _present(
+            [
+                Collective("all_gather", "shard", len(gathers) * micro_batches, gathered, axes.shards, on_shard_axis),
+                Collective("reduce_scatter", "shard", calls, reduced, axes.shards, on_shard_axis),
+                Collective("all_reduce", "replicate", calls, reduced // axes.shards, axes.replicas, on_replicate_axis),
+            ]
+        )
+    )
+
+
+def _present(collectives: list[Collective]) -> tuple[Collective, ...]:
+    return tuple(c for c in collectives if c.group_size > 1 and c.payload_bytes)
+
+
+def _gathered(plan: Layout, config: Config) -> Iterator[Unit]:
+    """Units in the order in which they are gathered, once each time: forward, then backward where they were freed.
+
+    The root is gathered once: FSDP2 does not free it after forward. Backward stops gathering where no gradient flows
+    any more (frozen layers at the bottom), but for one unit that was asked for ahead.
+    """
+    everything = [unit for unit in [plan.root, *plan.units] if unit.gathered_bytes]
+    yield from everything
+    if not plan.axes.reshards_after_forward:
+        return
+    needed = [unit for unit in plan.units if unit.is_gathered_in_backward]
+    yield from reversed(needed)
+    left = len(plan.units) - len(needed)
+    if left and needed and config.fsdp.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        yield plan.units[left - 1]
+
+
+def _reduced(plan: Layout) -> list[Unit]:
+    return [unit for unit in [*plan.units, plan.root] if unit.reduce_bytes]
