@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+RendezvousBackend = Literal["static", "c10d", "etcd-v2", "etcd"]
 
 
 class DistributedType(str, Enum):
@@ -146,24 +147,56 @@ def read_prefetch(value: Any) -> Any:
 
 def read_names(value: Any) -> Any:
     """Class names as a list, or as one string with commas; blanks around them are dropped."""
+    lines = read_lines(value)
+    if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+        return [name.strip() for line in lines for name in line.split(",") if name.strip()]
+    return lines
+
+
+def read_lines(value: Any) -> Any:
+    """A list of texts, of which the empty ones are dropped; a single text is a list of one."""
     if value is None:
         return []
     if isinstance(value, str):
-        value = value.split(",")
-    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-        return [name.strip() for name in value if name.strip()]
+        value = [value]
+    if isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in value):
+        return [line for line in value if line.strip()]
     return value
+
+
+def read_text(value: Any) -> Any:
+    """An empty text means that there is none."""
+    return (value.strip() or None) if isinstance(value, str) else value
+
+
+def read_word(value: Any) -> Any:
+    """A name that is written in small letters, in any case, with blanks or underscores for dashes."""
+    return value.strip().lower().replace("_", "-").replace(" ", "-") if isinstance(value, str) else value
+
+
+def read_numbers(value: Any) -> Any:
+    """Numbers with commas, also from a list or a single number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(number).strip() for number in value) or None
+    return read_text(value)
 
 
 Bool = Annotated[bool, BeforeValidator(read_bool)]
 Count = Annotated[int, BeforeValidator(read_count)]
+Seconds = Annotated[float, BeforeValidator(read_count)]
 Names = Annotated[list[str], BeforeValidator(read_names)]
+Lines = Annotated[list[str], BeforeValidator(read_lines)]
+Text = Annotated[str | None, BeforeValidator(read_text)]
 
 
 class Section(BaseModel):
     """What all sections share: unknown keys are errors, values do not change, both names of a field are read."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True, validate_default=False)
+    model_config = ConfigDict(
+        extra="forbid", populate_by_name=True, frozen=True, validate_default=False, allow_inf_nan=False
+    )
 
 
 class FsdpConfig(Section):
@@ -222,7 +255,7 @@ class FsdpConfig(Section):
     limit_all_gathers: Bool = Field(True, alias="fsdp_limit_all_gathers")
     """FSDP2 always bounds the gathers in flight; false is accepted with a note."""
 
-    ignored_modules: str | None = Field(None, alias="fsdp_ignored_modules")
+    ignored_modules: Text = Field(None, alias="fsdp_ignored_modules")
     """A regular expression over module names: what matches is left unsharded and replicated."""
 
 
@@ -270,7 +303,7 @@ class CheckpointConfig(Section):
     blocking: Bool = True
     """Whether save_state waits for the files; false returns after the state is copied aside."""
 
-    timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(600.0, gt=0)
+    timeout_s: Seconds = Field(600.0, gt=0)
     """How long ranks wait for one another in a save or load, in seconds."""
 
     resume: str = "never"
@@ -283,19 +316,19 @@ class CheckpointConfig(Section):
 class LaunchConfig(Section):
     """What the launcher watches and how it stops."""
 
-    hang_timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(600.0, gt=0)
+    hang_timeout_s: Seconds = Field(600.0, gt=0)
     """How long a rank may make no progress before the run is stopped and the rank named, in seconds."""
 
-    stop_timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(120.0, gt=0)
+    stop_timeout_s: Seconds = Field(120.0, gt=0)
     """How long ranks have to save and leave after SIGTERM, in seconds."""
 
-    process_group_timeout_s: Annotated[float, BeforeValidator(read_count)] = Field(1800.0, gt=0)
+    process_group_timeout_s: Seconds = Field(1800.0, gt=0)
     """How long a collective may take, in seconds."""
 
     max_restarts: Count = Field(0, ge=0)
     """How often the ranks are started again after a failure; given up after 3 without a new checkpoint."""
 
-    log_dir: str | None = None
+    log_dir: Text = None
     """Folder for every rank's output; by default runs/<time> beside where the launch was typed."""
 
     show: str = "all"
@@ -336,7 +369,7 @@ class ShardkitConfig(Section):
 class Config(Section):
     """One run, whole."""
 
-    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    compute_environment: Annotated[Literal["LOCAL_MACHINE"], BeforeValidator(read_name)] = "LOCAL_MACHINE"
     """Where ranks are started; shardkit starts them on this machine, once per machine."""
 
     distributed_type: Annotated[DistributedType, BeforeValidator(read_distributed_type)] = DistributedType.FSDP
@@ -354,13 +387,13 @@ class Config(Section):
     machine_rank: Count = Field(0, ge=0)
     """This machine's number, from 0; usually given at launch: --machine-rank."""
 
-    main_process_ip: str | None = None
+    main_process_ip: Text = None
     """Address of machine 0."""
 
     main_process_port: Annotated[int | None, BeforeValidator(read_count)] = Field(None, ge=0, le=65535)
     """Port on machine 0; by default a free one on one machine, 29500 on several."""
 
-    rdzv_backend: Literal["static", "c10d", "etcd-v2", "etcd"] = "static"
+    rdzv_backend: Annotated[RendezvousBackend, BeforeValidator(read_word)] = "static"
     """How machines find one another: static (fixed numbers), c10d (any start order), etcd-v2 (an external store)."""
 
     same_network: Bool = True
@@ -369,7 +402,7 @@ class Config(Section):
     use_cpu: Bool = False
     """Train on the CPU even where there is a GPU."""
 
-    gpu_ids: str | None = None
+    gpu_ids: Annotated[str | None, BeforeValidator(read_numbers)] = None
     """Which GPUs of this machine: all, or numbers with commas."""
 
     debug: Bool = False
@@ -402,10 +435,10 @@ class Config(Section):
     xla_fsdp_grad_ckpt: Bool = False
     """On TPU: recompute activations in backward."""
 
-    tpu_name: str | None = None
+    tpu_name: Text = None
     """Name of the TPU."""
 
-    tpu_zone: str | None = None
+    tpu_zone: Text = None
     """Zone of the TPU."""
 
     tpu_use_cluster: Bool = False
@@ -414,16 +447,16 @@ class Config(Section):
     tpu_use_sudo: Bool = False
     """Whether commands on the TPU's machines need sudo."""
 
-    tpu_env: Names = Field(default_factory=list)
+    tpu_env: Lines = Field(default_factory=list)
     """Variables for the TPU's machines, NAME=value each."""
 
-    tpu_vm: Names = Field(default_factory=list)
+    tpu_vm: Lines = Field(default_factory=list)
     """Names of the TPU's machines."""
 
-    commands: Names = Field(default_factory=list)
+    commands: Lines = Field(default_factory=list)
     """Commands that run on the TPU's machines before training."""
 
-    command_file: str | None = None
+    command_file: Text = None
     """A file of such commands."""
 
     @property

@@ -1,0 +1,187 @@
+"""Rules across settings: what contradicts, and what will run differently from how it reads.
+
+A rule looks at one whole Config and at nothing else: no file, no machine. It yields findings; the first key of a
+finding is where it is told, and a finding is left out while one of its keys has a wrong value itself.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong or worth knowing, and the settings that it is about, by their names in Python."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def problems(config: Config) -> list[Finding]:
+    """What cannot run as it stands."""
+    rules = (_processes, _type_and_processes, _mesh, _offload, _gpus, _names, _texts)
+    return [finding for rule in rules for finding in rule(config)]
+
+
+def notes(config: Config) -> list[Finding]:
+    """What runs, but not quite as somebody may expect."""
+    rules = (_unused_blocks, _unused_wrapping, _what_fsdp2_does, _precision, _machines, _tpu)
+    return [finding for rule in rules for finding in rule(config)]
+
+
+def _processes(config: Config) -> Iterator[Finding]:
+    total, machines = config.num_processes, config.num_machines
+    keys = ("num_processes", "num_machines")
+    if total < machines:
+        yield Finding(keys, f"is fewer than one a machine (got {total} on {machines} machines); write the total.")
+    elif total % machines:
+        near = total - total % machines
+        what = f"does not divide over the machines (got {total} on {machines})"
+        yield Finding(keys, f"{what}; write the total, such as {near} or {near + machines}.")
+    if config.machine_rank >= machines:
+        what = f"is not one of the machines 0 to {machines - 1} (got {config.machine_rank})"
+        yield Finding(("machine_rank", "num_machines"), f"{what}; give it at launch: --machine-rank.")
+
+
+def _type_and_processes(config: Config) -> Iterator[Finding]:
+    if config.distributed_type is DistributedType.NO and config.num_processes > 1:
+        what = f"NO is one process (got num_processes {config.num_processes})"
+        keys = ("distributed_type", "num_processes")
+        yield Finding(keys, f"{what}; write FSDP, MULTI_GPU or MULTI_CPU, or num_processes: 1.")
+
+
+def _mesh(config: Config) -> Iterator[Finding]:
+    replicate, shard = config.shardkit.mesh.replicate_size, config.shardkit.mesh.shard_size
+    strategy, total = config.fsdp.sharding_strategy, config.num_processes
+    first = "shardkit.mesh.replicate_size" if replicate else "shardkit.mesh.shard_size"
+    keys = (first, "fsdp.sharding_strategy", "num_processes")
+    if not (replicate or shard):
+        return
+    if config.distributed_type is DistributedType.FSDP and not strategy.is_hybrid:
+        what = f"sizes of a mesh are for the hybrid strategies (got {strategy.value})"
+        yield Finding(keys, f"{what}; write HYBRID_SHARD or HYBRID_SHARD_ZERO2, or leave the mesh out.")
+    elif replicate and shard and replicate * shard != total:
+        what = f"{replicate} copies x {shard} ranks is {replicate * shard} (got num_processes {total})"
+        yield Finding(keys, f"{what}; their product must be num_processes.")
+    elif total % (replicate or shard):
+        yield Finding(keys, f"does not divide num_processes (got {replicate or shard} of {total}); choose a divisor.")
+
+
+def _offload(config: Config) -> Iterator[Finding]:
+    if config.fsdp.offload_params and config.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
+        keys = ("fsdp.offload_params", "fsdp.sharding_strategy")
+        yield Finding(keys, "needs a strategy that shards (got NO_SHARD); write FULL_SHARD, or no offload.")
+
+
+def _gpus(config: Config) -> Iterator[Finding]:
+    chosen = config.gpu_ids
+    if chosen is None or chosen.lower() == "all":
+        return
+    if not re.fullmatch(r"\d+( *, *\d+)*", chosen):
+        yield Finding(("gpu_ids",), f"is not numbers with commas (got {chosen!r}); write all, or 0,1.")
+        return
+    count, needed = len(chosen.split(",")), config.processes_per_machine
+    if len({number.strip() for number in chosen.split(",")}) < count:
+        yield Finding(("gpu_ids",), f"names a GPU twice (got {chosen}); name each once.")
+    if count < needed and not config.use_cpu and config.mode in ("ddp", "fsdp"):
+        what = f"is fewer GPUs than processes on a machine (got {count} for {needed})"
+        yield Finding(("gpu_ids", "num_processes", "num_machines"), f"{what}; name more, or lower num_processes.")
+
+
+def _names(config: Config) -> Iterator[Finding]:
+    for name in config.fsdp.transformer_layer_cls_to_wrap:
+        if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
+            what = f"is not the name of a class (got {name!r})"
+            yield Finding(("fsdp.transformer_layer_cls_to_wrap",), f"{what}; write names with commas: A,B.")
+
+
+def _texts(config: Config) -> Iterator[Finding]:
+    size = config.shardkit.checkpoint.max_shard_size
+    if not re.fullmatch(r"\d+(\.\d+)? *([KMGT]i?)?B?", size, re.IGNORECASE) or not re.search("[1-9]", size):
+        what = f"is not a size (got {size!r})"
+        yield Finding(("shardkit.checkpoint.max_shard_size",), f"{what}; write one such as 5GB or 500MB.")
+    shown = config.shardkit.launch.show
+    if shown != "all" and not re.fullmatch(r"\d+( *, *\d+)*", shown):
+        what = f"is not all, nor ranks with commas (got {shown!r})"
+        yield Finding(("shardkit.launch.show",), f"{what}; write all, or 0,1.")
+    try:
+        re.compile(config.fsdp.ignored_modules or "")
+    except re.error as error:
+        what = f"is not a regular expression (got {config.fsdp.ignored_modules!r}: {error})"
+        yield Finding(("fsdp.ignored_modules",), f"{what}; correct the pattern.")
+
+
+def _unused_blocks(config: Config) -> Iterator[Finding]:
+    kind = config.distributed_type
+    if kind in (DistributedType.FSDP, DistributedType.XLA):
+        return
+    changed = [f"fsdp.{name}" for name in type(config.fsdp).model_fields if _is_changed(config, name)]
+    if changed:
+        text = f"has no effect with distributed_type {kind.value}; FSDP is the type that shards."
+        yield Finding((changed[0], "distributed_type"), text)
+
+
+def _is_changed(config: Config, name: str) -> bool:
+    default = type(config.fsdp).model_fields[name].get_default(call_default_factory=True)
+    return name != "version" and getattr(config.fsdp, name) != default
+
+
+def _unused_wrapping(config: Config) -> Iterator[Finding]:
+    fsdp, policy = config.fsdp, config.fsdp.auto_wrap_policy
+    if fsdp.transformer_layer_cls_to_wrap and policy is not WrapPolicy.TRANSFORMER_BASED_WRAP:
+        keys = ("fsdp.transformer_layer_cls_to_wrap", "fsdp.auto_wrap_policy")
+        yield Finding(keys, f"has no effect with {policy.value}; TRANSFORMER_BASED_WRAP wraps classes.")
+    if fsdp.min_num_params != 100_000_000 and policy is not WrapPolicy.SIZE_BASED_WRAP:
+        keys = ("fsdp.min_num_params", "fsdp.auto_wrap_policy")
+        yield Finding(keys, f"has no effect with {policy.value}; SIZE_BASED_WRAP wraps by size.")
+
+
+def _what_fsdp2_does(config: Config) -> Iterator[Finding]:
+    """Settings of FSDP version 1 that FSDP2 has no knob for."""
+    if config.mode != "fsdp":
+        return
+    fsdp, pre = config.fsdp, BackwardPrefetch.BACKWARD_PRE
+    if not fsdp.use_orig_params:
+        yield Finding(("fsdp.use_orig_params",), "FSDP2 always keeps the original parameters; false changes nothing.")
+    if not fsdp.limit_all_gathers:
+        yield Finding(("fsdp.limit_all_gathers",), "FSDP2 always bounds the gathers in flight; false changes nothing.")
+    if fsdp.version == 1 and fsdp.backward_prefetch is not pre:
+        text = f"{fsdp.backward_prefetch.value} is done with FSDP2's own prefetching; version 1's code is not used."
+        yield Finding(("fsdp.backward_prefetch", "fsdp.version"), text)
+    mesh = config.shardkit.mesh
+    if fsdp.sharding_strategy.is_hybrid and config.num_machines == 1 and not (mesh.replicate_size or mesh.shard_size):
+        text = "on one machine there is one copy, as with the strategy that is not hybrid; shardkit.mesh sets more."
+        yield Finding(("fsdp.sharding_strategy", "num_machines"), text)
+
+
+def _precision(config: Config) -> Iterator[Finding]:
+    precision, mixed = config.shardkit.precision, config.mixed_precision
+    if mixed == "fp16" and (config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU):
+        yield Finding(("mixed_precision", "use_cpu"), "fp16 is slow on a CPU; bf16 needs no loss scaling.")
+    if precision.param_dtype == "fp16" and mixed != "fp16":
+        text = "fp16 without loss scaling, gradients may vanish; write mixed_precision: fp16 to have it."
+        yield Finding(("shardkit.precision.param_dtype", "mixed_precision"), text)
+    if config.downcast_bf16 and config.mode != "xla":
+        yield Finding(("downcast_bf16", "distributed_type"), "is for TPUs only; it changes nothing here.")
+
+
+def _machines(config: Config) -> Iterator[Finding]:
+    if config.num_machines > 1 and not config.main_process_ip:
+        text = "several machines need the address of machine 0; give it here or at launch."
+        yield Finding(("main_process_ip", "num_machines"), text)
+    if config.distributed_type is DistributedType.MULTI_GPU and config.use_cpu:
+        yield Finding(("use_cpu", "distributed_type"), "the ranks train on the CPU, although the type is MULTI_GPU.")
+
+
+def _tpu(config: Config) -> Iterator[Finding]:
+    if config.mode == "xla":
+        if config.mixed_precision == "fp16":
+            yield Finding(("mixed_precision",), "TPUs compute in bf16, not in fp16; write bf16.")
+        return
+    names = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "tpu_name", "tpu_zone", "tpu_env")
+    used = [name for name in names if getattr(config, name)]
+    if used:
+        text = f"is for TPUs only; distributed_type {config.distributed_type.value} does not read it."
+        yield Finding((used[0], "distributed_type"), text)

@@ -1,0 +1,181 @@
+"""A YAML file as nodes that know their line and column. Values stay text, so `no`, `08` and `1e8` reach us as written.
+
+Nothing is ever constructed from a tag: a file can hold data and nothing else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from shardkit.errors import ConfigError
+
+# A configuration is a page. These limits only keep a wrong or hostile file from costing time and memory.
+MAX_BYTES = 256 * 1024
+MAX_VALUES = 20_000
+MAX_DEPTH = 20
+
+_PLAIN = "tag:yaml.org,2002:"
+_TAGS = {_PLAIN + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "value")}
+_MERGE = _PLAIN + "merge"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something stands in a file, counted from 1."""
+
+    name: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.line}:{self.column}"
+
+
+def decode(data: bytes, name: str) -> str:
+    """The text of a file, whatever its line ends, with or without a byte order mark. Raises ConfigError."""
+    if len(data) > MAX_BYTES:
+        size = f"more than {MAX_BYTES // 1024} KiB"
+        raise ConfigError(f"{name}: is too large for a configuration (got {size}); name the right file.")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"is not a text file in UTF-8 (got byte 0x{data[error.start]:02x} at {error.start})"
+        raise ConfigError(f"{name}: {what}; name a YAML file, or save it as UTF-8.") from None
+    if "\0" in text:
+        raise ConfigError(f"{name}: is not a text file (got zero bytes in it); name a YAML file.")
+    return text
+
+
+def compose(text: str, name: str) -> yaml.MappingNode:
+    """The file's top level. Raises ConfigError for what is not YAML, not a mapping, or not plain data."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ConfigError(f"{name}: is nested too deeply; a configuration has {MAX_DEPTH} levels at most.") from None
+    except yaml.reader.ReaderError as error:
+        place = place_at(text, error.position, name)
+        raise ConfigError(f"{place}: a character that YAML does not allow (got {error.character!r}).") from None
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax_problem(error, name)) from None
+    if node is None:
+        raise ConfigError(f"{name}: is empty; write one with: shardkit config --defaults -o {name}")
+    if not isinstance(node, yaml.MappingNode):
+        what = "a list" if isinstance(node, yaml.SequenceNode) else f"{shortened(node.value)!r}"
+        raise ConfigError(f"{place_of(node, name)}: is not made of `key: value` lines (got {what}).")
+    _refuse_bombs(node, name)
+    return node
+
+
+def unwelcome(node: yaml.Node, name: str) -> list[str]:
+    """What a file holds beyond plain data: tags, keys that are no names, keys that are given twice."""
+    return list(dict.fromkeys(f"{place_of(at, name)}: {text}" for at, text in _unwelcome(node)))
+
+
+def place_of(node: yaml.Node, name: str) -> Place:
+    """Where a node begins."""
+    return Place(name, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def place_at(text: str, index: int, name: str) -> Place:
+    """Where the character at an index stands."""
+    before = text[:index]
+    return Place(name, before.count("\n") + 1, index - (before.rfind("\n") + 1) + 1)
+
+
+def pairs(node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:
+    """Key, its node and its value's node, in order. What is written wins over what `<<` merges in."""
+    found: dict[str, tuple[str, yaml.Node, yaml.Node]] = {}
+    for key, value in node.value:
+        if key.tag == _MERGE:
+            for merged in _merged_blocks(value):
+                found |= {triple[0]: triple for triple in pairs(merged) if triple[0] not in found}
+    for key, value in node.value:
+        if key.tag != _MERGE and isinstance(key, yaml.ScalarNode):
+            found[key.value] = (key.value, key, value)
+    return list(found.values())
+
+
+def raw(node: yaml.Node) -> Any:
+    """The value with its scalars as text; None where nothing, `~` or `null` is written."""
+    if isinstance(node, yaml.MappingNode):
+        return {key: raw(value) for key, _, value in pairs(node)}
+    if isinstance(node, yaml.SequenceNode):
+        return [raw(item) for item in node.value]
+    return None if node.tag == _PLAIN + "null" else node.value
+
+
+def typed(node: yaml.Node) -> Any:
+    """The value as YAML types it, for settings that are handed through to something else."""
+    constructor = yaml.SafeLoader("")
+    return constructor.construct_document(node)
+
+
+def shortened(text: Any, limit: int = 40) -> str:
+    """A value for a message: on one line and not long."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _merged_blocks(node: yaml.Node) -> list[yaml.MappingNode]:
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    return [inner for inner in nodes if isinstance(inner, yaml.MappingNode)]
+
+
+def _is_mapping(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.MappingNode)
+
+
+def _refuse_bombs(node: yaml.Node, name: str) -> None:
+    """Raise for what explodes or never ends when its aliases are followed."""
+    left, waiting = MAX_VALUES, [(node, 0)]
+    while waiting:
+        at, depth = waiting.pop()
+        left -= 1
+        if left <= 0 or depth > MAX_DEPTH:
+            raise ConfigError(f"{place_of(at, name)}: too many nested values or aliases for a configuration.")
+        if isinstance(at, yaml.SequenceNode):
+            waiting += [(item, depth + 1) for item in at.value]
+        elif isinstance(at, yaml.MappingNode):
+            waiting += [(item, depth + 1) for pair in at.value for item in pair]
+
+
+def _unwelcome(node: yaml.Node) -> Iterator[tuple[yaml.Node, str]]:
+    if node.tag not in _TAGS:
+        yield node, f"tags are not read (got {shortened(node.tag.replace(_PLAIN, '!!'))}); write the plain value."
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _unwelcome(item)
+    elif isinstance(node, yaml.MappingNode):
+        yield from _unwelcome_keys(node)
+        for _, value in node.value:
+            yield from _unwelcome(value)
+
+
+def _unwelcome_keys(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, str]]:
+    first: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        if key.tag == _MERGE:
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if not all(map(_is_mapping, merged)):
+                yield key, "<< merges blocks of keys only; name one with an alias, as in `<<: *base`."
+        elif not isinstance(key, yaml.ScalarNode) or key.tag not in _TAGS:
+            yield key, "a key must be a plain name."
+        elif key.value in first:
+            line = first[key.value].start_mark.line + 1
+            yield key, f"{shortened(key.value)}: is given twice (first in line {line}); keep one of them."
+        else:
+            first[key.value] = key
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, name: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+    problem = error.problem or "is not YAML"
+    if "'\\t'" in problem:
+        return f"{where}: a tab stands where blanks belong; indent with blanks."
+    if "expected a single document" in (error.context or ""):
+        return f"{where}: a second document begins here (got ---); a configuration is one document."
+    context = f", {error.context}" if error.context else ""
+    return f"{where}: is not YAML: {shortened(problem + context, 120)}; check the indentation, colons and quotes."

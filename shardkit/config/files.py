@@ -1,0 +1,177 @@
+"""The configuration on disk: which file, what it says, and how it is written.
+
+resolve()   flags > environment > file > what the hardware suggests > defaults, with the origin of every value
+read()      one file, exactly as it says
+dump()      a Config as commented YAML, which reads back as the same Config
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardkit import env
+from shardkit.config import document, suggested, validation, yaml_text
+from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
+from shardkit.config.schema import Config
+from shardkit.errors import ConfigError
+
+NAMES = ("shardkit.yaml", "shardkit.yml")
+ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml", "default_config.yaml")
+# Whoever reads a message fixes the first lines first.
+_SHOWN_PROBLEMS = 10
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration with the origin of each value by its name in Python, remarks, and its file where it has one."""
+
+    config: Config
+    origins: dict[str, Origin] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    path: Path | None = None
+
+
+def load_config(path: Path | str | None = None, settings: Mapping[str, str] | None = None) -> Config:
+    """The configuration of this run. A rank gets what its launcher resolved; elsewhere it is resolved here."""
+    resolved = env.resolved_config_path()
+    if path is None and resolved is not None and not settings:
+        return read(resolved).config
+    return resolve(Path(path) if path is not None else resolved, settings or {}).config
+
+
+def find(start: Path) -> Path | None:
+    """The file to use from a folder: $SHARDKIT_CONFIG, shardkit.yaml there or above it up to the project's root,
+    an Accelerate file there, the user's own file (made by `shardkit config --user`)."""
+    chosen = env.config_path()
+    if chosen is not None:
+        return chosen
+    start = start.resolve()
+    candidates = [folder / name for folder in _up_to_root(start) for name in NAMES]
+    candidates += [start / name for name in ACCELERATE_NAMES]
+    candidates.append(user_path())
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def user_path() -> Path:
+    """Where `shardkit config --user` puts the user's own file."""
+    base = env.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "shardkit" / "config.yaml"
+
+
+def read(path: Path | str) -> Loaded:
+    """What one file says; what it does not say has its default. Raises ConfigError with everything that is wrong."""
+    return _loaded(_file_layer(Path(path)), Path(path))
+
+
+def read_text(text: str, name: str = "shardkit.yaml") -> Loaded:
+    """As `read`, from a text."""
+    return _loaded(file_layer(text, name), None)
+
+
+def resolve(
+    path: Path | None = None,
+    settings: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    defaults_for_hardware: bool = True,
+) -> Loaded:
+    """The configuration that a run here has: settings over environment over the file over what the hardware suggests.
+    Without a path the file is looked for from the folder. Raises ConfigError with everything that is wrong."""
+    path = path or find(folder or Path.cwd())
+    given = [_file_layer(path)] if path else []
+    given += [environment_layer(), flag_layer(settings or {})]
+    below = [suggested.hardware_layer(combine(given).entries, has_file=path is not None)]
+    return _loaded(combine([*(below if defaults_for_hardware else []), *given]), path)
+
+
+def overlaid(config: Config, settings: Mapping[str, Any]) -> Config:
+    """The configuration with some settings changed, `{"fsdp.offload_params": True}`, checked as a file is."""
+    return _loaded(
+        combine([file_layer(dump(config, comments=False), "configuration"), flag_layer(settings)]), None
+    ).config
+
+
+def dump(config: Config, comments: bool = True) -> str:
+    """The configuration as YAML for a reader: what matters first, each key below its text."""
+    return yaml_text.render(config, comments)
+
+
+def write(config: Config, path: Path | str, comments: bool = True) -> None:
+    """Put the configuration into a file, entirely or not at all. Raises ConfigError where that is not possible."""
+    write_text(dump(config, comments), Path(path))
+
+
+def write_text(text: str, path: Path) -> None:
+    """Put a text into a file, entirely or not at all; what the file was before stays until then."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --output.") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --output.") from None
+
+
+def digest(config: Config) -> str:
+    """A fingerprint that is equal on all ranks of a run: sha256 over the canonical JSON, without what may differ from
+    machine to machine (its number, its choice of GPUs, its log folder)."""
+    values = config.model_dump(mode="json", exclude={"machine_rank": True, "gpu_ids": True})
+    del values["shardkit"]["launch"]["log_dir"]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _up_to_root(start: Path) -> list[Path]:
+    """The folder and those above it, up to the one that holds the project; only the folder itself outside of one."""
+    above = [start, *start.parents]
+    for marks in ((".git", ".hg"), ("pyproject.toml",)):
+        for depth, folder in enumerate(above):
+            if any((folder / mark).exists() for mark in marks):
+                return above[: depth + 1]
+    return [start]
+
+
+def _file_layer(path: Path) -> Layer:
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; name the YAML file in it.")
+        with path.open("rb") as file:
+            data = file.read(document.MAX_BYTES + 1)
+    except OSError as error:
+        what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ConfigError(f"{path}: {what}; write one with: shardkit config --defaults -o {path}") from None
+    return file_layer(document.decode(data, str(path)), str(path))
+
+
+def _loaded(layer: Layer, path: Path | None) -> Loaded:
+    config, origins = validation.build(layer)
+    raise_problems(layer.problems)
+    return Loaded(config, origins, _ordered(layer.notes), path)
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Raise ConfigError with the problems in the order of their lines, and only so many that they stay readable."""
+    ordered = _ordered(problems)
+    if len(ordered) > _SHOWN_PROBLEMS:
+        more = len(ordered) - _SHOWN_PROBLEMS
+        ordered = [*ordered[:_SHOWN_PROBLEMS], f"... and {more} more problem{'s' if more > 1 else ''}."]
+    if ordered:
+        raise ConfigError(ordered)
+
+
+def _ordered(lines: list[str]) -> list[str]:
+    def position(line: str) -> tuple[int, ...]:
+        parts = line.split(":")[1:3]
+        return tuple(int(part) if part.strip().isdigit() else 0 for part in parts)
+
+    return sorted(dict.fromkeys(lines), key=position)

@@ -1,0 +1,165 @@
+"""Keys of Accelerate's files that are not ours: translated where we do the same, refused in words where we do not.
+
+Empty values and Accelerate's own defaults are fine everywhere: its wizard writes them for what was never asked for.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardkit.config.document import shortened
+from shardkit.config.keys import Path
+from shardkit.config.schema import read_bool
+
+
+@dataclass
+class Outcome:
+    """What a foreign key becomes: settings of ours, remarks, and what cannot be done."""
+
+    settings: dict[Path, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+INSTEAD = {
+    "deepspeed_config": "DeepSpeed is not run here; use fsdp_config (ZeRO 2 is SHARD_GRAD_OP, ZeRO 3 is FULL_SHARD)",
+    "megatron_lm_config": "Megatron-LM is not run here; use fsdp_config",
+    "fp8_config": "fp8 is not done here; use mixed_precision: bf16",
+    "mpirun_config": "MPI is not used here; several CPU processes start with: shardkit launch --cpu -n N",
+    "ipex_config": "Intel's extension is not used here; plain torch has bf16 on the CPU: mixed_precision: bf16",
+}
+_SAGEMAKER = ["ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name"]
+_SAGEMAKER += ["pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file"]
+_SAGEMAKER += ["sagemaker_metrics_file", "additional_args"]
+INSTEAD |= dict.fromkeys(_SAGEMAKER, "SageMaker jobs are not started here; run shardkit launch on the machine itself")
+_OFFLOADED_CHECKPOINTS = "moving recomputed activations to the CPU is not done here; leave it false"
+
+# Values, not keys, that belong to things we do not do: what the message says in place of the list of choices.
+REFUSED_VALUES: dict[Path, dict[str, str]] = {
+    ("distributed_type",): {
+        "DEEPSPEED": INSTEAD["deepspeed_config"],
+        "MEGATRON_LM": INSTEAD["megatron_lm_config"],
+        "TP": "tensor parallelism is not done here; use FSDP",
+    }
+    | dict.fromkeys(
+        ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON"),
+        "this kind of device is not supported; use FSDP or MULTI_GPU on CUDA or ROCm, or MULTI_CPU",
+    ),
+    ("compute_environment",): {"AMAZON_SAGEMAKER": INSTEAD["region"]},
+    ("mixed_precision",): {"fp8": INSTEAD["fp8_config"]},
+    ("fsdp", "state_dict_type"): {
+        "LOCAL_STATE_DICT": "it only loads on the same number of ranks; use SHARDED_STATE_DICT, which loads on any"
+    },
+}
+
+
+def is_foreign(section: Path, key: str) -> bool:
+    """Whether a key is known, but not one of ours."""
+    return key in _TRANSLATIONS.get(section, {})
+
+
+def translate(section: Path, key: str, value: Any) -> Outcome:
+    """What a foreign key with this value means for us."""
+    return _TRANSLATIONS[section][key](key, value)
+
+
+def hint(section: Path, key: str) -> str | None:
+    """What to say about keys that people look for, but that no tool has."""
+    if section == () and key in {"lr", "learning_rate", "batch_size", "epochs"}:
+        return "it belongs into your training script"
+    return None
+
+
+def _is_empty(value: Any) -> bool:
+    """Nothing, or what Accelerate's wizard writes for no: empty text or block, none, no, 1 of a size."""
+    if isinstance(value, Mapping):
+        return all(_is_empty(inner) for inner in value.values())
+    if isinstance(value, list):
+        return all(_is_empty(item) for item in value)
+    return value is None or str(value).strip().lower() in {"", "no", "none", "false", "null", "0"}
+
+
+def _refuse(key: str, value: Any) -> Outcome:
+    if _is_empty(value):
+        return Outcome()
+    return Outcome(problems=[f"{INSTEAD[key]} (got {shortened(value)})."])
+
+
+def _refuse_offloaded_checkpoints(key: str, value: Any) -> Outcome:
+    return Outcome() if _is_empty(value) else Outcome(problems=[f"{_OFFLOADED_CHECKPOINTS} (got {shortened(value)})."])
+
+
+def _mpirun(key: str, value: Any) -> Outcome:
+    """Accelerate writes `mpirun_ccl: '1'` beside a host file that it names by default."""
+    hosts = value.get("mpirun_hostfile") if isinstance(value, Mapping) else value
+    return _refuse(key, hosts)
+
+
+def _half_precision(key: str, value: Any) -> Outcome:
+    """Very old files say `fp16: true` for mixed_precision."""
+    match read_bool(value):
+        case True:
+            return Outcome({("mixed_precision",): key})
+        case False | None:
+            return Outcome()
+    return Outcome(problems=[f"is not yes or no (got {shortened(value)!r}); write mixed_precision: {key}."])
+
+
+def _parallelism(key: str, value: Any) -> Outcome:
+    """Sizes of the mesh. 1 is Accelerate's word for: not used."""
+    if not isinstance(value, Mapping):
+        return Outcome() if _is_empty(value) else Outcome(problems=[f"is a block of sizes (got {shortened(value)!r})."])
+    outcome = Outcome()
+    sizes = {name.removeprefix("parallelism_config_"): size for name, size in value.items()}
+    ours = {"dp_replicate_size": "replicate_size", "dp_shard_size": "shard_size"}
+    for name, size in sizes.items():
+        if name in ours:
+            outcome.settings |= (
+                {} if str(size) in {"None", "1", "-1", "0"} else {("shardkit", "mesh", ours[name]): size}
+            )
+        elif not (_is_empty(size) or str(size) in {"1", "torch"} or name.endswith(("_strategy", "_backend"))):
+            outcome.problems.append(f"{name} is not done here (got {shortened(size)}); only data parallelism is.")
+    return _plain_mesh(outcome)
+
+
+def _plain_mesh(outcome: Outcome) -> Outcome:
+    """One size alone is no hybrid: all ranks share one copy, or each has its own."""
+    replicate, shard = (("shardkit", "mesh", name) for name in ("replicate_size", "shard_size"))
+    if replicate in outcome.settings:
+        return outcome
+    if outcome.settings.pop(shard, None):
+        outcome.notes.append("one copy over all ranks needs no mesh; its size is num_processes.")
+    return outcome
+
+
+def _dynamo(key: str, value: Any) -> Outcome:
+    """torch.compile. Its inductor backend with default settings is shardkit.compile."""
+    settings = value if isinstance(value, Mapping) else {"backend": value}
+    settings = {name.removeprefix("dynamo_"): inner for name, inner in settings.items()}
+    backend = str(settings.pop("backend", None) or "no").lower()
+    if backend in {"no", "none", "false"}:
+        return Outcome()
+    outcome = Outcome()
+    if backend == "inductor":
+        outcome.settings[("shardkit", "compile")] = "true"
+        outcome.notes.append("is read as shardkit.compile: true, which compiles unit by unit.")
+    else:
+        outcome.problems.append(f"this backend is not supported (got {shortened(backend)}); use INDUCTOR.")
+    for name, inner in settings.items():
+        if not _is_empty(inner) and str(inner).lower() != "default" and name != "use_regional_compilation":
+            outcome.problems.append(f"dynamo_{name} cannot be chosen here (got {shortened(inner)}); leave it out.")
+    return outcome
+
+
+_TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Outcome]]] = {
+    (): {
+        **dict.fromkeys(INSTEAD, _refuse),
+        "mpirun_config": _mpirun,
+        "fp16": _half_precision,
+        "bf16": _half_precision,
+        "parallelism_config": _parallelism,
+        "dynamo_config": _dynamo,
+        "dynamo_backend": _dynamo,
+    },
+    ("fsdp",): {"fsdp_activation_checkpointing_offload": _refuse_offloaded_checkpoints},
+}

@@ -1,0 +1,183 @@
+"""What this machine has, found without torch: devices, cores, memory, and what a scheduler says about the job."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit import env
+
+_CGROUP = Path("/sys/fs/cgroup")
+# bf16 needs an NVIDIA GPU of compute capability 8.0 or newer (CUDA C++ Programming Guide, arithmetic instructions).
+_BF16_CAPABILITY = 8.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator that this process may use."""
+
+    name: str
+    memory_bytes: int
+    kind: str
+    capability: float | None = None
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability is None or self.capability >= _BF16_CAPABILITY
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What the scheduler that started this process says about the job."""
+
+    name: str
+    machines: int = 1
+    machine_rank: int | None = None
+    main_address: str | None = None
+    job: str | None = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine. `memory_bytes` and `cores` are what this process may use, within its cgroup and affinity."""
+
+    devices: tuple[Device, ...]
+    cores: int
+    memory_bytes: int
+    scheduler: Scheduler | None = None
+
+    @property
+    def in_words(self) -> str:
+        if not self.devices:
+            return f"no GPU, {self.cores} cores"
+        return f"{len(self.devices)} x {self.devices[0].name}"
+
+
+def detect() -> Hardware:
+    """What this machine has, within what this process may use of it."""
+    return Hardware(_devices(), _cores(), _memory_bytes(), _scheduler(env.copy()))
+
+
+def _devices() -> tuple[Device, ...]:
+    found = _nvidia() or _nvidia_without_tool() or _rocm()
+    return tuple(device for device in _visible(found))
+
+
+def _run(command: list[str]) -> str:
+    """A tool's output; empty where it is missing, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _nvidia() -> list[Device]:
+    return parse_nvidia_smi(_run(["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader"]))
+
+
+def parse_nvidia_smi(text: str) -> list[Device]:
+    """Devices from lines such as `NVIDIA H200, 143771 MiB, 9.0`; lines of another form are left out."""
+    pattern = r"\s*(?P<name>[^,]+?)\s*,\s*(?P<memory>\d+)\s*MiB\s*(?:,\s*(?P<capability>[\d.]+|\[?N/A\]?))?\s*"
+    devices = []
+    for match in filter(None, (re.fullmatch(pattern, line) for line in text.splitlines())):
+        capability = match["capability"]
+        number = float(capability) if capability and capability[0].isdigit() else None
+        devices.append(Device(match["name"], int(match["memory"]) * 2**20, "cuda", number))
+    return devices
+
+
+def _nvidia_without_tool() -> list[Device]:
+    """In containers the driver's files are there even where its tool is not; they do not tell the memory."""
+    texts = [_text(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    names = [re.search(r"Model:\s*(.+)", text) for text in texts]
+    return [Device(match[1].strip() if match else "NVIDIA GPU", 0, "cuda") for match in names]
+
+
+def _rocm() -> list[Device]:
+    """AMD GPUs, by the kernel's own list: a node with SIMD units is a GPU."""
+    nodes = sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
+    gpus = [path.parent for path in nodes if re.search(r"^simd_count [1-9]", _text(path), re.MULTILINE)]
+    return [Device("AMD GPU", _rocm_memory(folder), "rocm") for folder in gpus]
+
+
+def _rocm_memory(folder: Path) -> int:
+    sizes = re.findall(r"size_in_bytes (\d+)", "".join(_text(path) for path in folder.glob("mem_banks/*/properties")))
+    return sum(map(int, sizes))
+
+
+def _visible(devices: list[Device]) -> list[Device]:
+    """Those that $CUDA_VISIBLE_DEVICES (or AMD's two names for it) leaves; an unknown name hides what follows it."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    chosen = next((value for value in map(env.get, names) if value is not None), None)
+    if chosen is None:
+        return devices
+    visible = []
+    for name in chosen.split(","):
+        number = name.strip()
+        if number.isdigit() and int(number) < len(devices):
+            visible.append(devices[int(number)])
+        elif re.match(r"(GPU|MIG)-", number) and devices:
+            visible.append(devices[0])
+        else:
+            break
+    return visible
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = _text(_CGROUP / "cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        count = min(count, max(1, round(int(quota[0]) / int(quota[1]))))
+    return count
+
+
+def _memory_bytes() -> int:
+    total = re.search(r"MemTotal:\s+(\d+) kB", _text(Path("/proc/meminfo")))
+    limits = [int(total[1]) * 1024] if total else []
+    if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in ("memory.max", "memory/memory.limit_in_bytes"):
+        text = _text(_CGROUP / path).strip()
+        limits += [int(text)] if text.isdigit() else []
+    return min(limits, default=0)
+
+
+def _scheduler(variables: Mapping[str, str]) -> Scheduler | None:
+    if "SLURM_JOB_ID" in variables:
+        return Scheduler(
+            "SLURM",
+            machines=_number(variables, "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1,
+            machine_rank=_number(variables, "SLURM_NODEID"),
+            main_address=first_host(variables.get("SLURM_JOB_NODELIST", variables.get("SLURM_NODELIST", ""))),
+            job=variables["SLURM_JOB_ID"],
+        )
+    if "KUBERNETES_SERVICE_HOST" in variables:
+        index = _number(variables, "JOB_COMPLETION_INDEX", "NODE_RANK")
+        machines = _number(variables, "NNODES", "PET_NNODES") or 1
+        return Scheduler("Kubernetes", machines, index, variables.get("MASTER_ADDR"), variables.get("HOSTNAME"))
+    return None
+
+
+def _number(variables: Mapping[str, str], *names: str) -> int | None:
+    texts = [variables[name] for name in names if variables.get(name, "").isdigit()]
+    return int(texts[0]) if texts else None
+
+
+def first_host(hosts: str) -> str | None:
+    """The first of SLURM's hosts: `node[03-05,9],other` -> `node03`."""
+    match = re.match(r"\s*([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}".strip() if match else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

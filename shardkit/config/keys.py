@@ -1,0 +1,140 @@
+"""The names of all settings: clean in Python, Accelerate's in the YAML, and the older spellings that are read."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from shardkit.config.schema import Config, Section
+
+Path = tuple[str, ...]
+
+# Other spellings that are read; canonical ones are written. By section, as the YAML names it.
+SYNONYMS: dict[str, dict[str, str]] = {
+    "fsdp_config": {
+        "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+        "backward_prefetch_policy": "fsdp_backward_prefetch",
+        "fsdp_wrap_policy": "fsdp_auto_wrap_policy",
+        "wrap_policy": "fsdp_auto_wrap_policy",
+        "min_num_param": "fsdp_min_num_params",
+        "fsdp_min_num_param": "fsdp_min_num_params",
+        "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+        "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_cpu_offload": "fsdp_offload_params",
+        "cpu_offload": "fsdp_offload_params",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting: `fsdp.offload_params` in Python, `fsdp_config.fsdp_offload_params` in the YAML."""
+
+    path: Path
+    yaml_path: Path
+    section: type[Section]
+    field: FieldInfo
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def yaml_name(self) -> str:
+        return ".".join(self.yaml_path)
+
+    @property
+    def default(self) -> Any:
+        return self.field.get_default(call_default_factory=True)
+
+
+@cache
+def all_keys() -> dict[Path, Key]:
+    """Every setting by its path in Python, in the order of the schema."""
+    return {key.path: key for key in _walk(Config, (), ())}
+
+
+@cache
+def sections() -> dict[Path, Path]:
+    """Every block of settings: its path in Python -> in the YAML."""
+    found: dict[Path, Path] = {}
+    for key in all_keys().values():
+        for length in range(1, len(key.path)):
+            found[key.path[:length]] = key.yaml_path[:length]
+    return found
+
+
+@cache
+def names_in(section: Path) -> dict[str, Path]:
+    """What may be written inside a block, in any spelling -> the path in Python of the setting or block."""
+    found: dict[str, Path] = {}
+    for path, yaml_path in [*sections().items(), *((key.path, key.yaml_path) for key in all_keys().values())]:
+        if path[:-1] == section:
+            found |= {yaml_path[-1]: path, path[-1]: path}
+    block = ".".join(sections().get(section, ()))
+    return found | {other: found[name] for other, name in SYNONYMS.get(block, {}).items()}
+
+
+def resolve_name(dotted: str) -> Path | None:
+    """The path in Python of a setting that is named in either spelling, or mixed; None where there is none."""
+    path: Path = ()
+    for part in dotted.strip().split("."):
+        step = names_in(path).get(part) if path in {(), *sections()} else None
+        if step is None:
+            return None
+        path = step
+    return path
+
+
+def suggestion(name: str, section: Path = ()) -> str:
+    """What to do about a name that does not exist in a block: the nearest name, or where it belongs."""
+    here = names_in(section)
+    near = get_close_matches(name.lower(), here, 1, 0.75)
+    elsewhere = [block for block in [(), *sections()] if block != section and name in names_in(block)]
+    if not near and elsewhere:
+        block = ".".join(sections().get(elsewhere[0], ()))
+        return f"it belongs into the block {block}" if block else "it belongs to the top level"
+    near = near or get_close_matches(name.lower(), here, 1, 0.6)
+    if near:
+        written = _spelling_near(near[0], name, section)
+        return f"did you mean {written}?"
+    return f"known here: {', '.join(_written(section))}"
+
+
+def nearest(value: Any, choices: Iterable[str]) -> str:
+    """`; did you mean X?` where a choice is near, `; write A, B or C.` otherwise."""
+    choices = list(choices)
+    near = get_close_matches(str(value).upper(), [choice.upper() for choice in choices], 1, 0.6)
+    if near:
+        return f"did you mean {next(choice for choice in choices if choice.upper() == near[0])}?"
+    return f"write {', '.join(choices[:-1])} or {choices[-1]}." if len(choices) > 1 else f"write {choices[0]}."
+
+
+def _spelling_near(near: str, name: str, section: Path) -> str:
+    path = names_in(section)[near]
+    written = all_keys()[path].yaml_path[-1] if path in all_keys() else sections()[path][-1]
+    return near if near == path[-1] and not name.startswith(written[:4]) else written
+
+
+def _written(section: Path) -> list[str]:
+    here = set(names_in(section).values())
+    return [all_keys()[path].yaml_path[-1] if path in all_keys() else sections()[path][-1] for path in sorted(here)]
+
+
+def _walk(section: type[Section], path: Path, yaml_path: Path) -> Iterable[Key]:
+    for name, field in section.model_fields.items():
+        below = (*path, name), (*yaml_path, field.alias or name)
+        inner = _section_of(field)
+        if inner:
+            yield from _walk(inner, *below)
+        else:
+            yield Key(*below, section, field)
+
+
+def _section_of(field: FieldInfo) -> type[Section] | None:
+    kinds = [field.annotation, *get_args(field.annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)

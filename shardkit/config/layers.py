@@ -1,0 +1,209 @@
+"""Settings from a file, the environment and flags: each remembers where it was said, and all become one Config.
+
+A layer maps the path of a setting in Python to what was written. Later layers win, setting by setting.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import yaml
+
+from shardkit import env
+from shardkit.config import document, foreign
+from shardkit.config.keys import Path, all_keys, names_in, resolve_name, sections, suggestion
+from shardkit.errors import ConfigError
+
+Kind = Literal["default", "hardware", "file", "environment", "flag"]
+STRENGTH: list[Kind] = ["default", "hardware", "file", "environment", "flag"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from: what kind of place, and which one (`shardkit.yaml:24:3`, `--set`, ...)."""
+
+    kind: Kind
+    where: str
+
+    def __str__(self) -> str:
+        return self.where
+
+
+DEFAULT = Origin("default", "default")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value as written. `direct` is false where the file says it in other words (another key, another block)."""
+
+    value: Any
+    origin: Origin
+    name: str
+    key_node: yaml.Node | None = None
+    node: yaml.Node | None = None
+    direct: bool = True
+
+
+@dataclass
+class Layer:
+    """What one source says, what is wrong with it, and what is worth saying about it."""
+
+    entries: dict[Path, Entry] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def file_layer(text: str, name: str) -> Layer:
+    """The settings of a YAML text. Raises ConfigError where it is not YAML at all."""
+    root = document.compose(text, name)
+    layer = Layer(problems=document.unwelcome(root, name))
+    _read_block(layer, root, (), name)
+    return layer
+
+
+def environment_layer() -> Layer:
+    """The settings in $SHARDKIT_SET_*."""
+    settings = env.settings()
+    prefix = "$SHARDKIT_SET_"
+    where = {name: prefix + name.upper().replace(".", "__") for name in settings}
+    return _settings_layer(settings, "environment", where)
+
+
+def flag_layer(settings: Mapping[str, str]) -> Layer:
+    """The settings given on the command line or in Python."""
+    return _settings_layer(settings, "flag", {name: f"--set {name}" for name in settings})
+
+
+def combine(layers: Iterable[Layer]) -> Layer:
+    """All layers as one; later ones win."""
+    combined = Layer()
+    for layer in layers:
+        combined.entries |= layer.entries
+        combined.problems += layer.problems
+        combined.notes += layer.notes
+    return combined
+
+
+def _settings_layer(settings: Mapping[str, str], kind: Kind, where: Mapping[str, str]) -> Layer:
+    layer = Layer()
+    for name, value in settings.items():
+        path = resolve_name(name)
+        if path is None or path in sections():
+            layer.problems.append(f"{where[name]}: {_unknown_setting(name, path)}")
+        elif path in layer.entries and layer.entries[path].name != name:
+            other = layer.entries[path].origin
+            layer.problems.append(f"{where[name]}: sets the same as {other}; keep one of them.")
+        else:
+            try:
+                layer.entries[path] = Entry(setting_value(path, value), Origin(kind, where[name]), name)
+            except ConfigError as error:
+                layer.problems += [f"{where[name]}: {problem}" for problem in error.problems]
+    return layer
+
+
+def setting_value(path: Path, text: Any) -> Any:
+    """The value of a setting that was written as one word: [A, B] and {a: 1} are read as YAML, null as no value."""
+    if not isinstance(text, str):
+        return text
+    if text.strip().lower() in {"", "null", "~"}:
+        return None
+    if path == ("xla_fsdp_settings",) or text.lstrip().startswith(("[", "{")):
+        block = document.compose(f"value: {text}", "value")
+        node = document.pairs(block)[0][2]
+        return document.typed(node) if isinstance(node, yaml.MappingNode) else document.raw(node)
+    return text
+
+
+def _unknown_setting(name: str, path: Path | None) -> str:
+    if path is not None:
+        return f"{name} is a block of settings; set one of them, such as {name}.{next(iter(names_in(path)))}."
+    *blocks, last = name.split(".")
+    section = resolve_name(".".join(blocks)) if blocks else ()
+    if section is None or section not in [(), *sections()]:
+        return f"unknown setting (got {name}); {suggestion(blocks[0])}"
+    elsewhere = [block for block in sections() if last in names_in(block)]
+    if section == () and last not in names_in(()) and elsewhere:
+        return f"unknown setting (got {name}); did you mean {'.'.join(names_in(elsewhere[0])[last])}?"
+    return f"unknown setting (got {name}); {suggestion(last, section)}"
+
+
+def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str) -> None:
+    inner_names = names_in(section)
+    for key, key_node, node in document.pairs(block):
+        where = document.place_of(key_node, name)
+        written = ".".join([*sections().get(section, ()), key])
+        path = inner_names.get(key) or _outside(section, key)
+        if foreign.is_foreign(section, key):
+            _take_foreign(layer, section, key, key_node, node, name)
+        elif path is None:
+            hint = foreign.hint(section, key) or suggestion(key, section)
+            layer.problems.append(f"{where}: {document.shortened(written, 80)}: unknown key; {hint}")
+        elif path in sections():
+            _read_section(layer, node, path, name, written)
+        else:
+            value = document.raw(node)
+            if path == ("xla_fsdp_settings",) and isinstance(node, yaml.MappingNode):
+                value = document.typed(node)
+            _put(layer, path, Entry(value, _origin(node, name), written, key_node, node, key in _direct_names(path)))
+    if section == ():
+        layer.notes += _note_on_flat_keys(layer, name)
+
+
+def _read_section(layer: Layer, node: yaml.Node, path: Path, name: str, written: str) -> None:
+    if isinstance(node, yaml.MappingNode):
+        _read_block(layer, node, path, name)
+    elif document.raw(node) is not None:
+        got = document.shortened(document.raw(node))
+        where = document.place_of(node, name)
+        layer.problems.append(f"{where}: {written}: is a block of keys (got {got!r}); indent its keys below it.")
+
+
+def _outside(section: Path, key: str) -> Path | None:
+    """Keys read outside of their block: fsdp_ keys at the top level, and the XLA ones inside fsdp_config."""
+    if section == () and key.startswith("fsdp_"):
+        return names_in(("fsdp",)).get(key)
+    if section == ("fsdp",) and (key == "xla" or key.startswith("xla_")):
+        return names_in(()).get(key)
+    return None
+
+
+def _take_foreign(layer: Layer, section: Path, key: str, key_node: yaml.Node, node: yaml.Node, name: str) -> None:
+    """Translate a key that is not ours, or refuse it in words."""
+    outcome = foreign.translate(section, key, document.raw(node))
+    where = document.place_of(key_node, name)
+    written = ".".join([*sections().get(section, ()), key])
+    layer.problems += [f"{where}: {written}: {problem}" for problem in outcome.problems]
+    layer.notes += [f"{where}: {written}: {note}" for note in outcome.notes]
+    for path, value in outcome.settings.items():
+        _put(layer, path, Entry(value, _origin(key_node, name), written, key_node, node, direct=False))
+
+
+def _put(layer: Layer, path: Path, entry: Entry) -> None:
+    former = layer.entries.get(path)
+    if former is None or (not entry.direct and former.value == entry.value):
+        layer.entries[path] = former or entry
+        return
+    what = f"{entry.name}: says the same as {former.name} in {former.origin}; keep one of them."
+    layer.problems.append(f"{entry.origin}: {what}")
+
+
+def _note_on_flat_keys(layer: Layer, name: str) -> list[str]:
+    flat = [entry for path, entry in layer.entries.items() if path[0] == "fsdp" and "." not in entry.name]
+    flat = [entry for entry in flat if entry.name.startswith("fsdp_")]
+    if not flat:
+        return []
+    return [f"{flat[0].origin}: {len(flat)} fsdp_ keys stand at the top level; they are read as part of fsdp_config."]
+
+
+def _direct_names(path: Path) -> tuple[str, str]:
+    key = all_keys()[path]
+    return key.yaml_path[-1], key.path[-1]
+
+
+def _origin(node: yaml.Node, name: str) -> Origin:
+    return Origin("file", str(document.place_of(node, name)))
+
+
+def with_value(entry: Entry, value: Any) -> Entry:
+    """The same entry, saying something else."""
+    return replace(entry, value=value, direct=False)

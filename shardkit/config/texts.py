@@ -1,0 +1,28 @@
+"""The text of every field: the string under it in the schema. The docs page, the wizard and the YAML all use these."""
+
+import ast
+import inspect
+from functools import cache
+from itertools import pairwise
+
+from pydantic import BaseModel
+
+
+def text_of(section: type[BaseModel], field: str) -> str:
+    """The string under a field of a section of the schema, on one line."""
+    return _texts(section)[field]
+
+
+@cache
+def _texts(section: type[BaseModel]) -> dict[str, str]:
+    """All texts of one section, read from its source: a string that follows an annotated name belongs to it."""
+    [body] = [node.body for node in ast.walk(ast.parse(inspect.getsource(section))) if isinstance(node, ast.ClassDef)]
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

@@ -1,0 +1,211 @@
+"""Entries -> Config: contradictions settled, types checked, and every problem told where it was written."""
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from shardkit.config import checks
+from shardkit.config.document import shortened
+from shardkit.config.foreign import REFUSED_VALUES
+from shardkit.config.keys import Path, all_keys, names_in, nearest, sections
+from shardkit.config.layers import DEFAULT, STRENGTH, Entry, Layer, Origin, with_value
+from shardkit.config.schema import Config, DistributedType, ShardingStrategy, read_bool, read_strategy
+
+_RESHARD = ("fsdp", "reshard_after_forward")
+_STRATEGY = ("fsdp", "sharding_strategy")
+_VERSION = ("fsdp", "version")
+_REPLICATE = ("shardkit", "mesh", "replicate_size")
+
+
+def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
+    """The configuration that the layer describes, and where each value comes from. Adds to the layer's notes and
+    problems; a value that is wrong counts as not given, so that what else is wrong is found too."""
+    settle(layer)
+    entries = {path: entry for path, entry in layer.entries.items() if not _is_absent(path, entry)}
+    config, broken = _validated(entries, layer)
+    layer.problems += [
+        _located(layer, finding) for finding in checks.problems(config) if not broken & set(finding.keys)
+    ]
+    layer.notes += [_located(layer, finding) for finding in checks.notes(config) if not broken & set(finding.keys)]
+    origins = {key.name: entries[path].origin if path in entries else DEFAULT for path, key in all_keys().items()}
+    return config, origins
+
+
+def settle(layer: Layer) -> None:
+    """Say in one way what files say in several: `sharding_strategy` afterwards holds what is meant by
+    `reshard_after_forward` too, and a hybrid mesh or `xla: true` has the strategy and type that it needs."""
+    reshard = layer.entries.pop(_RESHARD, None)
+    if reshard is not None and reshard.value is not None:
+        _settle_reshard(layer, reshard)
+    _settle_mesh(layer)
+    xla, kind = layer.entries.get(("xla",)), layer.entries.get(("distributed_type",))
+    if xla and read_bool(xla.value) is True and (kind is None or str(kind.value).upper() == "FSDP"):
+        layer.entries[("distributed_type",)] = with_value(xla, DistributedType.XLA)
+
+
+def _settle_reshard(layer: Layer, reshard: Entry) -> None:
+    strategy = layer.entries.get(_STRATEGY)
+    base = read_strategy(strategy.value) if strategy else ShardingStrategy.FULL_SHARD
+    meant = _meaning(reshard.value, base)
+    if meant is None:
+        got = shortened(reshard.value)
+        layer.problems.append(f"{reshard.origin}: {reshard.name}: is not yes or no (got {got!r}); write true or false.")
+    elif strategy is None or _stronger(reshard, strategy):
+        layer.entries[_STRATEGY] = with_value(reshard, meant)
+        if not isinstance(read_bool(reshard.value), bool):
+            text = f"is read as fsdp_sharding_strategy: {meant.value}; Accelerate ignores it and runs FULL_SHARD."
+            layer.notes.append(f"{reshard.origin}: {reshard.name}: {text}")
+    elif meant != base and not _stronger(strategy, reshard):
+        _settle_contradiction(layer, reshard, strategy, meant)
+
+
+def _settle_contradiction(layer: Layer, reshard: Entry, strategy: Entry, meant: ShardingStrategy) -> None:
+    version = layer.entries.get(_VERSION)
+    if version is not None and str(version.value).strip() == "1":
+        text = f"is not used with fsdp_version 1; {strategy.name} says {shortened(strategy.value)}."
+        layer.notes.append(f"{reshard.origin}: {reshard.name}: {text}")
+        return
+    text = f"means {meant.value}, but {strategy.name} in {strategy.origin} says {shortened(strategy.value)}"
+    layer.problems.append(f"{reshard.origin}: {reshard.name}: {text}; keep one of them.")
+
+
+def _meaning(value: Any, base: Any) -> ShardingStrategy | None:
+    """The strategy that a value of reshard_after_forward stands for; older files hold a strategy's name there."""
+    if isinstance(read_bool(value), bool):
+        return _resharding(base, bool(read_bool(value)))
+    name = read_strategy(value)
+    return ShardingStrategy(name) if name in set(ShardingStrategy) else None
+
+
+def _resharding(base: Any, reshards: bool) -> ShardingStrategy:
+    if base == ShardingStrategy.NO_SHARD:
+        return ShardingStrategy.NO_SHARD
+    if base in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2):
+        return ShardingStrategy.HYBRID_SHARD if reshards else ShardingStrategy.HYBRID_SHARD_ZERO2
+    return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
+
+
+def _settle_mesh(layer: Layer) -> None:
+    """Accelerate's version 2 files say hybrid by the sizes of the mesh alone."""
+    mesh, strategy = layer.entries.get(_REPLICATE), layer.entries.get(_STRATEGY)
+    if mesh is None or mesh.direct or (strategy is not None and strategy.direct):
+        return
+    base = read_strategy(strategy.value) if strategy else ShardingStrategy.FULL_SHARD
+    if ("shardkit", "mesh", "shard_size") not in layer.entries:
+        hybrid = ShardingStrategy.NO_SHARD
+        del layer.entries[_REPLICATE]
+    else:
+        keeps = base in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
+        hybrid = ShardingStrategy.HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
+    layer.entries[_STRATEGY] = with_value(mesh, hybrid)
+    layer.notes.append(f"{mesh.origin}: {mesh.name}: these sizes make fsdp_sharding_strategy {hybrid.value}.")
+
+
+def _stronger(entry: Entry, other: Entry) -> bool:
+    return STRENGTH.index(entry.origin.kind) > STRENGTH.index(other.origin.kind)
+
+
+def _is_absent(path: Path, entry: Entry) -> bool:
+    """null means: not given, except where None is a value of the setting."""
+    optional = type(None) in get_args(all_keys()[path].field.annotation) or path == ("fsdp", "backward_prefetch")
+    return entry.value is None and not optional
+
+
+def _validated(entries: Mapping[Path, Entry], layer: Layer) -> tuple[Config, set[str]]:
+    try:
+        return Config.model_validate(_nested(entries)), set()
+    except ValidationError as error:
+        wrong = {_path_of(detail["loc"]): detail for detail in reversed(error.errors(include_url=False))}
+    for path in [path for path in entries if path in wrong]:
+        entry = entries[path]
+        words = _words(wrong[path], all_keys()[path].field, path, entry.value)
+        layer.problems.append(f"{entry.origin}: {entry.name}: {words}")
+    config = Config.model_validate(_nested({path: entry for path, entry in entries.items() if path not in wrong}))
+    return config, {".".join(path) for path in wrong}
+
+
+def _nested(entries: Mapping[Path, Entry]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for path, entry in entries.items():
+        block = data
+        for part in path[:-1]:
+            block = block.setdefault(part, {})
+        block[path[-1]] = entry.value
+    return data
+
+
+def _path_of(location: tuple[Any, ...]) -> Path:
+    """The setting that pydantic complains about; what follows it are positions inside a list or a union."""
+    path: Path = ()
+    for part in location:
+        path = names_in(path)[part]
+        if path not in sections():
+            break
+    return path
+
+
+def _located(layer: Layer, finding: checks.Finding) -> str:
+    """A finding at the first of its keys that somebody wrote."""
+    paths = [tuple(name.split(".")) for name in finding.keys]
+    at = next((f"{layer.entries[path].origin}: " for path in paths if path in layer.entries), "")
+    return f"{at}{all_keys()[paths[0]].yaml_name}: {finding.text}"
+
+
+def choices_of(field: FieldInfo) -> list[str]:
+    """The words that a setting may have; empty where it is free."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return [member.value for member in kind]
+        if get_origin(kind) is Literal:
+            return [str(choice) for choice in get_args(kind)]
+    return []
+
+
+def _words(detail: Any, field: FieldInfo, path: Path, value: Any) -> str:
+    """What is wrong with a value and what to do, in words."""
+    got = f"(got {shortened(value.value if isinstance(value, Enum) else value)!r})"
+    limit = detail.get("ctx", {})
+    refused = REFUSED_VALUES.get(path, {})
+    special = next((text for name, text in refused.items() if name.upper() == str(value).strip().upper()), None)
+    if special:
+        return f"is not supported {got}; {special}."
+    match detail["type"]:
+        case "enum" | "literal_error":
+            return f"is not one of the choices {got}; {_choices_in_words(field, path, value)}"
+        case "bool_parsing" | "bool_type":
+            return f"is not yes or no {got}; write true or false."
+        case "greater_than_equal":
+            return f"is too small {got}; write {limit['ge']:g} or more."
+        case "less_than_equal":
+            return f"is too large {got}; write {limit['le']:g} or less."
+        case "greater_than":
+            return f"is too small {got}; write more than {limit['gt']:g}."
+    return f"is not {_kind_in_words(detail['type'])} {got}; {_example(field)}"
+
+
+def _choices_in_words(field: FieldInfo, path: Path, value: Any) -> str:
+    hint = nearest(value, choices_of(field))
+    numbers = path == _STRATEGY and hint.startswith("write")
+    return hint.rstrip(".") + ", or its number, 1 to 5." if numbers else hint
+
+
+def _kind_in_words(kind: str) -> str:
+    words = {"int": "a whole number", "float": "a number", "finite": "a finite number", "string": "a text"}
+    words |= {"dict": "a block of keys", "list": "a list of names", "literal": "one of the choices"}
+    return words.get(re.split("_", kind)[0], "valid")
+
+
+def _example(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, (int, float)) and not isinstance(default, bool):
+        return f"write one such as {default:g}." if default < 1e7 else "write one such as 1e8 or 100M."
+    if isinstance(default, list):
+        return "write names with commas."
+    if isinstance(default, dict):
+        return "indent its keys below it."
+    return "write a number such as 1." if "int" in str(field.annotation) else "write a plain word."

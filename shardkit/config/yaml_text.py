@@ -1,0 +1,136 @@
+"""A Config as YAML for a reader: what matters first, each key below its text, nothing that nobody asked about."""
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from shardkit.config.keys import Path, all_keys, sections
+from shardkit.config.schema import Config, DistributedType, Section
+from shardkit.config.texts import text_of
+
+HEADER = """\
+# shardkit configuration; its keys are those of Accelerate, what is left out has its default.
+# change: shardkit config    check: shardkit config validate    run: shardkit launch train.py
+"""
+
+# The order in which a reader wants to know; the rest follows in the order of the schema.
+_FIRST = ["compute_environment", "distributed_type", "num_machines", "num_processes", "mixed_precision", "use_cpu"]
+_ALWAYS = {(name,) for name in _FIRST}
+_FSDP_ALWAYS = [
+    "version",
+    "sharding_strategy",
+    "offload_params",
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "forward_prefetch",
+    "state_dict_type",
+    "cpu_ram_efficient_loading",
+    "sync_module_states",
+    "use_orig_params",
+    "activation_checkpointing",
+]
+_WITH_FSDP = {("fsdp", name) for name in _FSDP_ALWAYS}
+_WITH_MACHINES = {("main_process_ip",), ("main_process_port",), ("rdzv_backend",), ("same_network",)}
+
+
+def render(config: Config, comments: bool) -> str:
+    """The whole file. Reading it gives the same configuration."""
+    lines = [HEADER] if comments else []
+    block: Path = ()
+    for path in _ordered_paths(config):
+        lines += _block_heads(block, path[:-1], comments)
+        block = path[:-1]
+        lines += key_lines(path, value_at(config, path), comments)
+    return "\n".join(lines) + "\n"
+
+
+def key_lines(path: Path, value: Any, comments: bool) -> list[str]:
+    """The lines of one setting, at its depth: its text if wanted, its key and value."""
+    key = all_keys()[path]
+    indent = "  " * (len(path) - 1)
+    text = [f"{indent}# {text_of(key.section, path[-1])}"] if comments else []
+    return [*text, f"{indent}{key.yaml_path[-1]}: {value_text(path, value)}"]
+
+
+def head_lines(block: Path, comments: bool) -> list[str]:
+    """The line that opens a block, below its text."""
+    indent = "  " * (len(block) - 1)
+    section: type[Section] = Config
+    for part in block[:-1]:
+        section = type(section.model_fields[part].get_default())
+    text = [f"{indent}# {text_of(section, block[-1])}"] if comments else []
+    return [*text, f"{indent}{sections()[block][-1]}:"]
+
+
+def value_text(path: Path, value: Any) -> str:
+    """A value as YAML on one line; class names with commas, as Accelerate reads them."""
+    if path == ("fsdp", "transformer_layer_cls_to_wrap") and value:
+        return scalar_text(",".join(value))
+    if isinstance(value, (list, dict)):
+        return _flow(value)
+    return scalar_text(value)
+
+
+def scalar_text(value: Any) -> str:
+    """A scalar that every YAML reader takes for what it is: words that look like something else are quoted."""
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    return value if _is_plain(value) else _flow(value)
+
+
+def value_at(config: Config, path: Path) -> Any:
+    """The value of a setting by its path."""
+    value: Any = config
+    for part in path:
+        value = getattr(value, part)
+    return value
+
+
+def _is_plain(text: str) -> bool:
+    """Whether the text may stand without quotes: letters, digits and harmless signs, and no other type in YAML."""
+    harmless = text.isascii() and text.replace("_", "").replace(".", "").replace("/", "").replace("-", "").isalnum()
+    return harmless and text[0].isalnum() and _resolved(text) == "tag:yaml.org,2002:str"
+
+
+def _resolved(text: str) -> str:
+    return yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False))
+
+
+def _flow(value: Any) -> str:
+    quotes = None if isinstance(value, dict) else '"'
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=quotes, width=2**31, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _ordered_paths(config: Config) -> list[Path]:
+    """The settings that are written, in the order of the file."""
+    written = [path for path in all_keys() if _is_written(config, path)]
+    first: dict[Path, int] = {(name,): position for position, name in enumerate(_FIRST)}
+
+    def position(path: Path) -> tuple[int, int]:
+        return len(path) if path[0] == "shardkit" else 0, first.get(path, len(first))
+
+    return sorted(written, key=position)
+
+
+def _is_written(config: Config, path: Path) -> bool:
+    if path in _ALWAYS or value_at(config, path) != all_keys()[path].default:
+        return True
+    if config.distributed_type is DistributedType.FSDP and path in _WITH_FSDP:
+        return True
+    return config.num_machines > 1 and path in _WITH_MACHINES
+
+
+def _block_heads(former: Path, block: Path, comments: bool) -> Iterator[str]:
+    """The heads of the blocks that are entered between two settings."""
+    for length in range(1, len(block) + 1):
+        if former[:length] != block[:length]:
+            yield from head_lines(block[:length], comments)
