@@ -1,0 +1,485 @@
+"""Prepared loaders. A rank's part depends on its number alone, so most worlds here are made in one process."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from copy import deepcopy
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from shardkit.errors import CheckpointError, ShardkitError, UsageError
+from shardkit.runtime.data import active_loader, prepare_loader, skip_first_batches, to_device
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    def __init__(self, length=40):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Flow(IterableDataset):
+    """An iterable dataset in one fixed order."""
+
+    def __init__(self, length=40):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class ShuffledFlow(Flow):
+    """Draws its order from Python's global generator, as a shuffle buffer does."""
+
+    def __iter__(self):
+        return iter(random.sample(range(self.length), self.length))
+
+
+class WorkerAwareFlow(Flow):
+    """Splits itself over workers, as the torch documentation shows."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, self.length, info.num_workers) if info else range(self.length))
+
+
+class FlowWithState(Flow):
+    """Tells and takes its own position; counts how many samples it was asked for."""
+
+    position = 0
+    reads = 0
+
+    def __iter__(self):
+        while self.position < self.length:
+            self.position += 1
+            self.reads += 1
+            yield self.position - 1
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def prepared(rank=0, world=1, dataset=None, batch_size=4, seed=7, split_batches=False, even_batches=True, **options):
+    loader = DataLoader(Numbers() if dataset is None else deepcopy(dataset), batch_size=batch_size, **options)
+    return prepare_loader(loader, rank, world, CPU, seed, split_batches=split_batches, even_batches=even_batches)
+
+
+def flat(batches):
+    return [int(index) for batch in batches for index in batch]
+
+
+def run(world, start=None, epochs=1, stop=None, make=prepared, **options):
+    """The global order that a world reads from a position on, and the position after it."""
+    loaders = [make(rank, world, **options) for rank in range(world)]
+    batches = []
+    for loader in loaders:
+        if start is not None:
+            loader.load_state_dict(start)
+        own = []
+        for _ in range(epochs):
+            for batch in loader:
+                own.append(batch)
+                if stop is not None and len(own) == stop:
+                    break
+            if stop is not None and len(own) == stop:
+                break
+        batches.append(own)
+    assert len({len(own) for own in batches}) == 1, "ranks have different numbers of batches"
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return flat(batch for together in zip(*batches, strict=True) for batch in together), states[0]
+
+
+def test_ranks_together_read_what_one_process_reads():
+    common = {"dataset": Numbers(36), "shuffle": True, "epochs": 2}
+    alone, _ = run(1, batch_size=12, **common)
+    assert alone[:36] != alone[36:]
+    assert sorted(alone[:36]) == sorted(alone[36:]) == list(range(36))
+    for world in (2, 3, 4):
+        together, _ = run(world, batch_size=12 // world, **common)
+        assert together == alone
+    assert run(2, batch_size=12, split_batches=True, **common)[0] == alone
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_and_leaves_the_global_generators_alone():
+    torch.manual_seed(1)
+    first, before = flat(prepared(shuffle=True)), torch.get_rng_state()
+    torch.manual_seed(2)
+    loader = prepared(shuffle=True)
+    assert flat(loader) == first
+    torch.manual_seed(1)
+    flat(prepared(shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    loader.set_epoch(0)
+    assert flat(loader) == first
+    assert flat(prepared(shuffle=True, seed=8)) != first
+
+
+def test_the_last_batch_is_padded_by_less_than_one_sample_a_rank():
+    loaders = [prepared(rank, 4, Numbers(26), batch_size=5) for rank in range(4)]
+    seen = []
+    for parts in zip(*loaders, strict=True):
+        seen.append((flat(parts), loaders[0].end_of_loader, loaders[0].remainder))
+    assert seen[0] == (list(range(20)), False, -1)
+    assert seen[1] == ([20, 21, 22, 23, 24, 25, 0, 1], True, 6)
+    assert [loader.epoch for loader in loaders] == [1] * 4
+    assert len(loaders[0]) == 2
+
+
+def test_a_dataset_smaller_than_the_world_is_padded_round():
+    parts = [flat(prepared(rank, 4, Numbers(1))) for rank in range(4)]
+    assert parts == [[0]] * 4
+
+
+def test_drop_last_and_uneven_batches():
+    assert run(2, dataset=Numbers(21), drop_last=True)[0] == list(range(16))
+    assert len(prepared(0, 2, Numbers(21), drop_last=True)) == 2
+    parts = [flat(prepared(rank, 2, Numbers(21), even_batches=False)) for rank in range(2)]
+    assert sorted(parts[0] + parts[1]) == list(range(21))
+
+
+class Backwards(Sampler):
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        return iter(range(39, -1, -1))
+
+
+class Chance(Backwards):
+    def __iter__(self):
+        return iter(random.sample(range(40), 40))
+
+
+class Pairs(Sampler):
+    """A batch sampler of batches of 1 to 3."""
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        numbers, sizes = iter(range(40)), [1, 2, 3, 2] * 5
+        return (list(islice(numbers, size)) for size in sizes)
+
+
+def test_samplers_of_the_users_own_are_sharded():
+    for world in (1, 2):
+        assert run(world, sampler=Backwards())[0] == list(range(39, -1, -1))
+        assert sorted(run(world, sampler=Chance())[0]) == list(range(40))
+    assert run(1, batch_size=8, sampler=Chance())[0] == run(2, sampler=Chance())[0]
+    weighted = WeightedRandomSampler([1.0] * 40, 40)
+    assert run(1, batch_size=8, sampler=weighted)[0] == run(2, sampler=weighted)[0]
+
+
+def batch_sampled(rank, world, sampler=None, split_batches=False, dataset=None, **options):
+    loader = DataLoader(dataset or Numbers(), batch_sampler=sampler or Pairs(), **options)
+    return prepare_loader(loader, rank, world, CPU, 7, split_batches=split_batches)
+
+
+def test_batch_samplers_of_the_users_own_are_sharded_by_batches():
+    first, second = batch_sampled(0, 2), batch_sampled(1, 2)
+    assert [flat([batch]) for batch in first][:2] == [[0], [3, 4, 5]]
+    assert [flat([batch]) for batch in second][:2] == [[1, 2], [6, 7]]
+    assert run(2, make=batch_sampled)[0] == list(range(40))
+    _, state = run(2, make=batch_sampled, stop=3)
+    assert run(4, state, make=batch_sampled)[0][:29] == list(range(11, 40))
+    assert skip_first_batches(batch_sampled(0, 2), 3).samples_seen == state["samples_seen"] == 11
+
+
+def test_batches_that_cannot_be_split_are_refused():
+    fours = BatchSampler(SequentialSampler(Numbers()), 4, False)
+    halves = type("Own", (BatchSampler,), {})(SequentialSampler(Numbers()), 4, False)
+    assert run(2, make=batch_sampled, sampler=halves, split_batches=True)[0] == list(range(40))
+    assert run(2, make=batch_sampled, sampler=fours)[0] == list(range(40))
+    with pytest.raises(ShardkitError, match=r"cannot split evenly \(got 1 samples\)"):
+        list(batch_sampled(0, 2, split_batches=True))
+    with pytest.raises(UsageError, match=r"multiple of the number of ranks \(got 4 for 3 ranks\)"):
+        prepared(0, 3, split_batches=True)
+
+
+def test_a_dataset_of_ready_batches():
+    parts = [[int(value) for value in prepared(rank, 2, batch_size=None)] for rank in range(2)]
+    assert parts == [list(range(0, 40, 2)), list(range(1, 40, 2))]
+
+
+class Reversed(DistributedSampler):
+    """A rank-aware sampler with an order of its own."""
+
+    def __iter__(self):
+        return iter(range(39 - self.rank, -1, -self.num_replicas))
+
+
+class Fixed(DistributedSampler):
+    """A rank-aware sampler that made up its mind when it was made."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.fixed = list(super().__iter__())
+
+    def __iter__(self):
+        return iter(self.fixed)
+
+
+def distributed(rank, world, kind=DistributedSampler, **options):
+    sampler = kind(Numbers(), num_replicas=world, rank=rank, **options)
+    return prepare_loader(DataLoader(Numbers(), batch_size=4, sampler=sampler), rank, world, CPU, 7)
+
+
+def test_a_distributed_sampler_is_not_sharded_twice(capsys):
+    assert run(2, make=distributed, shuffle=False)[0] == list(range(40))
+    assert "DistributedSampler already shards over ranks" in capsys.readouterr().err
+    assert sorted(run(2, make=distributed)[0]) == list(range(40))
+    assert run(2, make=distributed, kind=Reversed)[0] == list(range(39, -1, -1))
+    with pytest.raises(ShardkitError, match="does not tell the others'"):
+        run(2, make=distributed, kind=Fixed)
+
+
+@pytest.mark.parametrize("kind", [Flow, ShuffledFlow, WorkerAwareFlow])
+def test_every_rank_takes_its_slices_of_a_stream(kind):
+    alone, _ = run(1, dataset=kind(26), batch_size=8, epochs=2)
+    assert Counter(alone) == dict.fromkeys(range(26), 2)
+    assert run(2, dataset=kind(26), epochs=2)[0] == alone
+    padded, _ = run(4, dataset=kind(26), batch_size=2)
+    assert padded[:26] == alone[:26]
+    assert len(padded) == 28
+    assert run(2, dataset=kind(26), drop_last=True)[0] == alone[:24]
+
+
+def test_the_end_of_a_stream_is_known_in_time():
+    loader = prepared(1, 4, Flow(26), batch_size=2)
+    seen = [(loader.end_of_loader, loader.remainder) for _ in loader]
+    assert seen == [(False, -1), (False, -1), (False, -1), (True, 2)]
+    assert (loader.end_of_loader, loader.epoch) == (False, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow, WorkerAwareFlow])
+def test_workers_change_nothing(kind, persistent):
+    shuffle = {"shuffle": True} if kind is Numbers else {}
+    alone, _ = run(1, dataset=kind(26), batch_size=6, epochs=2, **shuffle)
+    workers = {"num_workers": 2, "persistent_workers": persistent, **shuffle}
+    assert run(1, dataset=kind(26), batch_size=6, epochs=2, **workers)[0] == alone
+    _, state = run(1, dataset=kind(26), batch_size=6, epochs=2, stop=7, **workers)
+    assert state["samples_seen"] == 12
+    assert run(1, state, dataset=kind(26), batch_size=4, **workers)[0] == alone[38:]
+
+
+@pytest.mark.fault_row(20)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Numbers, {"shuffle": True}), (Numbers, {"sampler": Chance()}), (ShuffledFlow, {}), (FlowWithState, {})],
+)
+def test_resume_at_every_step_repeats_and_loses_nothing(kind, options):
+    whole, _ = run(2, dataset=kind(40), epochs=3, **options)
+    assert len(whole) == 120
+    for stop in range(1, 10):
+        before, state = run(2, dataset=kind(40), epochs=2, stop=stop, **options)
+        assert before == whole[: 8 * stop]
+        assert state["samples_seen"] == (8 * stop - 1) % 40 + 1
+        rest, _ = run(2, state, dataset=kind(40), epochs=3 - state["epoch"], **options)
+        assert rest == whole[8 * stop :]
+
+
+@pytest.mark.fault_row(20)
+def test_resume_on_other_worlds_and_batch_sizes_and_of_a_resume():
+    for kind, options in ((Numbers, {"shuffle": True}), (ShuffledFlow, {})):
+        whole, _ = run(1, dataset=kind(41), batch_size=8, **options)
+        first, state = run(2, dataset=kind(41), batch_size=4, stop=2, **options)
+        second, state = run(1, state, dataset=kind(41), batch_size=5, stop=1, **options)
+        assert state["samples_seen"] == 21
+        third, state = run(3, state, dataset=kind(41), batch_size=4, **options)
+        assert (first + second + third)[:41] == whole
+        assert state["epoch"] == 1
+        assert state["samples_seen"] == 0
+
+
+def test_a_state_with_its_own_position_is_not_skipped_through():
+    _, state = run(2, dataset=FlowWithState(40), stop=3)
+    assert state["dataset"] == {"position": 24}
+    loader = _moved(prepared(0, 1, FlowWithState(40)), state)
+    assert flat(loader) == list(range(24, 40))
+    assert loader.dataset.reads == 16
+
+
+def test_the_seed_of_the_saved_run_goes_on():
+    whole = flat(prepared(shuffle=True, seed=1))
+    loader = prepared(shuffle=True, seed=1)
+    next(iter(loader))
+    other = prepared(shuffle=True, seed=2)
+    other.load_state_dict(loader.state_dict())
+    assert flat(other) == whole[4:]
+
+
+def test_another_dataset_is_refused_unless_the_epoch_starts_anew():
+    loader = prepared(shuffle=True)
+    next(iter(loader))
+    state = loader.state_dict()
+    other = prepared(dataset=Numbers(50), shuffle=True)
+    with pytest.raises(CheckpointError, match=r"another length .*\(got 50 samples, saved 40 samples\)"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, restart_epoch=True)
+    assert sorted(flat(other)) == list(range(50))
+    with pytest.raises(CheckpointError, match="ended after 10 samples, before the saved position"):
+        list(_moved(prepared(dataset=Flow(10)), {**state, "dataset_length": None, "samples_seen": 20}))
+
+
+def _moved(loader, state):
+    loader.load_state_dict(state)
+    return loader
+
+
+def test_skipping_by_hand_replaces_the_restored_position():
+    _, state = run(2, shuffle=True, stop=2)
+    whole, _ = run(2, shuffle=True)
+    loaders = [_moved(prepared(rank, 2, shuffle=True), state) for rank in range(2)]
+    parts = [list(skip_first_batches(loader, 2)) for loader in loaders]
+    assert flat(batch for pair in zip(*parts, strict=True) for batch in pair) == whole[16:]
+    assert len(list(loaders[0])) == 5
+    assert flat(skip_first_batches(prepared(dataset=Flow()), 3)) == list(range(12, 40))
+    plain = skip_first_batches(DataLoader(Numbers(), batch_size=4), 9)
+    assert (flat(plain), len(plain)) == ([36, 37, 38, 39], 1)
+    with pytest.raises(UsageError, match="must not be negative"):
+        skip_first_batches(loaders[0], -1)
+
+
+def test_leaving_an_epoch_early_ends_it():
+    loader = prepared(shuffle=True)
+    first = [flat([batch]) for batch in islice(iter(loader), 2)]
+    assert loader.state_dict()["samples_seen"] == 8
+    second = flat(loader)
+    assert sorted(second) == list(range(40))
+    assert flat(first) != second[:8]
+    assert loader.epoch == 2
+
+
+def test_naming_the_epoch_keeps_the_restored_position():
+    _, state = run(1, shuffle=True, stop=12, epochs=2)
+    loader = _moved(prepared(shuffle=True), state)
+    loader.set_epoch(1)
+    assert len(flat(loader)) == 32
+    loader = _moved(prepared(shuffle=True), state)
+    loader.set_epoch(2)
+    assert len(flat(loader)) == 40
+
+
+def test_the_innermost_loader_is_the_active_one():
+    train, evaluation = prepared(), prepared(dataset=Numbers(3))
+    for _ in train:
+        assert active_loader([train, evaluation]) is train
+        for _ in evaluation:
+            assert active_loader([train, evaluation]) is evaluation
+        assert active_loader([train, evaluation]) is train
+    assert active_loader([train, evaluation]) is None
+
+
+def test_the_rest_of_a_loader_is_as_the_user_made_it():
+    loader = prepared(0, 2, collate_fn=lambda numbers: {"x": (torch.stack(numbers), "text")}, batch_size=4)
+    batch = next(iter(loader))
+    assert batch["x"][0].tolist() == [0, 1, 2, 3]
+    assert batch["x"][1] == "text"
+    assert loader.dataset.length == 40
+    assert (loader.total_batch_size, len(loader)) == (8, 5)
+    assert prepare_loader(loader, 0, 2, CPU, 7) is loader
+    with pytest.raises(UsageError, match=r"not a torch DataLoader \(got list\)"):
+        prepare_loader([1, 2], 0, 1, CPU, 7)
+
+
+def test_everything_nested_moves_to_the_device():
+    pair = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    moved = to_device({"a": [torch.ones(1), (torch.ones(2), 3)], "b": "text", "c": pair}, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1] == 3
+    assert moved["c"].data.is_meta
+
+
+def seeds_of_a_loader():
+    import torch.distributed as dist
+
+    torch.manual_seed(100 + dist.get_rank())
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    return flat(prepare_loader(loader, dist.get_rank(), dist.get_world_size(), CPU, None))
+
+
+def test_without_a_seed_all_ranks_take_rank_0s(ranks):
+    parts = ranks.run(2, seeds_of_a_loader)
+    assert sorted(parts[0] + parts[1]) == list(range(40))
+
+
+def test_a_loaders_own_generator_seeds_the_order():
+    def order(seed):
+        generator = torch.Generator().manual_seed(seed)
+        loader = DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator)
+        return flat(prepare_loader(loader, 0, 1, CPU))
+
+    assert order(3) == order(3) != order(4)
+    replaced = DataLoader(Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), replacement=True, num_samples=12))
+    assert len(flat(prepare_loader(replaced, 0, 1, CPU, 1))) == 12
+
+
+SIGNALLED = """
+import os, signal, sys, torch
+from torch.utils.data import DataLoader
+from tests.test_data import Numbers
+from shardkit.runtime.data import prepare_loader
+
+if __name__ == "__main__":
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+    loader = prepare_loader(loader, 0, 1, torch.device("cpu"), 7)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    batches = iter(loader)
+    next(batches), next(batches)
+    os.killpg(0, signal.SIGTERM)
+    print(sum(len(batch) for batch in batches) + 8, flush=True)
+    left = iter(loader)
+    next(left)
+    """
+
+
+@pytest.mark.slow
+def test_workers_survive_the_signal_that_stops_a_run_and_end_with_the_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SIGNALLED)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, problems = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (output.strip(), process.returncode) == ("40", 0), problems
