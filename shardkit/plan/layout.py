@@ -96,10 +96,9 @@ def compute_dtype(config: Config) -> Dtype | None:
     return config.shardkit.precision.param_dtype or mixed
 
 
-def reduce_dtype(config: Config) -> Dtype | None:
-    """Dtype in which gradients are reduced: fp32 under mixed precision unless chosen; None: the gradients' own."""
-    chosen = config.shardkit.precision.reduce_dtype
-    return chosen or ("fp32" if compute_dtype(config) else None)
+def reduce_dtype(config: Config) -> Dtype:
+    """Dtype in which FSDP reduces gradients: fp32 unless chosen."""
+    return config.shardkit.precision.reduce_dtype or "fp32"
 
 
 def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine: int, optimizer: str) -> Layout:
@@ -149,7 +148,7 @@ class _Sizes:
         rows = [(name, p, self._local_shape(p)) for name, p in parameters]
         trainable = [(name, p, local) for name, p, local in rows if p.trainable]
         compute = None if keeps_dtype else compute_dtype(self.config)
-        reduce = None if keeps_dtype else reduce_dtype(self.config)
+        reduce = "fp32" if keeps_dtype else reduce_dtype(self.config)
         head = set(early)
         return Unit(
             fqn=fqn,
@@ -159,9 +158,7 @@ class _Sizes:
             optimizer_bytes=sum(state_numel(self.optimizer, local) * itemsize(p.dtype) for _, p, local in trainable),
             gathered_bytes=sum(prod(local) * self.shards * itemsize(compute or p.dtype) for _, p, local in rows),
             unsharded_gradient_bytes=sum(p.numel * itemsize(compute or p.dtype) for _, p, _ in trainable),
-            reduce_bytes=sum(
-                prod(local) * self.shards * itemsize(reduce or compute or p.dtype) for _, p, local in trainable
-            ),
+            reduce_bytes=sum(prod(local) * self.shards * itemsize(reduce) for _, p, local in trainable),
             early_gradient_bytes=sum(
                 p.numel * itemsize(compute or p.dtype) for name, p, _ in trainable if name in head
             ),
@@ -198,7 +195,8 @@ def _cut(tree: ModuleNode, config: Config, fixed: set[str]) -> list[str]:
             common = next(unit for unit in chains[0] if all(unit in chain for chain in chains))
             below = [chain[: chain.index(common)] for chain in chains]
             if all(below):
-                chosen -= set(min(below, key=lambda chain: sum(numel[fqn] for fqn in chain)))
+                smallest = sorted(below, key=lambda chain: [sum(numel[fqn] for fqn in chain)])[0]
+                chosen -= set(smallest)
     return children_first(tree, chosen)
 
 
