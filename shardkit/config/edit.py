@@ -1,0 +1,120 @@
+"""Changing a file that somebody wrote: only the lines whose values change, and every comment stays."""
+
+import re
+from typing import Any
+
+import yaml
+
+from shardkit.config import document, validation
+from shardkit.config.keys import Path, all_keys, sections
+from shardkit.config.layers import Entry, file_layer
+from shardkit.config.schema import Config
+from shardkit.config.yaml_text import head_lines, key_lines, render, value_at, value_text
+from shardkit.errors import ConfigError
+
+_NAME = "file"
+
+
+def edited(text: str, config: Config) -> str:
+    """The text with just enough lines changed to say what the configuration says. A text that cannot be changed line
+    by line (aliases, flow blocks) is written anew, without its comments. Raises ConfigError where it cannot be read."""
+    former, _ = validation.build(file_layer(text, _NAME))
+    changed = text
+    try:
+        for path in all_keys():
+            if value_at(former, path) != value_at(config, path):
+                changed = _with_value(changed, path, value_at(config, path))
+        if _says(changed, config):
+            return changed
+    except ConfigError:
+        pass
+    return render(config, comments=True)
+
+
+def _says(text: str, config: Config) -> bool:
+    layer = file_layer(text, _NAME)
+    return validation.build(layer)[0] == config and not layer.problems
+
+
+def _with_value(text: str, path: Path, value: Any) -> str:
+    """The text with one setting changed, in its line where it has one."""
+    layer = file_layer(text, _NAME)
+    validation.settle(layer)
+    entry = layer.entries.get(path)
+    if entry is None or entry.key_node is None or entry.node is None:
+        return _with_key(text, path, value)
+    if entry.direct:
+        return _with_value_of(text, entry, value_text(path, value))
+    start = entry.key_node.start_mark.index
+    key = all_keys()[path].yaml_path[-1]
+    return text[:start] + f"{key}: {value_text(path, value)}" + text[_end(entry.node) :]
+
+
+def _with_value_of(text: str, entry: Entry, written: str) -> str:
+    """Replace a value where it stands; a value below its key moves up beside it."""
+    assert entry.key_node is not None
+    assert entry.node is not None
+    colon = text.index(":", entry.key_node.end_mark.index) + 1
+    start, end = entry.node.start_mark.index, _end(entry.node)
+    if end <= start or "\n" in text[colon:start]:
+        start, end, written = colon, max(colon, end if end > start else colon), f" {written}"
+    return text[:start] + written + text[end:]
+
+
+def _with_key(text: str, path: Path, value: Any) -> str:
+    """Add a setting at the end of its block, with the heads of the blocks that are missing."""
+    root = document.compose(text, _NAME)
+    block, node = _deepest_block(root, path)
+    lines = [line for length in range(len(block) + 1, len(path)) for line in head_lines(path[:length], True)]
+    lines += key_lines(path, value, comments=True)
+    if block == () and len(path) == 1:
+        position = _after_plain_keys(root, text)
+    else:
+        position = _after_line(text, _end(node))
+    indent = _shift(node, block)
+    new_line = "\r\n" if "\r\n" in text else "\n"
+    before = text[:position]
+    if before and not before.endswith("\n"):
+        before += new_line
+    return before + "".join(indent + line + new_line for line in lines) + text[position:]
+
+
+def _deepest_block(root: yaml.MappingNode, path: Path) -> tuple[Path, yaml.MappingNode]:
+    """The innermost of the setting's blocks that the file has, as (path, node)."""
+    node: yaml.MappingNode = root
+    block: Path = ()
+    for length in range(1, len(path)):
+        name = sections()[path[:length]][-1]
+        inner = next((value for key, _, value in document.pairs(node) if key == name), None)
+        if not isinstance(inner, yaml.MappingNode):
+            break
+        node, block = inner, path[:length]
+    if node.flow_style:
+        raise ConfigError("a block in braces has no lines of its own")
+    return block, node
+
+
+def _shift(node: yaml.MappingNode, block: Path) -> str:
+    """Blanks to add where the file indents by more than two."""
+    return " " * max(0, node.start_mark.column - 2 * len(block))
+
+
+def _after_plain_keys(root: yaml.MappingNode, text: str) -> int:
+    """Where a new key of the top level goes: below the last one that is no block."""
+    plain = [value for _, _, value in document.pairs(root) if not isinstance(value, yaml.MappingNode)]
+    if not plain:
+        return root.start_mark.index - root.start_mark.column
+    return _after_line(text, max(map(_end, plain)))
+
+
+def _after_line(text: str, index: int) -> int:
+    match = re.compile(r"[^\n]*(\n|$)").match(text, index)
+    return match.end() if match else len(text)
+
+
+def _end(node: yaml.Node) -> int:
+    """Where the last character of a value stands; a block's own mark points to whatever comes after it."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return node.end_mark.index
