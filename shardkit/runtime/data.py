@@ -289,6 +289,10 @@ class PreparedLoader:
         self.remainder = -1
         self.is_iterating = False
         self.last_yield = 0
+        self.batch_samples = 0
+        """Samples in the global batch that is out, padding not counted."""
+        self.after_batch: Callable[[PreparedLoader], None] | None = None
+        """Called when the loop comes back for more: all that belongs to the batch before is done."""
         self._source = source
         self._device = device
         self._seed = seed
@@ -301,6 +305,8 @@ class PreparedLoader:
             for piece in self._source.pieces(self._seed, self.epoch, self.samples_seen):
                 self._advance(piece)
                 yield to_device(piece.batch, self._device)
+                if self.after_batch is not None:
+                    self.after_batch(self)
         finally:
             self.is_iterating = self.end_of_loader = False
             self.remainder = -1
@@ -315,6 +321,7 @@ class PreparedLoader:
 
     def _advance(self, piece: Piece) -> None:
         self.samples_seen += piece.samples
+        self.batch_samples = piece.samples
         self.end_of_loader = piece.is_last
         self.remainder = piece.samples if piece.is_padded else -1
         self._dataset_state = piece.state
