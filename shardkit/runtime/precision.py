@@ -1,0 +1,116 @@
+"""Dtypes: what mixed precision means for FSDP2 (a policy per unit) and for DDP or one process (autocast)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardkit.config.schema import Config
+from shardkit.log import get_logger
+from shardkit.runtime.mesh import agreed
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IMPLIED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run. `param` is the compute dtype, None where parameters compute as they are."""
+
+    param: torch.dtype | None
+    reduce: torch.dtype
+    output: torch.dtype | None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether compute has another dtype than fp32 parameters."""
+        return self.param is not None
+
+
+def of(config: Config) -> Precision:
+    """The dtypes that the config asks for. Gradients are reduced in fp32, and outputs are fp32, unless it says else."""
+    section = config.shardkit.precision
+    param = DTYPES[section.param_dtype] if section.param_dtype else IMPLIED[config.mixed_precision]
+    output = DTYPES[section.output_dtype] if section.output_dtype else (torch.float32 if param else None)
+    return Precision(param, DTYPES[section.reduce_dtype or "fp32"], output)
+
+
+def supported(config: Config, device: torch.device) -> Config:
+    """The config with a dtype that the device computes in: bf16 where no rank lacks it, else fp32 with a warning.
+
+    Collective: every rank must call it, so that all compute in the same dtype.
+    """
+    if of(config).param is not torch.bfloat16:
+        return config
+    reasons = agreed([] if has_bf16(device) else [f"{_name_of(device)} does not compute in bf16"])
+    if not reasons:
+        return config
+    log.warning(
+        "mixed_precision: %s (got bf16); training in fp32 instead. Set mixed_precision: fp16 for half precision.",
+        "; ".join(reasons),
+    )
+    section = config.shardkit.precision.model_copy(update={"param_dtype": None, "output_dtype": None})
+    return config.model_copy(
+        update={"mixed_precision": "no", "shardkit": config.shardkit.model_copy(update={"precision": section})}
+    )
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bf16 itself, without emulation, and its backend carries it between ranks."""
+    if device.type != "cuda":
+        return True
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return False
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else (99,)
+    return tuple(nccl) >= (2, 10)  # bf16 collectives came with NCCL 2.10
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def unit_policy(precision: Precision, is_root: bool) -> MixedPrecisionPolicy:
+    """The policy of a unit: parameters gathered in the compute dtype, gradients reduced in theirs.
+
+    Only the root casts its outputs, so that what passes between blocks stays in the compute dtype.
+    """
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param,
+        reduce_dtype=precision.reduce,
+        output_dtype=precision.output if is_root else None,
+    )
+
+
+def apart_policy(precision: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The policy of a unit that keeps its dtype: inputs cast to it, outputs back to the compute dtype around it."""
+    if precision.param is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=precision.param)
+
+
+def autocast(config: Config, device: torch.device) -> AbstractContextManager:
+    """A context for forward under DDP or in one process; nothing under FSDP, where the units cast by themselves."""
+    precision = of(config)
+    if config.mode == "fsdp" or precision.param in (None, torch.float32):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=precision.param)
+
+
+def upcast_(model: nn.Module) -> list[str]:
+    """Fqns of the trainable parameters that became fp32, in place.
+
+    Mixed precision keeps fp32 parameters for the optimizer, also where a model was loaded in 16 bits.
+    """
+    changed = []
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+            changed.append(fqn)
+    return changed
