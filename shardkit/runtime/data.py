@@ -11,7 +11,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -465,10 +465,14 @@ def _batches_of(loader: DataLoader) -> Iterator[Any]:
         iterator = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, found)
-    if not _with_workers:
-        atexit.register(_stop_workers)
+    _stop_workers_at_exit()
     _with_workers.add(iterator)
     return iterator
+
+
+@cache
+def _stop_workers_at_exit() -> None:
+    atexit.register(_stop_workers)
 
 
 def _stop_workers() -> None:

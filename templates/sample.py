@@ -1,0 +1,32 @@
+"""Plain torch reads what `train.py` exported, and writes a few lines. shardkit is not needed here.
+
+python sample.py EXPORT_FOLDER [PROMPT]
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from gpt import CONTEXT, GPT
+from safetensors.torch import load_file
+
+
+@torch.no_grad()
+def write(model: GPT, prompt: str, length: int = 200, temperature: float = 0.7) -> str:
+    """The prompt, continued by so many bytes."""
+    generator = torch.Generator().manual_seed(0)
+    text = list(prompt.encode())
+    for _ in range(length):
+        logits = model(torch.tensor([text[-CONTEXT:]]))[0, -1]
+        text.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)))
+    return bytes(text).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    weights = {}
+    for file in sorted(Path(sys.argv[1]).glob("*.safetensors")):
+        weights |= load_file(file)
+    model = GPT()
+    model.load_state_dict(weights)
+    print(write(model.eval(), sys.argv[2] if len(sys.argv) > 2 else "def "))
+    assert "shardkit" not in sys.modules

@@ -1,0 +1,59 @@
+"""What ships in templates/: every configuration loads and launches, the starter script trains."""
+
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from shardkit import templates
+from shardkit.config import checks
+from shardkit.config.files import read
+from shardkit.errors import UsageError
+
+EXPECTED = ["cpu", "ddp", "fsdp", "fsdp-hybrid", "multi-node", "slurm", "tpu"]
+
+
+def test_templates_are_found_by_name_or_path(tmp_path):
+    assert templates.names() == EXPECTED
+    assert templates.find("cpu").name == "cpu.yaml"
+    own = tmp_path / "own.yaml"
+    own.write_text("num_processes: 1\n")
+    assert templates.find(str(own)) == own
+    with pytest.raises(UsageError, match=r"template: no such template or file \(got 'fsdb'\); did you mean fsdp\?"):
+        templates.find("fsdb")
+    with pytest.raises(UsageError, match="use a file, or one of cpu, ddp"):
+        templates.find("zzz")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_configuration_loads_without_a_problem(name):
+    loaded = read(templates.find(name))
+    assert checks.problems(loaded.config) == []
+    text = templates.find(name).read_text()
+    assert text.startswith("# ")
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("D5")
+@pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed: no wheel without the network")
+def test_templates_travel_in_the_wheel(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parent.parent)
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"shardkit/_templates/{path.name}" for path in templates.folder().iterdir() if path.is_file()} <= inside
