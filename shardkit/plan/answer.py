@@ -1,0 +1,186 @@
+"""The question and the answer of `shardkit plan`, as plain values. The report, the JSON and the picture are made from
+an Answer; the simulation puts its own memory beside the closed form's (`Row.simulated`)."""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.model.describe import Description
+from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
+from shardkit.plan.devices import Device
+from shardkit.plan.roofline import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: a model, a configuration, and where it should run. `batch_size` is a rank's micro-batch."""
+
+    description: Description
+    config: Config
+    world_size: int
+    ranks_per_machine: int
+    device: Device
+    optimizer: str = "adamw"
+    batch_size: int | None = None
+    seq_len: int | None = None
+
+    def with_config(self, config: Config) -> "Request":
+        return replace(self, config=config)
+
+    @property
+    def machines(self) -> int:
+        return -(-self.world_size // self.ranks_per_machine)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: memory, traffic, and the step's time where it can be estimated.
+
+    `simulated` replaces the closed form's memory where a simulation was run.
+    """
+
+    strategy: ShardingStrategy
+    estimate: Estimate
+    fits: bool | None
+    time: StepTime | None
+    simulated: RankMemory | None = None
+
+    @property
+    def memory(self) -> RankMemory:
+        return self.simulated or self.estimate.memory
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to change, and what it does to the peak: `settings` in the file's keys, or flags of plan."""
+
+    text: str
+    peak_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer to --find, in words and as a number or name; `value` is None where nothing fits."""
+
+    question: str
+    value: int | str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that `shardkit plan` says: `rows` are the possible strategies in order, `chosen` the config's own."""
+
+    request: Request
+    rows: tuple[Row, ...]
+    chosen: ShardingStrategy | None
+    suggested: ShardingStrategy | None
+    reason: str
+    changes: tuple[Change, ...] = ()
+    finding: Finding | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def chosen_row(self) -> Row:
+        """The row of the configuration's strategy; the first where that one is not possible here."""
+        return next((row for row in self.rows if row.strategy is self.chosen), self.rows[0])
+
+
+def row(request: Request, strategy: ShardingStrategy | None = None) -> Row:
+    """One strategy's row; None takes the configuration as it is."""
+    config = request.config if strategy is None else with_strategy(request.config, strategy)
+    facts = request.description.facts
+    found = estimate(
+        request.description.tree,
+        config,
+        world_size=request.world_size,
+        ranks_per_machine=request.ranks_per_machine,
+        optimizer=request.optimizer,
+        facts=facts,
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+    )
+    time = step_time(
+        request.description.tree,
+        facts,
+        config,
+        found.traffic,
+        request.device,
+        request.batch_size,
+        request.seq_len,
+    )
+    return Row(config.fsdp.sharding_strategy, found, request.device.fits(found.memory.peak.total), time)
+
+
+def possible_strategies(request: Request) -> list[ShardingStrategy]:
+    """All five, without the hybrid ones where there is one machine and no mesh is given."""
+    has_mesh = bool(request.config.shardkit.mesh.shard_size or request.config.shardkit.mesh.replicate_size)
+    several = request.machines > 1 and request.world_size % request.ranks_per_machine == 0
+    return [s for s in ShardingStrategy if not s.is_hybrid or several or has_mesh]
+
+
+def to_json(answer: Answer) -> dict[str, Any]:
+    """The answer for other programs. Bytes are ints."""
+    request = answer.request
+    return {
+        "model": {
+            "spec": request.description.spec,
+            "name": request.description.name,
+            "parameters": request.description.numel,
+            "facts": asdict(request.description.facts) if request.description.facts else None,
+        },
+        "world_size": request.world_size,
+        "ranks_per_machine": request.ranks_per_machine,
+        "device": {
+            "name": request.device.name,
+            "memory_bytes": request.device.memory_bytes,
+            "reserve_bytes": request.device.reserve_bytes,
+        },
+        "optimizer": request.optimizer,
+        "batch_size": request.batch_size,
+        "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
+        "strategies": [_row_json(row) for row in answer.rows],
+        "chosen": answer.chosen.value if answer.chosen else None,
+        "suggested": answer.suggested.value if answer.suggested else None,
+        "reason": answer.reason,
+        "changes": [asdict(change) for change in answer.changes],
+        "finding": asdict(answer.finding) if answer.finding else None,
+        "assumptions": {"compute_efficiency": COMPUTE_EFFICIENCY, "link_efficiency": LINK_EFFICIENCY},
+        "notes": list(answer.notes),
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    traffic, time = row.estimate.traffic, row.time
+    return {
+        "strategy": row.strategy.value,
+        "number": row.strategy.number,
+        "shards": row.estimate.axes.shards,
+        "replicas": row.estimate.axes.replicas,
+        "units": row.estimate.units,
+        "method": "simulation" if row.simulated else "closed form",
+        "peak_bytes": row.memory.peak.total,
+        "peak": asdict(row.memory.peak),
+        "peak_moment": row.memory.moment,
+        "host": asdict(row.memory.host),
+        "activations_known": row.memory.activations_known,
+        "fits": row.fits,
+        "traffic": {
+            "payload_bytes": traffic.payload_bytes,
+            "sent_bytes": traffic.sent_bytes,
+            "inside_bytes": traffic.inside_bytes,
+            "between_bytes": traffic.between_bytes,
+            "collectives": [asdict(collective) for collective in traffic.collectives],
+        },
+        "step_time_estimate": None
+        if time is None
+        else {
+            "fastest_s": time.fastest_s,
+            "slowest_s": time.slowest_s,
+            "compute_s": time.compute_s,
+            "inside_s": time.inside_s,
+            "between_s": time.between_s,
+            "mfu": [time.worst_mfu, time.best_mfu],
+        },
+    }

@@ -1,0 +1,106 @@
+"""Devices to plan for: memory, peak arithmetic, links. Peak numbers of the makers; what training reaches is less."""
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from shardkit.errors import UsageError
+
+GIB = 2**30
+MIB = 2**20
+
+# What a CUDA process holds beside its tensors: context, NCCL's buffers, cuBLAS workspaces. An assumption, stated with
+# every answer: a context is around 0.5 GiB, and NCCL allocates a few hundred MiB for each communicator.
+RESERVE_BYTES = 2 * GIB
+# Part of a device that should stay free for fragmentation and peaks before a strategy is suggested.
+SPARE = 0.2
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of device. `flops` is peak dense arithmetic a second by compute dtype, with fp32 accumulation.
+
+    link_bytes_per_s is what one device sends to others on its machine, network_bytes_per_s what it sends to other
+    machines when all send at once, in one direction; 0 is unknown. `memory_bytes` is what the driver shows, or None.
+    """
+
+    name: str
+    memory_bytes: int | None
+    flops: dict[str, float]
+    link_bytes_per_s: float = 0.0
+    network_bytes_per_s: float = 0.0
+    reserve_bytes: int = RESERVE_BYTES
+
+    def fits(self, peak_bytes: int) -> bool | None:
+        """Whether a rank with that peak fits, the reserve included; None where the memory is not known."""
+        return None if self.memory_bytes is None else peak_bytes + self.reserve_bytes <= self.memory_bytes
+
+    def fits_with_spare(self, peak_bytes: int) -> bool | None:
+        """The same with a fifth of the memory left free."""
+        if self.memory_bytes is None:
+            return None
+        return peak_bytes + self.reserve_bytes <= (1 - SPARE) * self.memory_bytes
+
+
+# Memory: nvidia-smi's total. fp32 is TF32 off, torch's default for matrix products.
+# A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf
+#   bf16 312, fp32 19.5 TFLOPS; NVLink 600 GB/s both directions together; DGX A100: eight 200 Gb/s adapters.
+# H100 SXM: https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
+#   bf16 1,979 with sparsity = 989 dense, fp32 67 TFLOPS; NVLink 900 GB/s; DGX H100: eight 400 Gb/s adapters.
+# H200: https://www.nvidia.com/en-us/data-center/h200/  arithmetic and NVLink of H100, 141 GB.
+# B200: https://resources.nvidia.com/en-us-blackwell-architecture  HGX: bf16 2,250 dense, fp32 75 to 80 TFLOPS,
+#   180 GB, NVLink 1.8 TB/s; DGX B200: eight 400 Gb/s adapters.
+# L4: https://resources.nvidia.com/en-us-data-center-overview/l4-gpu-datasheet  bf16 242 with sparsity = 121 dense,
+#   fp32 30.3 TFLOPS, PCIe 4.0 x16 (64 GB/s both directions together).
+# RTX 4090: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+#   bf16 and fp16 165.2 (fp32 accumulation), fp32 82.6 TFLOPS, PCIe 4.0 x16.
+# TPU v5e: https://cloud.google.com/tpu/docs/v5e  bf16 197 TFLOPS, 16 GB, 1,600 Gb/s between chips over four links;
+#   6.4 Tb/s of data centre network for a pod of 256.
+# Machines with L4 or 4090: one 100 Gb/s adapter shared by eight devices, an assumption.
+# CPU: 0.1 TFLOPS a rank and 10 Gb/s between machines, round numbers to replace by your own.
+DEVICES = {
+    "a100-40": Device("A100 40 GB", 40960 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
+    "a100-80": Device("A100 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
+    "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
+    "h200-141": Device("H200 141 GB", 143771 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
+    "b200-180": Device("B200 180 GB", 183359 * MIB, {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}, 900e9, 50e9),
+    "l4-24": Device("L4 24 GB", 23034 * MIB, {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}, 32e9, 1.5e9),
+    "4090-24": Device("RTX 4090", 24564 * MIB, {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12}, 32e9, 1.5e9),
+    "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 100e9, 3.1e9),
+    "cpu": Device("CPU", None, {"bf16": 0.1e12, "fp16": 0.1e12, "fp32": 0.1e12}, 10e9, 1.25e9, reserve_bytes=0),
+}
+
+_SIZES = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "m": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
+
+
+def find(name: str, memory_bytes: int | None = None) -> Device:
+    """The device of that name (the size may be left out: h100), or of a size alone: 80GiB. UsageError if unknown."""
+    key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("rtx-")
+    matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
+    if matches:
+        device = DEVICES[matches[-1]]
+    elif (size := read_bytes(name)) is not None:
+        device = Device(f"device of {name.strip()}", size, {})
+    else:
+        near = get_close_matches(key, DEVICES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DEVICES)}, or its memory: 80GiB."
+        raise UsageError(f"--device: unknown (got {name!r}); {hint}")
+    return device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)
+
+
+def of_hardware(name: str, memory_bytes: int | None) -> Device:
+    """The device that a driver calls by that name ("NVIDIA H100 80GB HBM3"), with the memory that it shows."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    found = [key for key in DEVICES if key.split("-")[0] in words]
+    if not found:
+        return Device(name, memory_bytes, {})
+    closest = min(found, key=lambda key: abs((DEVICES[key].memory_bytes or 0) - (memory_bytes or 0)))
+    return replace(DEVICES[closest], memory_bytes=memory_bytes or DEVICES[closest].memory_bytes)
+
+
+def read_bytes(text: str) -> int | None:
+    """80GiB, 80g, 24 GB, 512MiB as bytes; None where it is not a size."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
+    if not match or match[2] not in _SIZES:
+        return None
+    return int(float(match[1]) * _SIZES[match[2]])
