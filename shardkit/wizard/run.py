@@ -1,9 +1,25 @@
 """`shardkit config` with a person at the keyboard: from the first question to the saved file."""
 
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from shardkit import env
+from shardkit.config import files
+from shardkit.config.hardware import detect
 from shardkit.config.schema import Config
+from shardkit.errors import EXIT_INTERRUPTED, ConfigError, UsageError
+from shardkit.model import comment
+from shardkit.wizard import draft
+from shardkit.wizard.answers import from_config, to_config
+from shardkit.wizard.command import equal_command
+from shardkit.wizard.loop import Session, ask_all
+from shardkit.wizard.model import ModelReader
+from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
+from shardkit.wizard.review import Target, check_writable, review
+from shardkit.wizard.situation import Situation
 
 
 @dataclass(frozen=True)
@@ -43,4 +59,135 @@ def run_wizard(options: WizardOptions) -> int:
 
     Raises UsageError where nobody can be asked: no terminal, CI, or no_input.
     """
-    raise NotImplementedError
+    plain = options.plain or env.is_true("SHARDKIT_PLAIN") or env.get("TERM") in (None, "", "dumb")
+    _check_that_somebody_answers(options, plain)
+    return converse(options, _prompter(plain))
+
+
+def converse(options: WizardOptions, prompter: Prompter) -> int:
+    """The whole conversation, on any prompter."""
+    path = options.output or (files.user_path() if options.user else options.folder / "shardkit.yaml")
+    if not options.user:
+        check_writable(path)
+    try:
+        session, target, is_resumed = _begin(options, prompter, path)
+        ask_all(session, skip_given=is_resumed)
+        saved = review(session, target)
+    except KeyboardInterrupt:
+        print("shardkit config: stopped, nothing was written; the next run offers to resume.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if saved is None:
+        print("Nothing was written; the next run offers your answers again.", file=sys.stderr)
+        return 0
+    draft.discard()
+    _say_what_next(session, options, saved)
+    return 0
+
+
+def _check_that_somebody_answers(options: WizardOptions, plain: bool) -> None:
+    reasons = {
+        "--no-input was given": options.no_input,
+        "this is a CI job ($CI is set)": env.is_true("CI"),
+        "stdin is not a terminal": sys.stdin is None or not sys.stdin.isatty(),
+        "stdout is not a terminal": not plain and not sys.stdout.isatty(),
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    if reason:
+        raise UsageError(
+            f"config: needs answers and cannot ask ({reason}); try: shardkit config --defaults, "
+            "with --set KEY=VALUE for what differs, --template NAME or --from FILE to start from a file, "
+            "--model SPEC and --output PATH."
+        )
+
+
+def _prompter(plain: bool) -> Prompter:
+    if plain:
+        return PlainPrompter()
+    from shardkit.wizard.inplace import QuestionaryPrompter
+
+    return QuestionaryPrompter()
+
+
+def _begin(options: WizardOptions, prompter: Prompter, path: Path) -> tuple[Session, Target, bool]:
+    """The session with what is known before the first question, where its file goes, and whether it is resumed."""
+    hardware = detect()
+    situation = Situation(hardware, base=options.start or Config(), folder=options.folder)
+    _greet(prompter, situation, path, options)
+    resumed = _resumed(prompter, path)
+    former, config = _former(prompter, path, options)
+    if config is not None and options.start is None:
+        situation = Situation(hardware, base=config, folder=options.folder)
+    known = config or options.start
+    given = from_config(known, situation) if known is not None else {}
+    spec = options.model or (comment.read(former) if former else None)
+    given |= resumed | ({"model": spec} if spec else {})
+    session = Session(prompter, situation, ModelReader(options.folder), given)
+    session.model_is_asked = options.model is None
+    session.on_answer = lambda answers: draft.keep(path, dict(answers))
+    session.reader.begin(given.get("model"))
+    return session, Target(path, former, options.dry_run), bool(resumed)
+
+
+def _greet(prompter: Prompter, s: Situation, path: Path, options: WizardOptions) -> None:
+    memory = f"{s.hardware.memory_bytes / 2**30:.0f} GiB of memory"
+    scheduler = f", {s.hardware.scheduler.name} job" if s.hardware.scheduler else ""
+    prompter.say(f"Found here: {s.hardware.in_words}, {memory}{scheduler}.")
+    prompter.say(f"{'Shows' if options.dry_run else 'Writes'} {Target(path).shown}. Ctrl-C stops; nothing is lost.")
+
+
+def _resumed(prompter: Prompter, path: Path) -> dict[str, Any]:
+    """The answers of a stopped run, if there are any and the person wants them."""
+    found = draft.find(path)
+    if found is None:
+        return {}
+    options = (Option(True, "resume", found.text(time.time())), Option(False, "start fresh", "forget them"))
+    if _choose(prompter, Prompt("The last run was stopped before it saved. Resume?"), options, True):
+        return found.given
+    draft.discard()
+    return {}
+
+
+def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str | None, Config | None]:
+    """The text and configuration of a file that is to be edited; None and None for a new one."""
+    if not path.is_file() or options.force:
+        return None, None
+    try:
+        config = files.read(path).config
+    except ConfigError as error:
+        prompter.say(f"{error}")
+        choices: tuple[Option, ...] = (Option("over", "start over", f"the old one is kept as {path.name}.bak"),)
+        title = f"{path.name} exists, and cannot be read."
+    else:
+        choices = (Option("edit", "edit it", "its answers are selected; its comments stay"),)
+        choices += (Option("over", "start over", f"the old one is kept as {path.name}.bak"),)
+        title = f"{path.name} exists ({_in_words(config)}). What now?"
+    choices += (Option("stop", "leave it as it is", "or choose another with --output"),)
+    chosen = _choose(prompter, Prompt(title), choices, choices[0].value)
+    if chosen == "stop":
+        raise KeyboardInterrupt
+    return (path.read_text(encoding="utf-8"), config) if chosen == "edit" else (None, None)
+
+
+def _in_words(config: Config) -> str:
+    strategy = config.fsdp.sharding_strategy.value if config.mode == "fsdp" else config.mode
+    return f"{strategy}, {config.num_processes} processes"
+
+
+def _choose(prompter: Prompter, prompt: Prompt, options: tuple[Option, ...], default: Any) -> Any:
+    """As the prompter's, where there is nothing to go back to."""
+    while True:
+        try:
+            return prompter.choose(prompt, options, default)
+        except Back:
+            continue
+
+
+def _say_what_next(session: Session, options: WizardOptions, saved: Target) -> None:
+    s = session.situation()
+    output = None if saved.path == options.folder / "shardkit.yaml" else saved.path
+    command = equal_command(to_config(s), s.hardware, session.given.get("model"), output)
+    if not saved.dry_run:
+        print(f"Saved {saved.shown}.")
+        print("Run it:    shardkit launch train.py")
+        print("Plan it:   shardkit plan")
+    print(f"The same without questions:\n{command}", file=sys.stderr if saved.dry_run else sys.stdout)

@@ -1,0 +1,155 @@
+"""Answers -> Config, and back: a file that is edited comes with all its answers given."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+from shardkit.config.keys import all_keys
+from shardkit.config.schema import Config, DistributedType, ShardingStrategy
+from shardkit.wizard.questions import QUESTIONS, Question, split_address
+from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
+
+_SETTINGS = {key.name for key in all_keys().values()}
+
+
+def settle(situation: Situation, given: Mapping[str, Any], until: str | None = None) -> Situation:
+    """The situation with the answer of every question that applies: the given one where it is possible, else the
+    default. Stops before the question `until`, so that it can be asked."""
+    for question in QUESTIONS:
+        if question.key == until:
+            break
+        if question.applies(situation):
+            value = answer_of(question, situation, given)
+            situation = replace(situation, answers={**situation.answers, question.key: value})
+    return situation
+
+
+def answer_of(question: Question, situation: Situation, given: Mapping[str, Any]) -> Any:
+    """The given answer of a question that applies, if it is still possible; otherwise its default."""
+    if question.key in given and is_possible(question, situation, given[question.key]):
+        return given[question.key]
+    return question.default(situation).value
+
+
+def is_possible(question: Question, situation: Situation, value: Any) -> bool:
+    """Whether an answer could be given to the question as things are."""
+    if question.kind == "choose":
+        return any(option.value == value and not option.disabled for option in question.options(situation))
+    if value is None or value == []:
+        return question.default(situation).value in (None, [])
+    try:
+        question.check(situation, typed(question, value))
+    except ValueError:
+        return False
+    return True
+
+
+def typed(question: Question, value: Any) -> str:
+    """What a person types to give that answer."""
+    if value is None or value == []:
+        return "none"
+    separator = "; " if question.key == "commands" else ", "
+    return separator.join(value) if isinstance(value, list) else str(value)
+
+
+def to_config(situation: Situation) -> Config:
+    """The configuration that the settled answers stand for. What no question is about stays as in `situation.base`."""
+    data = situation.base.model_dump()
+    for question in QUESTIONS:
+        if question.key in _SETTINGS:
+            default = all_keys()[tuple(question.key.split("."))].default
+            _put(data, question.key, situation.answers.get(question.key, default))
+    _put_place(data, situation)
+    _drop_what_contradicts(data, situation)
+    return Config.model_validate(data)
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *blocks, last = key.split(".")
+    for block in blocks:
+        data = data[block]
+    data[last] = value
+
+
+def _put_place(data: dict[str, Any], s: Situation) -> None:
+    """Who trains, on how many processes, found under which address."""
+    data["num_machines"], data["num_processes"] = s.machines, s.world_size
+    data["distributed_type"] = _distributed_type(s)
+    data["use_cpu"] = s.on_cpu
+    if s.machines > 1:
+        data["main_process_ip"], data["main_process_port"] = split_address(s.answers["address"])
+    else:
+        data["main_process_ip"] = None
+
+
+def _distributed_type(s: Situation) -> DistributedType:
+    """FSDP says all five strategies; a file that says DDP by its type goes on saying it so."""
+    if s.on_tpu:
+        return DistributedType.XLA
+    if s.world_size == 1:
+        return DistributedType.NO
+    ddp = DistributedType.MULTI_CPU if s.on_cpu else DistributedType.MULTI_GPU
+    if s.strategy is ShardingStrategy.NO_SHARD and s.base.distributed_type is ddp:
+        return ddp
+    return DistributedType.FSDP
+
+
+def _drop_what_contradicts(data: dict[str, Any], s: Situation) -> None:
+    """Settings of an edited file that the new answers leave without a meaning."""
+    data["fsdp"]["reshard_after_forward"] = None
+    mesh = data["shardkit"]["mesh"]
+    sizes = [size for size in (mesh["replicate_size"], mesh["shard_size"]) if size]
+    fits = all(s.world_size % size == 0 for size in sizes)
+    product = len(sizes) < 2 or sizes[0] * sizes[1] == s.world_size
+    if s.strategy is None or not s.strategy.is_hybrid or not fits or not product:
+        mesh["replicate_size"] = mesh["shard_size"] = 0
+    chosen = data["gpu_ids"]
+    if chosen and chosen.lower() != "all" and len(chosen.split(",")) < s.per_machine:
+        data["gpu_ids"] = None
+
+
+def from_config(config: Config, situation: Situation) -> dict[str, Any]:
+    """The answers that give `config`."""
+    given: dict[str, Any] = {}
+    for question in QUESTIONS:
+        if question.key in _SETTINGS:
+            given[question.key] = _plain(_value_at(config, question.key))
+    given["where"] = _place(config, situation)
+    given["processes_per_machine"] = config.processes_per_machine
+    if config.main_process_ip:
+        given["address"] = _address(config.main_process_ip, config.main_process_port)
+    if config.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        given["fsdp.sharding_strategy"] = ShardingStrategy.NO_SHARD.value
+    if config.distributed_type is DistributedType.MULTI_CPU:
+        given["use_cpu"] = True
+    settled = settle(situation, given).answers
+    return {key: value for key, value in given.items() if key in settled}
+
+
+def _value_at(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _address(host: str, port: int | None) -> str:
+    if port is None:
+        return host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _place(config: Config, s: Situation) -> str:
+    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+    if config.distributed_type is DistributedType.XLA:
+        return TPU
+    if config.num_machines > 1:
+        return SLURM if s.is_in_slurm_job else SEVERAL
+    if on_cpu:
+        return CPU if s.gpus else HERE
+    return HERE if s.gpus and config.num_processes <= s.gpus else ELSEWHERE

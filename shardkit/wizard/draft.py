@@ -1,0 +1,58 @@
+"""Answers that were not saved yet: kept when the wizard is stopped, offered when it starts again."""
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardkit import env
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The answers given so far for one file, and when."""
+
+    target: str
+    given: dict[str, Any]
+    time_s: float
+
+    def text(self, now_s: float) -> str:
+        """`5 answers, 10 minutes ago`."""
+        minutes = max(0, int(now_s - self.time_s) // 60)
+        ago = f"{minutes} minutes ago" if minutes < 120 else f"{minutes // 60} hours ago"
+        count = f"{len(self.given)} answer{'' if len(self.given) == 1 else 's'}"
+        return f"{count}, {'just now' if minutes < 1 else ago}"
+
+
+def path() -> Path:
+    """Where the draft lies."""
+    base = env.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "shardkit" / "draft.json"
+
+
+def keep(target: Path, given: dict[str, Any]) -> None:
+    """Store the answers; where that is not possible, nothing happens: a draft is a convenience."""
+    data = {"target": str(target.resolve()), "given": given, "time_s": time.time()}
+    with contextlib.suppress(OSError):
+        path().parent.mkdir(parents=True, exist_ok=True)
+        temporary = path().with_suffix(".tmp")
+        temporary.write_text(json.dumps(data))
+        temporary.replace(path())
+
+
+def find(target: Path) -> Draft | None:
+    """The draft for that file, None where there is none or it cannot be read."""
+    try:
+        data = json.loads(path().read_text())
+        draft = Draft(str(data["target"]), dict(data["given"]), float(data["time_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return draft if draft.target == str(target.resolve()) and draft.given else None
+
+
+def discard() -> None:
+    """Forget the draft."""
+    with contextlib.suppress(OSError):
+        path().unlink(missing_ok=True)

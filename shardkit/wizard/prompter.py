@@ -1,0 +1,172 @@
+"""How a question reaches a person: in place with arrow and number keys, or as plain numbered lines."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+TABLE = " " * 8
+"""A line that begins with so many blanks belongs to a table."""
+BACK_WORDS = {"b", "back", "<"}
+
+
+class Back(Exception):
+    """The person wants the question before this one."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One line of a list. `disabled` is the reason why it cannot be chosen, or ""."""
+
+    value: Any
+    label: str
+    consequence: str = ""
+    disabled: str = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is shown around an answer: a title, lines under it (a table's head, a hint), a problem with the last answer,
+    and what `?` shows."""
+
+    title: str
+    lines: tuple[str, ...] = ()
+    problem: str = ""
+    help: str = ""
+
+
+class Prompter(Protocol):
+    """Asks one thing. Every method raises Back for "the one before", KeyboardInterrupt for "stop"."""
+
+    def say(self, text: str) -> None:
+        """Lines that stay on the screen, wrapped to it."""
+
+    def choose(self, prompt: Prompt, options: Sequence[Option], default: Any) -> Any:
+        """The value of one option; `default` is selected at first."""
+
+    def choose_many(self, prompt: Prompt, options: Sequence[Option], defaults: Sequence[Any]) -> list[Any]:
+        """The values of any number of options."""
+
+    def text(self, prompt: Prompt, default: str) -> str:
+        """What was typed, without blanks around it; `default` where nothing was."""
+
+
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """The text in lines no longer than `width`; a short line keeps its blanks, a table's line is cut instead."""
+    lines: list[str] = []
+    for line in text.splitlines() or [""]:
+        if len(indent + line) <= width or line.startswith(TABLE):
+            lines.append(fit(indent + line, width))
+            continue
+        inner = indent + " " * (len(line) - len(line.lstrip()))
+        lines += textwrap.wrap(line.strip(), max(12, width), initial_indent=inner, subsequent_indent=inner + "  ")
+    return lines
+
+
+def fit(line: str, width: int) -> str:
+    """The line, cut to `width` with three dots."""
+    return line if len(line) <= width else line[: max(1, width - 3)].rstrip() + "..."
+
+
+def option_line(option: Option, label_width: int) -> str:
+    """`label   consequence`, aligned."""
+    if not option.consequence:
+        return option.label
+    return f"{option.label:<{label_width}}  {option.consequence}"
+
+
+def _label_width(options: Sequence[Option]) -> int:
+    return max((len(option.label) for option in options if option.consequence), default=0)
+
+
+class PlainPrompter:
+    """Numbered lines and input(): no redraw, no colour, ASCII only. For screen readers, dumb terminals and logs."""
+
+    keys_text = "b: back, ?: help, Ctrl-C: stop"
+
+    def __init__(self, width: int = 80, read: Callable[[str], str] = input) -> None:
+        self.width = width
+        self.read = read
+
+    def say(self, text: str) -> None:
+        for line in wrap(_ascii(text), self.width):
+            print(line)
+
+    def choose(self, prompt: Prompt, options: Sequence[Option], default: Any) -> Any:
+        self._show(prompt)
+        self._list(options, lambda option: "(default)" if option.value == default else "")
+        usual = next(n for n, option in enumerate(options, start=1) if option.value == default)
+        while True:
+            typed = self._read(prompt, f"Choice [{usual}]: ", str(usual))
+            found = _find(options, typed)
+            if isinstance(found, Option):
+                return found.value
+            self.say(f"  ! {found}")
+
+    def choose_many(self, prompt: Prompt, options: Sequence[Option], defaults: Sequence[Any]) -> list[Any]:
+        self._show(prompt)
+        self._list(options, lambda option: "(chosen)" if option.value in defaults else "")
+        usual = ", ".join(str(n) for n, option in enumerate(options, start=1) if option.value in defaults) or "none"
+        while True:
+            typed = self._read(prompt, f"Choices, with commas [{usual}]: ", usual)
+            words = [] if typed.lower() == "none" else [word.strip() for word in typed.split(",") if word.strip()]
+            found = [_find(options, word) for word in words]
+            problems = [item for item in found if isinstance(item, str)]
+            if not problems:
+                return [item.value for item in found if isinstance(item, Option)]
+            self.say(f"  ! {problems[0]}")
+
+    def text(self, prompt: Prompt, default: str) -> str:
+        self._show(prompt)
+        if prompt.problem:
+            self.say(f"  ! {prompt.problem}")
+        return self._read(prompt, f"Answer [{default}]: " if default else "Answer: ", default)
+
+    def _show(self, prompt: Prompt) -> None:
+        print()
+        self.say(prompt.title)
+        for line in prompt.lines:
+            self.say(f"  {line}")
+
+    def _list(self, options: Sequence[Option], mark: Callable[[Option], str]) -> None:
+        width = _label_width(options)
+        for number, option in enumerate(options, start=1):
+            reason = f"(not possible: {option.disabled})" if option.disabled else mark(option)
+            self.say(f"  {number}. {option_line(option, width)} {reason}".rstrip())
+
+    def _read(self, prompt: Prompt, caret: str, default: str) -> str:
+        while True:
+            try:
+                typed = self.read(caret).strip()
+            except EOFError:
+                raise KeyboardInterrupt from None
+            if typed in {"?", "help"}:
+                self.say(f"{prompt.help or 'There is no more to say about this one.'} ({self.keys_text})")
+                continue
+            if typed.lower() in BACK_WORDS:
+                raise Back
+            return typed or default
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()
+
+
+def _find(options: Sequence[Option], typed: str) -> Option | str:
+    """The option of that number, label or beginning of a label; otherwise what is wrong, in words."""
+    found = _matching(options, typed)
+    if found is None:
+        numbers = f"1 to {len(options)}" if len(options) > 1 else "1"
+        return f"not among the choices (got {typed!r}); give {numbers}, or a choice's first word."
+    return f"{found.label} is not possible: {found.disabled}." if found.disabled else found
+
+
+def _matching(options: Sequence[Option], typed: str) -> Option | None:
+    if typed.isdigit() and 1 <= int(typed) <= len(options):
+        return options[int(typed) - 1]
+    word = typed.lower()
+    names = [(option.label.split()[0].lower().rstrip(":,"), option) for option in options if option.label]
+    exact = [option for name, option in names if name == word]
+    starts = [option for name, option in names if word and name.startswith(word)]
+    close = exact or starts
+    return close[0] if len(close) == 1 else None

@@ -1,0 +1,206 @@
+"""The last screen: the file as it will be, with warnings beside its lines; save it, or change something first."""
+
+import difflib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardkit.config import checks, edit, files
+from shardkit.config.keys import all_keys
+from shardkit.config.schema import Config
+from shardkit.errors import ConfigError
+from shardkit.model import comment
+from shardkit.wizard import numbers
+from shardkit.wizard.answers import to_config
+from shardkit.wizard.loop import Session, ask_one, shown
+from shardkit.wizard.prompter import Back, Option, Prompt
+from shardkit.wizard.questions import QUESTIONS, Question, is_asked
+
+Choice = Literal["save", "change", "advanced", "elsewhere", "quit"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the file goes, and what is there now (None: nothing, or nothing worth keeping)."""
+
+    path: Path
+    former: str | None = None
+    dry_run: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The path, as short as it can be said."""
+        try:
+            return f"./{self.path.resolve().relative_to(Path.cwd())}"
+        except ValueError:
+            return str(self.path)
+
+
+def review(session: Session, target: Target) -> Target | None:
+    """Show, change, until it is saved: where it was saved, or None where the person left without."""
+    while True:
+        config = to_config(session.situation())
+        text = file_text(config, session, target)
+        _show(session, config, text, target)
+        choice = _choose(session, config, target)
+        match choice:
+            case "save":
+                save(text, target)
+                return target
+            case "change":
+                _menu(session, "Which answer?", advanced=False)
+            case "advanced":
+                _menu(session, "Which setting?", advanced=True)
+            case "elsewhere":
+                target = _elsewhere(session, target)
+            case "quit":
+                return None
+
+
+def file_text(config: Config, session: Session, target: Target) -> str:
+    """The file's text: an edited one keeps its own comments and order, a new one has the schema's."""
+    text = files.dump(config) if target.former is None else edit.edited(target.former, config)
+    spec = session.given.get("model")
+    if spec is None:
+        return text
+    model = session.start.model
+    return comment.write(text, spec, model.text if model is not None else "")
+
+
+def save(text: str, target: Target) -> None:
+    """Write the file; one that was there is kept beside it as .bak. A dry run prints it instead."""
+    if target.dry_run:
+        print(text, end="")
+        return
+    target.path.parent.mkdir(parents=True, exist_ok=True)
+    if target.path.exists():
+        shutil.copy2(target.path, target.path.with_name(target.path.name + ".bak"))
+    files.write_text(text, target.path)
+
+
+def _show(session: Session, config: Config, text: str, target: Target) -> None:
+    say = session.prompter.say
+    say("")
+    if target.former is not None:
+        before, after = target.former.splitlines(), text.splitlines()
+        changes = list(difflib.unified_diff(before, after, "now", "after saving", lineterm="", n=1))
+        say("\n".join(changes) if changes else "Nothing is changed.")
+        findings = [*checks.problems(config), *checks.notes(config)]
+        say("\n".join(f"  ! {_yaml_name(finding)}: {finding.text}" for finding in findings) if findings else "")
+    else:
+        say(f"{target.shown} will say (with a comment on each line):")
+        say(annotated(config))
+    for line in numbers.review_lines(session.situation(), config):
+        say(f"  {line}")
+
+
+def annotated(config: Config) -> str:
+    """The YAML without its comments, each warning under the line that it is about."""
+    findings = [*checks.problems(config), *checks.notes(config)]
+    lines = []
+    for line in files.dump(config, comments=False).splitlines():
+        lines.append(f"  {line}")
+        key = line.strip().partition(":")[0]
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines += [f"  {indent}^ {f.text}" for f in findings if _yaml_name(f).rpartition(".")[2] == key]
+    return "\n".join(lines)
+
+
+def _yaml_name(finding: checks.Finding) -> str:
+    return all_keys()[tuple(finding.keys[0].split("."))].yaml_name
+
+
+def _choose(session: Session, config: Config, target: Target) -> Choice:
+    wrong = "it contradicts itself, see above" if checks.problems(config) else ""
+    save = "Print it (dry run)" if target.dry_run else f"Save to {target.shown}"
+    advanced = [question.name for question in _listed(session, advanced=True)]
+    options = (
+        Option("save", save, disabled=wrong),
+        Option("change", "Change an answer..."),
+        Option("advanced", "Advanced...", _some(advanced), disabled="" if advanced else "nothing applies"),
+        Option("elsewhere", "Elsewhere: save under another name..."),
+        Option("quit", "Quit without saving"),
+    )
+    try:
+        prompt = Prompt("What now?", help="Advanced holds what has a good default: " + ", ".join(advanced))
+        return session.prompter.choose(prompt, options, "change" if wrong else "save")
+    except Back:
+        return "change"
+
+
+def _some(names: list[str]) -> str:
+    """A few of the names, those that most people look for first."""
+    wanted = ("offload params", "auto wrap policy", "backward prefetch", "state dict type")
+    first = [name for name in wanted if name in names] or names[:3]
+    return ", ".join([*first, "..."] if len(names) > len(first) else first)
+
+
+def _listed(session: Session, advanced: bool) -> list[Question]:
+    """The questions that a menu offers: those on the way, or the others that apply."""
+    settled = session.situation()
+    return [
+        question
+        for question in QUESTIONS
+        if question.key in settled.answers and is_asked(question, session.situation(until=question.key)) is not advanced
+    ]
+
+
+def _menu(session: Session, title: str, advanced: bool) -> None:
+    """Ask questions by name until the person is done."""
+    chosen = None
+    while True:
+        answers = session.situation().answers
+        options = [
+            Option(question.key, question.name, shown(question, session.situation(question.key), answers[question.key]))
+            for question in _listed(session, advanced)
+        ]
+        options.append(Option("", "done", "back to the review"))
+        present = chosen if any(option.value == chosen for option in options) else options[0].value
+        try:
+            chosen = session.prompter.choose(Prompt(title, help="Enter asks it again."), options, present)
+        except Back:
+            return
+        if not chosen:
+            return
+        ask_one(session, chosen)
+
+
+def _elsewhere(session: Session, target: Target) -> Target:
+    """Another path that can be written; the same target where the person goes back."""
+    prompt = Prompt("Save to which file?", help="A path; its folder must exist.")
+    while True:
+        try:
+            typed = session.prompter.text(prompt, target.shown)
+            path = Path(typed).expanduser()
+            problem = why_not_writable(path)
+            if problem:
+                prompt = Prompt(prompt.title, problem=problem, help=prompt.help)
+            elif not path.exists() or _overwrites(session, path):
+                return Target(path, None, target.dry_run)
+        except Back:
+            return target
+
+
+def _overwrites(session: Session, path: Path) -> bool:
+    options = (Option(False, "no", "give another name"), Option(True, "yes", f"the old one is kept as {path.name}.bak"))
+    return session.prompter.choose(Prompt(f"{path} exists. Replace it?"), options, False)
+
+
+def why_not_writable(path: Path) -> str:
+    """What keeps a file from being written there, or ""; looked at before the first question is asked."""
+    if path.is_dir():
+        return f"{path}: is a folder; name a file in it."
+    if not path.parent.is_dir():
+        return f"{path}: its folder does not exist; create it, or choose another with --output."
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{path}: cannot be written; choose another with --output."
+    return ""
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError where a file cannot be written."""
+    problem = why_not_writable(path)
+    if problem:
+        raise ConfigError(problem)

@@ -1,0 +1,70 @@
+"""What is known when a question is about to be asked: the hardware, the model, the answers so far."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardkit.config.hardware import Hardware
+from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.model.describe import Description
+
+HERE, CPU, ELSEWHERE, SEVERAL, SLURM, TPU = "here", "cpu", "elsewhere", "several", "slurm", "tpu"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The world of one question. `answers` holds the settled answer of every question before it that applies."""
+
+    hardware: Hardware
+    model: Description | None = None
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    base: Config = field(default_factory=Config)
+    folder: Path = field(default_factory=Path.cwd)
+
+    @property
+    def is_in_slurm_job(self) -> bool:
+        """Whether SLURM started this shell, so that the machines are known."""
+        return self.hardware.scheduler is not None and self.hardware.scheduler.name == "SLURM"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of this machine."""
+        return len(self.hardware.devices)
+
+    @property
+    def where(self) -> str:
+        return self.answers.get("where", HERE)
+
+    @property
+    def on_tpu(self) -> bool:
+        return self.where == TPU
+
+    @property
+    def on_cpu(self) -> bool:
+        if self.where == HERE:
+            return self.gpus == 0
+        return self.where == CPU or bool(self.answers.get("use_cpu", False))
+
+    @property
+    def machines(self) -> int:
+        return int(self.answers.get("num_machines", 1))
+
+    @property
+    def per_machine(self) -> int:
+        return int(self.answers.get("processes_per_machine", 1))
+
+    @property
+    def world_size(self) -> int:
+        return self.machines * self.per_machine
+
+    @property
+    def strategy(self) -> ShardingStrategy | None:
+        """The strategy in force; None where there is nothing to split."""
+        name = self.answers.get("fsdp.sharding_strategy")
+        return ShardingStrategy(name) if name else None
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP runs: more than one process, and a strategy other than NO_SHARD."""
+        return self.strategy not in (None, ShardingStrategy.NO_SHARD)
