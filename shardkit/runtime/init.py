@@ -195,7 +195,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     A tied parameter is found under any of its names.
     """
     try:
-        files = _where(weights)
+        files = _model_names(model, _where(weights))
     except (OSError, ValueError, KeyError) as error:
         return set(), [f"{weights}: cannot be read as safetensors (got {error}); give a .safetensors file or a folder."]
     names: dict[int, list[str]] = {}
@@ -210,10 +210,10 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     for identity, aliases in names.items():
         found = next((fqn for fqn in aliases if fqn in files), None)
         if found is not None:
-            path = files[found]
+            name, path = files[found]
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
-            problem = _read_one(opened[path], found, tensors[identity])
+            problem = _read_one(opened[path], name, tensors[identity])
             problems += [f"{path}: {problem}"] if problem else []
             loaded.update(aliases)
     return loaded, problems
@@ -239,6 +239,28 @@ def _where(weights: Path) -> dict[str, Path]:
         except Exception as error:  # safetensors raises its own class, which is no OSError
             raise OSError(f"{path.name}: {error}") from error
     return found
+
+
+def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
+    """(name in the file, file) by the model's name. Transformers may store a model under its family's older names."""
+    named = {fqn: (fqn, path) for fqn, path in files.items()}
+    if not hasattr(model, "base_model_prefix") or not hasattr(model, "save_pretrained"):
+        return named
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # Transformers before 5 stores the model's own names
+        return named
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    states = model.state_dict(keep_vars=True)
+    for fqn, path in files.items():
+        if fqn not in states:
+            new, converted = rename_source_key(fqn, renamings, converters, model.base_model_prefix, states)
+            if converted is None:
+                named.setdefault(new, (fqn, path))
+    return named
 
 
 def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.errors import ModelError
@@ -102,6 +103,7 @@ def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, of
             policy = precision.apart_policy(mixed, _dtype_of(unit))
         else:
             policy = precision.unit_policy(mixed, is_root=not unit.fqn)
+        unit.module.register_forward_hook(_own_outputs)
         fully_shard(
             unit.module,
             mesh=mesh,
@@ -260,6 +262,26 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+class _Own(torch.autograd.Function):
+    """The same values in the same memory, but no view: what is changed in place later keeps its hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _own_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """A unit's outputs without views. FSDP2 hangs the backward gather on them, and an in-place operation on a view
+    (`x += residual`) would drop it without a word: wrong gradients. Registered before FSDP2's own hook."""
+    if torch.compiler.is_compiling():  # a compiled graph returns no views of what it was given
+        return output
+    return tree_map_only(torch.Tensor, lambda t: _Own.apply(t) if t.requires_grad and t._is_view() else t, output)
 
 
 def _dtype_of(unit: units.Unit) -> torch.dtype:

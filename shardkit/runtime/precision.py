@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
 
 from shardkit.config.schema import Config
 from shardkit.log import get_logger
@@ -101,6 +104,22 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager:
     if config.mode == "fsdp" or precision.param in (None, torch.float32):
         return nullcontext()
     return torch.autocast(device.type, dtype=precision.param)
+
+
+def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Let the model's forward run under `autocast`, with outputs in the output dtype. In place; for DDP or one process
+    where nobody else opens that context."""
+    precision, forward = of(config), model.forward
+    if isinstance(autocast(config, device), nullcontext):
+        return
+
+    @wraps(forward)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with autocast(config, device):
+            output = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda t: t.to(precision.output) if t.is_floating_point() else t, output)
+
+    model.forward = under_autocast
 
 
 def upcast_(model: nn.Module) -> list[str]:
