@@ -1,0 +1,188 @@
+"""`shardkit launch train.py`: reads the flags, finds the configuration, checks what it can, starts the ranks."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from shardkit.errors import ConfigError, UsageError
+
+
+class LaunchCommand(TyperCommand):
+    """Everything after the script, or after `-m module`, belongs to the script."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, split_after_module(args, self._options_with_a_value()))
+
+    def _options_with_a_value(self) -> set[str]:
+        return {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
+
+
+def split_after_module(arguments: list[str], with_value: set[str]) -> list[str]:
+    """The command line with `--` after `-m module`, so that no option of the module is taken for one of ours."""
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
+        name = arguments[index]
+        if name in {"-m", "--module"}:
+            return [*arguments[: index + 2], "--", *arguments[index + 2 :]]
+        index += 2 if name in with_value else 1
+    return arguments
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(
+    cls=LaunchCommand, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+)
+def launch(
+    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENTS]...", show_default=False)] = None,
+    module: Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "--config-file", "--config_file", help="The YAML; else it is looked for.")
+    ] = None,
+    processes: Annotated[
+        str | None,
+        typer.Option("-n", "--num-processes", "--num_processes", help="Number of ranks, over all machines together."),
+    ] = None,
+    machines: Annotated[
+        str | None, typer.Option("--num-machines", "--num_machines", help="Number of machines.")
+    ] = None,
+    machine_rank: Annotated[
+        str | None, typer.Option("--machine-rank", "--machine_rank", help="This machine's number, from 0.")
+    ] = None,
+    main: Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")] = None,
+    main_ip: Annotated[
+        str | None, typer.Option("--main-process-ip", "--main_process_ip", help="As --main, the host alone.")
+    ] = None,
+    main_port: Annotated[
+        str | None, typer.Option("--main-process-port", "--main_process_port", help="As --main, the port alone.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", "--use-cpu", "--use_cpu", help="Run on the CPU.")] = False,
+    mixed_precision: Annotated[
+        str | None, typer.Option("--mixed-precision", "--mixed_precision", help="no, fp16 or bf16.")
+    ] = None,
+    fsdp: Annotated[
+        str | None, typer.Option("--fsdp", help='Strategy and options in the Trainer\'s words: "full shard auto_wrap".')
+    ] = None,
+    fsdp_config: Annotated[
+        Path | None,
+        typer.Option("--fsdp-config", "--fsdp_config", help="JSON or YAML with FSDP settings in the Trainer's words."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path of one.")
+    ] = None,
+    restarts: Annotated[
+        str | None, typer.Option("--restarts", "--max-restarts", "--max_restarts", help="Starts after a failure.")
+    ] = None,
+    logs: Annotated[str | None, typer.Option("--logs", metavar="DIR", help="Folder for every rank's output.")] = None,
+    show: Annotated[str | None, typer.Option("--show", help="Whose output to show: all, or ranks like 0,1.")] = None,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Record the real peak of memory per rank.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
+) -> None:
+    """Start SCRIPT on several ranks. All that follows the script belongs to the script."""
+    from shardkit.launch import flags
+
+    said = {
+        "num_processes": processes,
+        "num_machines": machines,
+        "machine_rank": machine_rank,
+        "main_process_ip": main_ip,
+        "main_process_port": main_port,
+        "use_cpu": "true" if cpu else None,
+        "mixed_precision": mixed_precision,
+        "shardkit.checkpoint.resume": resume,
+        "shardkit.launch.max_restarts": restarts,
+        "shardkit.launch.log_dir": logs,
+        "shardkit.launch.show": show,
+    }
+    chosen = {name: value for name, value in said.items() if value is not None}
+    problems: list[str] = []
+    for read, argument in (
+        (flags.main_settings, main),
+        (flags.fsdp_settings, fsdp),
+        (flags.fsdp_file_settings, fsdp_config),
+        (flags.settings_of, settings),
+    ):
+        try:
+            chosen |= read(argument) if argument else {}  # type: ignore[arg-type]
+        except (ConfigError, UsageError) as error:
+            problems += str(error).splitlines()
+    command = [module, *(script or [])] if module else list(script or [])
+    start(command, bool(module), config, chosen, problems, dry_run, as_json, not no_prefix, measure)
+
+
+def start(
+    command: list[str],
+    is_module: bool,
+    path: Path | None,
+    settings: dict[str, str],
+    problems: list[str],
+    dry_run: bool,
+    as_json: bool,
+    has_prefix: bool,
+    measure: bool,
+) -> None:
+    """From flags to running ranks: check, describe, run."""
+    import json
+
+    from shardkit import env
+    from shardkit.launch import elastic, spec
+
+    loaded, machine = checked(command, is_module, path, settings, problems)
+    launched = spec.launch_spec(
+        loaded.config,
+        command[0],
+        command[1:],
+        is_module=is_module,
+        config_name=str(loaded.path) if loaded.path else "defaults for this machine",
+        cores=machine.cores,
+        has_prefix=has_prefix,
+        measure=measure,
+        variables=env.copy(),
+    )
+    if dry_run:
+        print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched))
+    else:
+        elastic.run(launched)
+
+
+def checked(
+    command: list[str], is_module: bool, path: Path | None, settings: dict[str, str], said: list[str]
+) -> tuple[Any, Any]:
+    """The configuration and the machine, after every check; raises all problems at once, prints the notes."""
+    from shardkit import env
+    from shardkit.config import files, hardware
+    from shardkit.launch import environment, preflight, spec
+    from shardkit.launch.preflight import Machine, Problem
+
+    problems = [Problem(text) for text in said]
+    if command:
+        problems += preflight.script_problems(command[0], is_module)
+    else:
+        problems.append(Problem("launch: no script is named; write: shardkit launch SCRIPT [ARGUMENTS]..."))
+    try:
+        loaded = files.resolve(path, settings)
+    except ConfigError as error:
+        preflight.raise_all([*problems, *(Problem(text) for text in error.problems)])
+        raise
+    variables = env.copy()
+    found = hardware.detect()
+    machine = Machine(tuple(device.name for device in found.devices), found.cores)
+    preflight.raise_all([*problems, *preflight.run_problems(loaded.config, machine, variables)])
+    device = spec.device_of(loaded.config)
+    source = "" if is_module else Path(command[0]).read_text(errors="replace") if Path(command[0]).is_file() else ""
+    for note in (
+        *loaded.notes,
+        preflight.core_warning(loaded.config, machine),
+        environment.cpu_note(loaded.config, device, source),
+    ):
+        if note:
+            typer.echo(note, err=True)
+    return loaded, machine

@@ -1,0 +1,136 @@
+"""The variables of every rank: ours, and those that make Accelerate and the Trainer follow the same file."""
+
+from collections.abc import Mapping
+
+from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
+from shardkit.launch import names
+
+
+def rank_variables(
+    config: Config, device: str, ranks_here: int, cores: int, measure: bool, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """What is set for the ranks on top of the `inherited` variables."""
+    variables = {
+        names.NUM_PROCESSES: str(config.num_processes),
+        names.STOP_TIMEOUT_S: f"{config.shardkit.launch.stop_timeout_s:g}",
+        "OMP_NUM_THREADS": str(threads_of(config, ranks_here, cores, inherited)),
+        "PYTHONFAULTHANDLER": "1",
+    }
+    if config.gpu_ids and config.gpu_ids.strip().lower() != "all":
+        variables["CUDA_VISIBLE_DEVICES"] = config.gpu_ids.replace(" ", "")
+    if device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if config.debug:
+        variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    if measure:
+        variables[names.MEASURE] = "1"
+    return variables | accelerate_variables(config, device)
+
+
+def threads_of(config: Config, ranks_here: int, cores: int, inherited: Mapping[str, str]) -> int:
+    """OMP_NUM_THREADS: as configured, else as the user's shell has it, else this machine's cores shared out."""
+    chosen = config.shardkit.launch.threads_per_rank
+    if chosen:
+        return chosen
+    given = inherited.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores // max(1, ranks_here))
+
+
+def accelerate_variables(config: Config, device: str) -> dict[str, str]:
+    """What `accelerate launch` would set for the same configuration.
+
+    Accelerate shards on accelerators only: on the CPU the same script runs as DDP there (see `cpu_note`).
+    """
+    variables = {
+        "ACCELERATE_MIXED_PRECISION": config.mixed_precision,
+        "ACCELERATE_USE_CPU": _flag(device == "cpu"),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(config.shardkit.gradient_accumulation_steps),
+    }
+    if config.debug:
+        variables["ACCELERATE_DEBUG_MODE"] = "true"
+    if config.enable_cpu_affinity:
+        variables["ACCELERATE_CPU_AFFINITY"] = "1"
+    if config.shardkit.compile:
+        variables["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
+    if config.downcast_bf16:
+        variables["ACCELERATE_DOWNCAST_BF16"] = "true"
+    if shards(config) and device == "cuda":
+        variables |= {"ACCELERATE_USE_FSDP": "true", **fsdp_variables(config.fsdp), **mesh_variables(config)}
+    return variables
+
+
+def shards(config: Config) -> bool:
+    """Whether the configuration splits the model; NO_SHARD is DDP, which Accelerate picks by itself."""
+    is_fsdp = config.distributed_type is DistributedType.FSDP
+    return is_fsdp and config.fsdp.sharding_strategy is not ShardingStrategy.NO_SHARD
+
+
+def fsdp_variables(fsdp: FsdpConfig) -> dict[str, str]:
+    """Accelerate's FSDP_* for this section."""
+    keeps_whole = fsdp.auto_wrap_policy is WrapPolicy.NO_WRAP
+    by_size = fsdp.auto_wrap_policy is WrapPolicy.SIZE_BASED_WRAP
+    variables = {
+        "FSDP_VERSION": str(fsdp.version),
+        "FSDP_SHARDING_STRATEGY": fsdp.sharding_strategy.value,
+        "FSDP_RESHARD_AFTER_FORWARD": _reshard(fsdp),
+        "FSDP_OFFLOAD_PARAMS": _flag(fsdp.offload_params),
+        "FSDP_AUTO_WRAP_POLICY": "NO_WRAP" if keeps_whole else fsdp.auto_wrap_policy.value,
+        "FSDP_BACKWARD_PREFETCH": fsdp.backward_prefetch.value,
+        "FSDP_FORWARD_PREFETCH": _flag(fsdp.forward_prefetch),
+        "FSDP_STATE_DICT_TYPE": fsdp.state_dict_type.value,
+        "FSDP_USE_ORIG_PARAMS": _flag(fsdp.use_orig_params),
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": _flag(fsdp.cpu_ram_efficient_loading),
+        "FSDP_SYNC_MODULE_STATES": _flag(fsdp.sync_module_states or fsdp.cpu_ram_efficient_loading),
+        "FSDP_ACTIVATION_CHECKPOINTING": _flag(fsdp.activation_checkpointing),
+    }
+    if by_size:
+        variables["FSDP_MIN_NUM_PARAMS"] = str(fsdp.min_num_params)
+    if fsdp.transformer_layer_cls_to_wrap:
+        variables["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(fsdp.transformer_layer_cls_to_wrap)
+    if fsdp.ignored_modules:
+        variables["FSDP_IGNORED_MODULES"] = fsdp.ignored_modules
+    return variables
+
+
+def mesh_variables(config: Config) -> dict[str, str]:
+    """The hybrid strategies in Accelerate's words: a mesh of copies and shards (its FSDP version 2 only)."""
+    if not config.fsdp.sharding_strategy.is_hybrid or config.fsdp.version == 1:
+        return {}
+    mesh = config.shardkit.mesh
+    if mesh.replicate_size:
+        copies = mesh.replicate_size
+    elif mesh.shard_size:
+        copies = config.num_processes // mesh.shard_size
+    else:
+        copies = config.num_machines
+    return {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(copies),
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(config.num_processes // copies),
+        "PARALLELISM_CONFIG_TP_SIZE": "1",
+        "PARALLELISM_CONFIG_CP_SIZE": "1",
+    }
+
+
+def cpu_note(config: Config, device: str, source: str) -> str | None:
+    """What a script on Accelerate or the Trainer must know on the CPU; None where there is nothing to say."""
+    uses_peer = any(
+        f"{word} {name}" in source for word in ("import", "from") for name in ("accelerate", "transformers")
+    )
+    if device != "cpu" or not shards(config) or not uses_peer or "shardkit" in source:
+        return None
+    return (
+        "note: Accelerate and the Transformers Trainer do not shard on the CPU; "
+        f"this script runs there as DDP, and as {config.fsdp.sharding_strategy.value} on GPUs."
+    )
+
+
+def _reshard(fsdp: FsdpConfig) -> str:
+    if fsdp.version == 1:
+        return fsdp.sharding_strategy.value
+    chosen = fsdp.reshard_after_forward
+    return _flag(fsdp.sharding_strategy.reshards_after_forward if chosen is None else chosen)
+
+
+def _flag(value: bool) -> str:
+    return str(value).lower()

@@ -1,0 +1,104 @@
+"""An exception of a training script as a record: its kind, words, line, and whether it only says that a peer left."""
+
+import re
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from shardkit.errors import EXIT_INTERRUPTED, ShardkitError
+from shardkit.launch.records import RankError
+
+LOST_PEER = re.compile(
+    r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|broken pipe|socket closed|remote process exited"
+    r"|ncclremoteerror|failed to recv, got 0 bytes|connection was likely closed|timed out waiting \d+ms for"
+    r"|store.*(?:closed|shut ?down)|(?:read|write) error .*peer|no response from (?:remote )?peer|peer .*is gone",
+    re.IGNORECASE,
+)
+"""How gloo, NCCL and the TCP store say that the other side is gone. What matches is a consequence, not a cause."""
+
+
+def describe(rank: int, error: BaseException, own_files: set[str]) -> RankError:
+    """The record of an exception that ended a rank; `own_files` are the launcher's own, left out of the traceback."""
+    root = root_of(error)
+    shown = root if is_lost_peer(error) and not is_lost_peer(root) else error
+    return RankError(
+        rank=rank,
+        kind=type(shown).__name__,
+        message=words_of(shown),
+        where=where_of(shown.__traceback__, own_files),
+        traceback=render(error, own_files),
+        exit_code=exit_code_of(error),
+        is_lost_peer=is_lost_peer(root),
+        time_s=time.monotonic(),
+    )
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The first exception of a chain: what `raise ... from` or an `except` block started with."""
+    seen = {id(error)}
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None or id(before) in seen:
+            return error
+        seen.add(id(before))
+        error = before
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception only says that another rank is gone."""
+    return isinstance(error, (RuntimeError, OSError, ConnectionError)) and bool(LOST_PEER.search(str(error)))
+
+
+def words_of(error: BaseException) -> str:
+    """The message in at most three lines."""
+    if isinstance(error, SystemExit):
+        return f"the script ended itself with sys.exit({error.code!r})"
+    lines = [line.rstrip() for line in str(error).strip().splitlines() if line.strip()]
+    return "\n".join(lines[:3])[:600]
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What Python would end the process with; shardkit's own errors bring their code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return error.exit_code if isinstance(error, ShardkitError) else 1
+
+
+def where_of(trace: TracebackType | None, own_files: set[str]) -> str:
+    """`file:line in function`, of the innermost line that the user wrote; "" where there is none."""
+    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename not in own_files]
+    written = [frame for frame in frames if is_users(frame.filename)] or frames
+    if not written:
+        return ""
+    frame = written[-1]
+    return f"{_short(frame.filename)}:{frame.lineno}" + ("" if frame.name == "<module>" else f" in {frame.name}")
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's own: not installed, not Python's, not shardkit's."""
+    path = Path(filename)
+    installed = {"site-packages", "dist-packages"} & set(path.parts) or re.search(r"/lib/python3\.\d+/", filename)
+    return not filename.startswith("<") and not installed and Path(__file__).parents[1] not in path.parents
+
+
+def render(error: BaseException, own_files: set[str]) -> str:
+    """The traceback as Python prints it, without the launcher's own lines."""
+    report = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = report
+    seen: set[int] = set()
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        kept = [frame for frame in part.stack if frame.filename not in own_files]
+        part.stack = traceback.StackSummary.from_list(kept)
+        part = part.__cause__ or part.__context__
+    return "".join(report.format())
+
+
+def _short(filename: str) -> str:
+    try:
+        return str(Path(filename).resolve().relative_to(Path.cwd().resolve()))
+    except (ValueError, OSError):
+        return filename

@@ -1,0 +1,113 @@
+"""What the launch flags say, as settings: the keys of the YAML with their values as text."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ConfigError, UsageError
+
+STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op", "no_shard")  # longest first
+
+
+def settings_of(pairs: list[str]) -> dict[str, str]:
+    """`--set key=value`, any number of times."""
+    wrong = [pair for pair in pairs if "=" not in pair or not pair.partition("=")[0].strip()]
+    if wrong:
+        raise UsageError(
+            "\n".join(f"--set: is key=value (got {pair!r}); write --set mixed_precision=bf16." for pair in wrong)
+        )
+    return {key.strip(): value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def fsdp_settings(text: str) -> dict[str, str]:
+    """The Trainer's `--fsdp "full shard auto_wrap offload"`: a strategy, how to wrap, where to keep parameters."""
+    words = "_".join(re.split(r"[\s,\-_]+", text.strip().lower()))
+    if words in {"", "false", "no", "none"}:
+        return {}
+    found: dict[str, str] = {"distributed_type": "FSDP"}
+    for part, settings in _PARTS.items():
+        without = re.sub(rf"(^|_){part}(?=_|$)", "", words)
+        if without != words and settings.keys().isdisjoint(found.keys() - {"distributed_type"}):
+            found |= settings
+            words = without
+    left = words.strip("_").replace("true", "").strip("_")
+    if left:
+        raise UsageError(
+            f"--fsdp: is a strategy and options (got {text!r}, of which {left!r} is unknown); "
+            f"use {', '.join(reversed(STRATEGIES))}, with auto_wrap, offload."
+        )
+    return found
+
+
+def fsdp_file_settings(path: Path) -> dict[str, str]:
+    """The Trainer's `--fsdp_config FILE` (JSON or YAML, with or without the prefix fsdp_), or an Accelerate file.
+
+    A folder stands for the one such file in it.
+    """
+    file = _the_file_in(path)
+    content = _read(file)
+    block = content.get("fsdp_config", content)
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"--fsdp-config: {file}: fsdp_config is a block of keys (got {block!r}).")
+    settings = {}
+    for key, value in block.items():
+        if key == "xla" or key.startswith("xla_"):
+            settings[key] = _as_text(value)
+        else:
+            settings[f"fsdp_config.{key if key.startswith('fsdp_') else f'fsdp_{key}'}"] = _as_text(value)
+    return settings
+
+
+def main_settings(address: str) -> dict[str, str]:
+    """`--main HOST:PORT`, `--main HOST`, `--main :PORT`."""
+    host, _, port = address.rpartition(":") if ":" in address and not address.endswith("]") else (address, "", "")
+    if port and not (port.isdigit() and int(port) <= 65535):
+        raise UsageError(f"--main: is HOST:PORT with a port up to 65535 (got {address!r}).")
+    settings = {"main_process_ip": host} if host else {}
+    return settings | ({"main_process_port": port} if port else {})
+
+
+def _the_file_in(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = sorted(file for suffix in ("json", "yaml", "yml") for file in path.glob(f"*.{suffix}"))
+    if len(found) == 1:
+        return found[0]
+    have = f"{len(found)}: {', '.join(file.name for file in found[:5])}" if found else "none"
+    raise ConfigError(
+        f"--fsdp-config: {path} is a folder and should hold one JSON or YAML file (got {have}); name the file."
+    )
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"--fsdp-config: {file} cannot be read ({error.strerror}); check the path.") from None
+    except ValueError as error:
+        raise ConfigError(f"--fsdp-config: {file} is not JSON: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--fsdp-config: {file} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--fsdp-config: {file}: is a block of keys (got {type(content).__name__}).")
+    return content
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(item) for item in value)
+    return json.dumps(value) if isinstance(value, Mapping) else "null" if value is None else str(value)
+
+
+_PARTS: dict[str, dict[str, str]] = {
+    **{name: {"fsdp_config.fsdp_sharding_strategy": name.upper()} for name in STRATEGIES},
+    "auto_wrap": {"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+    "offload": {"fsdp_config.fsdp_offload_params": "true"},
+}

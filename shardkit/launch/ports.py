@@ -1,0 +1,46 @@
+"""Which ports of this machine are taken, and by whom. Linux says it in /proc; elsewhere only that they are taken."""
+
+import errno
+import socket
+from pathlib import Path
+
+LISTENING = "0A"  # TCP_LISTEN of linux/net/tcp_states.h
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on the port now."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+    return True
+
+
+def owner(port: int, proc: Path = Path("/proc")) -> str:
+    """`pid 812 (jupyter)`, or "another process" where we may not see it."""
+    inodes = {inode for name in ("tcp", "tcp6") for inode in _listening(proc / "net" / name, port)}
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for process in proc.glob("[0-9]*"):
+        if wanted and _holds(process, wanted):
+            return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
+    return "another process"
+
+
+def _listening(table: Path, port: int) -> list[str]:
+    """Inodes of the sockets that listen on the port."""
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    except OSError:
+        return []
+    return [row[9] for row in rows if row[3] == LISTENING and int(row[1].rpartition(":")[2], 16) == port]
+
+
+def _holds(process: Path, sockets: set[str]) -> bool:
+    try:
+        return any(str(link.readlink()) in sockets for link in (process / "fd").iterdir())
+    except OSError:
+        return False

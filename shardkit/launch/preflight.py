@@ -1,0 +1,175 @@
+"""Everything that can be known to fail before a rank is started, all of it at once, without torch."""
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardkit.config.schema import Config
+from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError, ShardkitError
+from shardkit.launch import ports
+from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason not to start, and the exit code that it alone would give."""
+
+    text: str
+    exit_code: int = EXIT_CONFIG
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a launch must know of this machine."""
+
+    devices: tuple[str, ...]
+    cores: int
+
+
+def raise_all(problems: list[Problem]) -> None:
+    """One error with every problem; the configuration's exit code wins over the machine's."""
+    if not problems:
+        return
+    text = [problem.text for problem in problems]
+    text.append(f"{len(problems)} error{'s' if len(problems) > 1 else ''}. Nothing was started.")
+    only_machine = all(problem.exit_code == EXIT_MACHINE for problem in problems)
+    error: ShardkitError = MachineError("\n".join(text)) if only_machine else ConfigError(text)
+    raise error
+
+
+def script_problems(script: str, is_module: bool) -> list[Problem]:
+    """Whether the script is there to be run."""
+    if is_module:
+        return [] if _module_exists(script) else [Problem(f"launch: module {script} is not found; check its name.")]
+    path = Path(script)
+    if path.is_file() or (path.is_dir() and (path / "__main__.py").is_file()):
+        return []
+    what = "is a folder without __main__.py" if path.is_dir() else "does not exist"
+    return [Problem(f"launch: script {script} {what} (in {Path.cwd().name}/); {_near(path)}")]
+
+
+def run_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
+    """Whether this machine can run what a valid configuration asks for."""
+    return [
+        *machines_problems(config),
+        *device_problems(config, machine, variables),
+        *port_problems(config),
+        *show_problems(config),
+    ]
+
+
+def machines_problems(config: Config) -> list[Problem]:
+    """Whether the ranks divide over the machines, and this one knows its number and machine 0."""
+    found = []
+    machines = config.num_machines
+    if config.num_processes % machines:
+        per = max(1, config.num_processes // machines)
+        found.append(
+            f"launch: num_processes {config.num_processes} cannot be shared equally by {machines} machines; "
+            f"it counts all machines together, so set it to {per * machines} for {per} each."
+        )
+    if config.machine_rank >= machines:
+        found.append(
+            f"launch: machine_rank counts from 0, so with num_machines {machines} it is at most {machines - 1} "
+            f"(got {config.machine_rank}); give --machine-rank."
+        )
+    if machines > 1 and not config.main_process_ip:
+        found.append(f"launch: {machines} machines need the address of machine 0; give --main HOST:PORT.")
+    return [Problem(text) for text in found]
+
+
+def device_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
+    """Whether there are as many devices here as ranks."""
+    device, wanted = device_of(config), config.num_processes // config.num_machines
+    if device == "xla":
+        missing = find_spec("torch_xla") is None
+        text = (
+            "launch: distributed_type XLA needs the package torch_xla, which is not installed; install it on the TPU."
+        )
+        return [Problem(text, EXIT_MACHINE)] if missing else []
+    if device == "cpu" or wanted <= len(machine.devices):
+        return []
+    have = f"{len(machine.devices)} GPU{'s' if len(machine.devices) != 1 else ''}" if machine.devices else "no GPU"
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    check = f' or check CUDA_VISIBLE_DEVICES (now "{visible}")' if visible is not None else ""
+    fewer = f"set it to {len(machine.devices) * config.num_machines}, or " if machine.devices else ""
+    scope = "" if config.num_machines == 1 else f", {wanted} of them on each machine,"
+    text = (
+        f"launch: num_processes is {config.num_processes}{scope} but this machine has {have}; "
+        f"{fewer}pass --cpu to run on the CPU{check}."
+    )
+    return [Problem(text, EXIT_MACHINE)]
+
+
+def port_problems(config: Config) -> list[Problem]:
+    """Whether the port of the rendezvous is free, where this machine is the one to open it."""
+    meeting = rendezvous_of(config)
+    if meeting.port == 0 or config.machine_rank != 0 or not _is_here(meeting.host) or ports.is_free(meeting.port):
+        return []
+    text = (
+        f"launch: port {meeting.port} is in use by {ports.owner(meeting.port)}; "
+        f"choose another with --main {meeting.host}:PORT"
+        + (", or leave the port out and a free one is taken." if config.num_machines == 1 else ".")
+    )
+    return [Problem(text, EXIT_MACHINE)]
+
+
+def show_problems(config: Config) -> list[Problem]:
+    """Whether --show names ranks."""
+    show = config.shardkit.launch.show
+    try:
+        ranks = shown_ranks(show) or frozenset()
+    except ValueError:
+        return [Problem(f"launch: show: is all, or ranks with commas (got {show!r}); write it like --show 0,1.")]
+    beyond = sorted(rank for rank in ranks if not 0 <= rank < config.num_processes)
+    if not beyond:
+        return []
+    return [Problem(f"launch: show: there is no rank {beyond[0]} among {config.num_processes}; the first one is 0.")]
+
+
+def core_warning(config: Config, machine: Machine) -> str | None:
+    """What is worth saying about many ranks on few cores; None where there is nothing."""
+    ranks_here = config.num_processes // config.num_machines
+    if device_of(config) != "cpu" or ranks_here <= machine.cores:
+        return None
+    return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; they run, and they wait for one another."
+
+
+def _module_exists(name: str) -> bool:
+    """Whether Python finds the module, without running any code of its package."""
+    top, *rest = name.split(".")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None or not rest:
+        return found is not None
+    places = [Path(place).joinpath(*rest) for place in found.submodule_search_locations or ()]
+    return any(place.is_dir() or list(place.parent.glob(f"{place.name}.*")) for place in places)
+
+
+def _near(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else None
+    if folder is None:
+        return f"the folder {path.parent} does not exist either."
+    names = [entry.name for entry in folder.glob("*.py")]
+    near = get_close_matches(path.name, names, 1)
+    return f"did you mean {folder / near[0]}?" if near else "check the path."
+
+
+def _is_here(host: str) -> bool:
+    if host in {"localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname()}:
+        return True
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((socket.gethostbyname(host), 0))
+            return True
+    except OSError:
+        return False

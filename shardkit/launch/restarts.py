@@ -1,0 +1,62 @@
+"""When ranks are started again after a failure, and when that is given up."""
+
+from dataclasses import dataclass, field
+
+from shardkit.errors import EXIT_CONFIG, EXIT_INTERRUPTED, HangError, Preempted, RankFailure, ShardkitError
+
+WITHOUT_CHECKPOINT = 3
+"""Restarts in a row without a new checkpoint after which a run is given up: it would fail at the same step for ever."""
+
+
+@dataclass
+class Restarts:
+    """The restarts of one run: how many there may be, what each was for, and whether they get anywhere."""
+
+    allowed: int
+    number: int = 0
+    causes: list[str] = field(default_factory=list)
+    newest_step: int = -1
+    in_vain: int = 0
+
+    def saw_checkpoint(self, step: int) -> None:
+        """The newest complete checkpoint after an attempt; -1: none."""
+        if step > self.newest_step:
+            self.newest_step, self.in_vain = step, 0
+
+    def allows(self, error: ShardkitError) -> bool:
+        """Whether the ranks may be started again after this error."""
+        return is_worth_repeating(error) and self.number < self.allowed and self.in_vain < WITHOUT_CHECKPOINT
+
+    def count(self, error: ShardkitError) -> None:
+        """One more restart, because of this error."""
+        self.number += 1
+        self.in_vain += 1
+        self.causes.append(first_line(error))
+
+    def announcement(self) -> str:
+        """The line before the ranks are started again."""
+        resumed = f"from step {self.newest_step}" if self.newest_step >= 0 else "no checkpoint yet"
+        return f"{self.causes[-1]}\nlaunch: restart {self.number} of {self.allowed}, {resumed}"
+
+    def final(self, error: ShardkitError) -> ShardkitError:
+        """The error that the run ends with, after the causes of all restarts."""
+        if not self.causes or not is_worth_repeating(error):
+            return error
+        reason = (
+            f"{self.in_vain} in a row without a new checkpoint" if self.in_vain >= WITHOUT_CHECKPOINT else "all used"
+        )
+        earlier = [f"  restart {number}: {cause}" for number, cause in enumerate(self.causes, 1)]
+        lines = [str(error), f"launch: given up after {self.number} restarts ({reason}); their causes:", *earlier]
+        return RankFailure("\n".join(lines), error.exit_code)
+
+
+def is_worth_repeating(error: ShardkitError) -> bool:
+    """Whether the same start could go better: not after a wrong configuration, nor after being told to stop."""
+    if isinstance(error, Preempted):
+        return False
+    return isinstance(error, (RankFailure, HangError)) and error.exit_code not in (EXIT_CONFIG, EXIT_INTERRUPTED)
+
+
+def first_line(error: ShardkitError) -> str:
+    """The cause in one line."""
+    return str(error).splitlines()[0].removeprefix("launch: ")

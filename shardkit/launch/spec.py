@@ -1,0 +1,181 @@
+"""One launch as a plain value: what runs, on how many ranks, with which variables. `--dry-run` prints it."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from shardkit.config.schema import Config, DistributedType, LaunchConfig
+from shardkit.launch.environment import rank_variables
+
+DEFAULT_PORT = 29500  # torch's own default for several machines
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How the machines of a run find one another. Port 0: a free one, chosen when the run starts."""
+
+    backend: str
+    host: str
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything that `elastic.run` needs to know."""
+
+    script: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    world_size: int
+    ranks_here: int
+    num_machines: int
+    machine_rank: int
+    device: str
+    backend: str
+    rendezvous: Rendezvous
+    config_name: str
+    strategy: str
+    mixed_precision: str
+    launch: LaunchConfig
+    environment: dict[str, str]
+    config: Config
+    has_prefix: bool = True
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command line of every rank."""
+        script = ("-m", self.script) if self.is_module else (self.script,)
+        return (sys.executable, "-m", "shardkit.launch.bootstrap", *script, *self.arguments)
+
+    @property
+    def shown_ranks(self) -> frozenset[int] | None:
+        """The ranks whose output reaches the screen; None: all."""
+        return shown_ranks(self.launch.show)
+
+    @property
+    def first_rank(self) -> int:
+        """The rank with local rank 0 on this machine."""
+        return self.machine_rank * self.ranks_here
+
+
+def launch_spec(
+    config: Config,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    is_module: bool = False,
+    config_name: str = "defaults",
+    cores: int = 1,
+    has_prefix: bool = True,
+    measure: bool = False,
+    variables: dict[str, str] | None = None,
+) -> LaunchSpec:
+    """The launch that a valid configuration asks for; `variables` are those that the ranks would inherit."""
+    device = device_of(config)
+    ranks_here = config.num_processes // config.num_machines
+    return LaunchSpec(
+        script=script,
+        is_module=is_module,
+        arguments=tuple(arguments),
+        world_size=config.num_processes,
+        ranks_here=ranks_here,
+        num_machines=config.num_machines,
+        machine_rank=config.machine_rank,
+        device=device,
+        backend={"cpu": "gloo", "cuda": "nccl"}.get(device, device),
+        rendezvous=rendezvous_of(config),
+        config_name=config_name,
+        strategy=strategy_of(config),
+        mixed_precision=config.mixed_precision,
+        launch=config.shardkit.launch,
+        environment=rank_variables(config, device, ranks_here, cores, measure, variables or {}),
+        config=config,
+        has_prefix=has_prefix and config.num_processes > 1,
+    )
+
+
+def device_of(config: Config) -> str:
+    """The kind of device that the ranks run on: cpu, cuda or xla."""
+    if config.distributed_type is DistributedType.XLA or config.xla:
+        return "xla"
+    return "cpu" if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU else "cuda"
+
+
+def rendezvous_of(config: Config) -> Rendezvous:
+    """On one machine a free port of its own; on several, what the configuration says."""
+    if config.num_machines == 1 and not config.main_process_port:
+        return Rendezvous("c10d", "localhost", 0)
+    host = config.main_process_ip or "localhost"
+    return Rendezvous(config.rdzv_backend, host, config.main_process_port or DEFAULT_PORT)
+
+
+def strategy_of(config: Config) -> str:
+    """How ranks share the work, in the words of the configuration."""
+    if config.distributed_type is not DistributedType.FSDP:
+        return config.distributed_type.value
+    fsdp = config.fsdp
+    classes = ", ".join(fsdp.transformer_layer_cls_to_wrap)
+    wrap = f", wrap {classes}" if classes else ""
+    return f"FSDP {fsdp.sharding_strategy.value}{', CPU offload' if fsdp.offload_params else ''}{wrap}"
+
+
+def shown_ranks(show: str) -> frozenset[int] | None:
+    """`all` or `0,2` as a set of ranks; None: all. Raises ValueError for anything else."""
+    if show.strip().lower() == "all":
+        return None
+    return frozenset(int(word) for word in show.split(",") if word.strip())
+
+
+def headline(spec: LaunchSpec, log_dir: str) -> str:
+    """The one line that every launch prints."""
+    from shardkit import __version__
+
+    machines = f"{spec.num_machines} machine{'s' if spec.num_machines > 1 else ''} x {spec.ranks_here}"
+    port = spec.rendezvous.endpoint if spec.num_machines > 1 else spec.rendezvous.port or "any free"
+    return " | ".join(
+        [
+            f"shardkit {__version__}",
+            spec.config_name,
+            f"{spec.strategy}, {'fp32' if spec.mixed_precision == 'no' else spec.mixed_precision}",
+            machines,
+            f"torch {_version('torch')} {spec.backend}",
+            f"port {port}",
+            f"logs {log_dir}",
+        ]
+    )
+
+
+def as_json(spec: LaunchSpec) -> dict[str, Any]:
+    """The launch in JSON's types."""
+    fields = {name: value for name, value in vars(spec).items() if name not in {"config", "launch", "rendezvous"}}
+    fields["arguments"] = list(spec.arguments)
+    return {
+        **fields,
+        "command": list(spec.command),
+        "rendezvous": asdict(spec.rendezvous),
+        "launch": spec.launch.model_dump(mode="json"),
+        "config": spec.config.model_dump(mode="json", by_alias=True),
+    }
+
+
+def as_text(spec: LaunchSpec) -> str:
+    """The launch for a reader: the line, the command of a rank, its variables."""
+    variables = [f"  {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
+    command = shlex.join(spec.command).replace(sys.executable, Path(sys.executable).name, 1)
+    lines = [headline(spec, spec.launch.log_dir or "runs/<time>"), f"every rank runs  {command}", "with"]
+    return "\n".join([*lines, *variables, "Nothing was started (--dry-run)."])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,207 @@
+"""A thread of the launcher that knows every rank's state: ended or not, stopped or not, how long without progress.
+
+It ends what would otherwise stay: ranks that survive the failure of another, ranks that were told to stop and do not,
+and a run in which nobody moves any more.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardkit.errors import EXIT_PREEMPTED
+from shardkit.launch import records
+from shardkit.launch.records import Place
+
+POLL_S = 0.05
+CHECK_S = 1.0
+SURVIVOR_GRACE_S = 5.0
+"""How long ranks may outlive the failure of another: time to notice it and to say so in their logs."""
+STACKS_S = 1.5
+"""How long ranks have to write their stacks before a hung run is ended."""
+
+
+@dataclass
+class Rank:
+    """What is known of one rank's process."""
+
+    place: Place
+    exit_code: int | None = None
+    ended_s: float | None = None
+    is_gone: bool = False
+    stopped_since_s: float | None = None
+    was_killed: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.exit_code is None and not self.is_gone
+
+
+@dataclass
+class Hang:
+    """A run in which nobody moves: who stopped first, and the table of all ranks."""
+
+    first: int
+    table: str
+
+
+@dataclass
+class Stop:
+    """A wish to end the run, from a signal."""
+
+    number: int
+    timeout_s: float
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class Watch:
+    """Watches the ranks whose places are in `folder`, from `start` to `close`."""
+
+    def __init__(self, folder: Path, hang_timeout_s: float, stop_timeout_s: float) -> None:
+        self.folder, self.hang_timeout_s, self.stop_timeout_s = folder, hang_timeout_s, stop_timeout_s
+        self.ranks: dict[int, Rank] = {}
+        self.hang: Hang | None = None
+        self.stop: Stop | None = None
+        self._failed_s: float | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look once more and end; `ranks` stays as it is."""
+        self._closing.set()
+        self._thread.join()
+
+    def tell_to_stop(self, number: int) -> None:
+        """Hand a signal to every rank; the second time, end them all. Called from a signal handler: takes no lock."""
+        if self.stop is None:
+            self.stop = Stop(number, SURVIVOR_GRACE_S if number == signal.SIGINT else self.stop_timeout_s)
+            for place in records.read_places(self.folder).values():
+                _send(place.pid, number)
+        else:
+            self.kill_all()
+
+    def kill_all(self) -> None:
+        """SIGKILL to every rank that still runs."""
+        for rank in list(self.ranks.values()):
+            if rank.runs:
+                rank.was_killed = True
+                _send(rank.place.pid, signal.SIGKILL)
+
+    def _run(self) -> None:
+        checked_s = 0.0
+        while not self._closing.wait(POLL_S):
+            self._look()
+            now = time.monotonic()
+            if now - checked_s >= CHECK_S:
+                checked_s = now
+                self._end_what_stays(now)
+        self._look()
+
+    def _look(self) -> None:
+        """Renew places and exit codes."""
+        for number, place in records.read_places(self.folder).items():
+            known = self.ranks.get(number)
+            if known is None or known.place.pid != place.pid:
+                self.ranks[number] = known = Rank(place)
+                if self.stop is not None:  # it came up after the signal had gone round
+                    _send(place.pid, self.stop.number)
+            known.place = place
+            if known.runs:
+                self._look_at_exit(known)
+
+    def _look_at_exit(self, rank: Rank) -> None:
+        try:
+            # WNOWAIT leaves the process to torch elastic, which is its parent in this same process.
+            status = os.waitid(os.P_PID, rank.place.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # torch elastic has taken it already
+            rank.is_gone, rank.ended_s = True, time.monotonic()
+            return
+        if status is None:
+            return
+        rank.ended_s = time.monotonic()
+        rank.exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        if rank.exit_code not in (0, EXIT_PREEMPTED) and self._failed_s is None:
+            self._failed_s = rank.ended_s
+
+    def _end_what_stays(self, now: float) -> None:
+        if self._failed_s is None and any(self.folder.glob("rank-*.error")):
+            self._failed_s = now
+        stop_is_over = self.stop is not None and now - self.stop.since_s > self.stop.timeout_s
+        grace_is_over = self._failed_s is not None and now - self._failed_s > self._grace_s()
+        if stop_is_over or grace_is_over:
+            self.kill_all()
+        elif self.stop is None and self._failed_s is None and self.hang is None:
+            self._find_hang(now)
+
+    def _grace_s(self) -> float:
+        """After a failure a few seconds; a preempted run's ranks wait for one another as long as a stop may take."""
+        preempted = any(error.exit_code == EXIT_PREEMPTED for error in records.read_errors(self.folder).values())
+        return self.stop_timeout_s if preempted else SURVIVOR_GRACE_S
+
+    def _find_hang(self, now: float) -> None:
+        running = {number: rank for number, rank in self.ranks.items() if rank.runs}
+        for rank in running.values():
+            stopped = process_state(rank.place.pid) in {"T", "t"}
+            rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
+        hung = find_hung(running, self.hang_timeout_s, now)
+        if hung is None:
+            return
+        table = render_table(self.ranks, now)
+        for rank in running.values():
+            _send(rank.place.pid, signal.SIGUSR2)  # the stacks of all threads, into the rank's log
+        self._closing.wait(STACKS_S)
+        self.hang = Hang(hung, table)
+        self.kill_all()
+
+
+def find_hung(running: dict[int, Rank], timeout_s: float, now: float) -> int | None:
+    """The rank that stopped first, where no watched rank has moved for `timeout_s`; None where somebody moves.
+
+    A rank in a slow step is no hang while another still posts; a rank that is stopped from outside is one.
+    """
+    stopped = [
+        number for number, rank in running.items() if rank.stopped_since_s and now - rank.stopped_since_s > timeout_s
+    ]
+    watched = {number: rank for number, rank in running.items() if rank.place.is_watched}
+    ages = {number: now - rank.place.since_s for number, rank in watched.items()}
+    if stopped:
+        return min(stopped, key=lambda number: running[number].stopped_since_s or now)
+    if not ages or min(ages.values()) <= timeout_s:
+        return None
+    halted = [number for number in running if running[number].stopped_since_s]
+    return halted[0] if halted else min(watched, key=lambda n: (watched[n].place.step, watched[n].place.since_s))
+
+
+def render_table(ranks: dict[int, Rank], now: float) -> str:
+    """One line a rank: step, phase, seconds since it last moved."""
+    lines = []
+    for number in sorted(ranks):
+        rank = ranks[number]
+        if rank.runs:
+            state = "STOPPED (SIGSTOP)" if rank.stopped_since_s else ""
+            age = f"for {now - rank.place.since_s:.0f} s"
+        else:
+            state, age = f"ENDED with exit code {rank.exit_code or 0}", ""
+        line = f"  rank {number}  step {rank.place.step}  {rank.place.phase:<12} {age}  {state}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc: R running, S waiting, D disk, T stopped, Z ended; "" where it is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
