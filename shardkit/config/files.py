@@ -131,6 +131,19 @@ def digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def text_of_file(path: Path) -> str:
+    """The text of a configuration file. Raises ConfigError where there is none, or it is no text."""
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; name the YAML file in it.")
+    try:
+        with path.open("rb") as file:
+            data = file.read(document.MAX_BYTES + 1)
+    except OSError as error:
+        what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ConfigError(f"{path}: {what}; write one with: shardkit config --defaults -o {path}") from None
+    return document.decode(data, str(path))
+
+
 def _up_to_root(start: Path) -> list[Path]:
     """The folder and those above it, up to the one that holds the project; only the folder itself outside of one."""
     above = [start, *start.parents]
@@ -142,15 +155,7 @@ def _up_to_root(start: Path) -> list[Path]:
 
 
 def _file_layer(path: Path) -> Layer:
-    try:
-        if path.is_dir():
-            raise ConfigError(f"{path}: is a folder; name the YAML file in it.")
-        with path.open("rb") as file:
-            data = file.read(document.MAX_BYTES + 1)
-    except OSError as error:
-        what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigError(f"{path}: {what}; write one with: shardkit config --defaults -o {path}") from None
-    return file_layer(document.decode(data, str(path)), str(path))
+    return file_layer(text_of_file(path), str(path))
 
 
 def _loaded(layer: Layer, path: Path | None) -> Loaded:

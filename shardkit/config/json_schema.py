@@ -1,0 +1,72 @@
+"""A JSON Schema of the file, for editors that complete and check YAML."""
+
+from typing import Any
+
+from shardkit.config.foreign import INSTEAD
+from shardkit.config.keys import SYNONYMS, Key, Path, all_keys, sections
+from shardkit.config.schema import Config, FsdpConfig, Section, ShardingStrategy
+from shardkit.config.texts import text_of
+from shardkit.config.validation import choices_of
+
+_URI = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """What a file may hold. It takes every file that `dump` writes, and the usual other ways to write a value."""
+    schema = _block((), Config)
+    schema["properties"] |= {name: _unsupported(text) for name, text in INSTEAD.items()}
+    return {"$schema": _URI, "title": "shardkit configuration", **schema}
+
+
+def _block(path: Path, section: type[Section]) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        below = (*path, name)
+        inner = below in sections()
+        written = sections()[below][-1] if inner else all_keys()[below].yaml_path[-1]
+        rule = _optional_block(below, type(field.get_default())) if inner else _setting(all_keys()[below])
+        properties[written] = rule | {"description": text_of(section, name)}
+    if section is FsdpConfig:
+        properties |= _other_spellings(properties)
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _optional_block(path: Path, section: type[Section]) -> dict[str, Any]:
+    return {**_block(path, section), "type": ["object", "null"]}
+
+
+def _setting(key: Key) -> dict[str, Any]:
+    default = getattr(key.default, "value", key.default)
+    rule = {"default": default} if default is not None else {}
+    choices = choices_of(key.field)
+    kind = str(key.field.annotation)
+    if key.path == ("fsdp", "sharding_strategy"):
+        return {**rule, "enum": [*choices, *(strategy.number for strategy in ShardingStrategy)]}
+    if key.path == ("fsdp", "reshard_after_forward"):
+        return {"enum": [True, False, None, "yes", "no", *ShardingStrategy]}
+    if choices:
+        also = [False] if {"no", "NO"} & set(choices) else []
+        return {**rule, "enum": [*choices, *also, *([None] if default is None else [])]}
+    return {**rule, **_kind(kind)}
+
+
+def _kind(kind: str) -> dict[str, Any]:
+    words = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": ["string", "null"]}]}
+    if "dict" in kind:
+        return {"type": ["object", "null"]}
+    if "list" in kind:
+        return words
+    if "bool" in kind:
+        return {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["yes", "no", "true", "false"]}]}
+    if "int" in kind or "float" in kind:
+        return {"anyOf": [{"type": ["number", "null"]}, {"type": "string", "pattern": "^[0-9][0-9_,.e+]*[kKmMbB]?$"}]}
+    return {"type": ["string", "number", "null"]}
+
+
+def _other_spellings(properties: dict[str, Any]) -> dict[str, Any]:
+    spellings = SYNONYMS["fsdp_config"].items()
+    return {other: properties[name] | {"deprecated": True} for other, name in spellings}
+
+
+def _unsupported(text: str) -> dict[str, Any]:
+    return {"description": text, "deprecated": True, "enum": [None, {}, "", []]}

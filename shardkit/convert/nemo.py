@@ -1,0 +1,212 @@
+"""NeMo's model configurations with FSDP: the keys that say how to train sharded, as ours.
+
+A NeMo file describes the model and the optimizer as well; those stay in the training script, and are named as left out.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardkit.config import document, validation
+from shardkit.config.keys import Path
+from shardkit.config.layers import Entry, Layer, Origin
+from shardkit.config.schema import ShardingStrategy, StateDictType, read_bool, read_count
+from shardkit.convert.report import Conversion, Line
+
+_MARKS = {"megatron_amp_O2", "fsdp_grad_reduce_dtype", "fsdp_sharded_checkpoint"}
+_STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+    "grad": ShardingStrategy.SHARD_GRAD_OP,
+}
+_DTYPES = {"32": "fp32", "fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "fp16": "fp16"}
+_PRECISIONS = {"32": "no", "fp32": "no", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
+_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+Found = dict[Path, Any]
+
+
+class Refused(Exception):
+    """A value that cannot be had here; the message says what to do."""
+
+
+def is_nemo(data: Any) -> bool:
+    """Whether this is one of NeMo's files: its own keys, at the top or in its `model` block."""
+    blocks = [data, data.get("model")]
+    return any(
+        bool(_MARKS & set(block)) or isinstance(read_bool(block.get("fsdp")), bool)
+        for block in blocks
+        if isinstance(block, Mapping)
+    )
+
+
+def from_nemo(text: str, name: str) -> Conversion:
+    """What a NeMo file means for us, key by key. Raises ConfigError where it is no YAML."""
+    data = document.raw(document.compose(text, name))
+    layer, lines, others = Layer(), [], []
+    for key, value in _flat(data):
+        reading = _readings().get(_short(key))
+        if reading is None:
+            others.append(key)
+            continue
+        line, found = _read(key, value, reading)
+        lines.append(line)
+        layer.entries |= {path: Entry(said, Origin("file", name), key) for path, said in found.items()}
+    _count_processes(data, layer)
+    config, _ = validation.build(layer)
+    lines += [Line("", "refused", problem) for problem in layer.problems]
+    return Conversion(name, config, [*lines, *_left_out(others)])
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """All keys, dotted. A file whose blocks lost their indentation has `optim:` empty and `name:` beside it."""
+    flat: list[tuple[str, Any]] = []
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            flat += _flat(value, f"{prefix}{key}.")
+        elif value is not None or key != "optim":
+            flat.append((f"{prefix}{key}", value))
+    if data.get("optim", "") is None and "name" in data:
+        flat = [(f"{prefix}optim.name" if key == f"{prefix}name" else key, value) for key, value in flat]
+    return flat
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("model.")
+
+
+def _read(key: str, value: Any, reading: Callable[[Any], tuple[Found, str]]) -> tuple[Line, Found]:
+    try:
+        found, text = reading(value)
+    except Refused as problem:
+        return Line(key, "refused", f"{problem} (got {document.shortened(value)})"), {}
+    return Line(key, "changed" if found else "left out", text), found
+
+
+def _readings() -> dict[str, Callable[[Any], tuple[Found, str]]]:
+    return {
+        "fsdp": _fsdp,
+        "fsdp_sharding_strategy": _strategy,
+        "fsdp_grad_reduce_dtype": _reduce_dtype,
+        "fsdp_sharded_checkpoint": _state_dict_type,
+        "fsdp_use_orig_params": _use_orig_params,
+        "fsdp_cpu_offload": _offload,
+        "megatron_amp_O2": _amp_o2,
+        "optim.name": _optimizer,
+        "activations_checkpoint_granularity": _activation_checkpointing,
+        "trainer.precision": _precision,
+        "precision": _precision,
+        "trainer.accumulate_grad_batches": _accumulation,
+        "trainer.devices": _counted,
+        "trainer.num_nodes": _counted,
+        "seed": _seed,
+        **dict.fromkeys(_PARALLEL, _parallel),
+    }
+
+
+def _fsdp(value: Any) -> tuple[Found, str]:
+    if _yes(value):
+        return {("distributed_type",): "FSDP"}, "distributed_type: FSDP"
+    return {("distributed_type",): "MULTI_GPU"}, "distributed_type: MULTI_GPU (DDP)"
+
+
+def _strategy(value: Any) -> tuple[Found, str]:
+    strategy = _STRATEGIES.get(str(value).lower())
+    if strategy is None:
+        raise Refused("is not one of full, hybrid and grad")
+    return {("fsdp", "sharding_strategy"): strategy}, f"fsdp_sharding_strategy: {strategy.value}"
+
+
+def _reduce_dtype(value: Any) -> tuple[Found, str]:
+    dtype = _DTYPES.get(str(value).lower())
+    if dtype is None:
+        raise Refused("is not one of 32, bf16 and 16")
+    return {("shardkit", "precision", "reduce_dtype"): dtype}, f"shardkit.precision.reduce_dtype: {dtype}"
+
+
+def _state_dict_type(value: Any) -> tuple[Found, str]:
+    kind = StateDictType.SHARDED_STATE_DICT if _yes(value) else StateDictType.FULL_STATE_DICT
+    return {("fsdp", "state_dict_type"): kind}, f"fsdp_state_dict_type: {kind.value}"
+
+
+def _use_orig_params(value: Any) -> tuple[Found, str]:
+    text = "parameters always stay the original ones, so fine-tuning with frozen parameters needs no setting"
+    return {("fsdp", "use_orig_params"): _yes(value)}, f"fsdp_use_orig_params: {str(_yes(value)).lower()}; {text}"
+
+
+def _offload(value: Any) -> tuple[Found, str]:
+    return {("fsdp", "offload_params"): _yes(value)}, f"fsdp_offload_params: {str(_yes(value)).lower()}"
+
+
+def _amp_o2(value: Any) -> tuple[Found, str]:
+    if _yes(value):
+        raise Refused("megatron_amp_O2 does not work with FSDP; set it to False, and mixed_precision here")
+    return {}, "off, as FSDP needs it"
+
+
+def _optimizer(value: Any) -> tuple[Found, str]:
+    if str(value) == "distributed_fused_adam":
+        raise Refused("distributed_fused_adam shards on its own and does not work with FSDP; use fused_adam")
+    if str(value) == "fused_adam":
+        return {}, "your script makes the optimizer: torch.optim.AdamW(..., fused=True)"
+    return {}, f"your script makes the optimizer ({document.shortened(value)})"
+
+
+def _activation_checkpointing(value: Any) -> tuple[Found, str]:
+    if str(value).lower() == "full":
+        return {("fsdp", "activation_checkpointing"): True}, "fsdp_activation_checkpointing: true"
+    if value is None or str(value).lower() in {"none", "null", ""}:
+        return {}, "off"
+    raise Refused("only whole blocks are recomputed here; write full, or leave it out")
+
+
+def _precision(value: Any) -> tuple[Found, str]:
+    mixed = _PRECISIONS.get(str(value).lower())
+    if mixed is None:
+        raise Refused("is not one of 32, bf16 and 16")
+    return {("mixed_precision",): mixed}, f"mixed_precision: {mixed}"
+
+
+def _accumulation(value: Any) -> tuple[Found, str]:
+    path = ("shardkit", "gradient_accumulation_steps")
+    return {path: value}, f"shardkit.gradient_accumulation_steps: {value}"
+
+
+def _seed(value: Any) -> tuple[Found, str]:
+    return {("shardkit", "seed"): value}, f"shardkit.seed: {value}"
+
+
+def _parallel(value: Any) -> tuple[Found, str]:
+    if str(value) not in {"1", "None"}:
+        raise Refused("only data parallelism is done here; write 1")
+    return {}, "not used"
+
+
+def _counted(value: Any) -> tuple[Found, str]:
+    return {}, "counted in num_processes and num_machines"
+
+
+def _count_processes(data: Mapping[str, Any], layer: Layer) -> None:
+    """NeMo counts devices per machine; num_processes is the total."""
+    trainer = data.get("trainer")
+    if not isinstance(trainer, Mapping):
+        return
+    machines, devices = read_count(trainer.get("num_nodes") or "1"), read_count(trainer.get("devices"))
+    origin = Origin("file", "trainer.num_nodes")
+    if isinstance(machines, int):
+        layer.entries[("num_machines",)] = Entry(machines, origin, "trainer.num_nodes")
+    if isinstance(machines, int) and isinstance(devices, int):
+        layer.entries[("num_processes",)] = Entry(machines * devices, origin, "trainer.devices")
+
+
+def _left_out(keys: list[str]) -> list[Line]:
+    if not keys:
+        return []
+    names = ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "")
+    return [Line(names, "left out", "about the model, the data or NeMo itself: your script's part")]
+
+
+def _yes(value: Any) -> bool:
+    answer = read_bool(value)
+    if not isinstance(answer, bool):
+        raise Refused("is not True or False")
+    return answer

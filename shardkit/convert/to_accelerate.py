@@ -1,0 +1,110 @@
+"""A Config as a file for Accelerate 1.x, which takes none of our own keys; what it cannot say is listed."""
+
+from typing import Any
+
+import yaml
+
+from shardkit.config.keys import all_keys
+from shardkit.config.schema import Config, DistributedType, ShardingStrategy
+from shardkit.config.yaml_text import value_at, value_text
+
+_SAME = ["compute_environment", "mixed_precision", "num_machines", "num_processes", "machine_rank", "main_process_ip"]
+_SAME += ["main_process_port", "rdzv_backend", "same_network", "use_cpu", "gpu_ids", "debug", "main_training_function"]
+_SAME += ["enable_cpu_affinity", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_vm"]
+_SAME += ["commands", "command_file"]
+_SAME_IN_FSDP = ["offload_params", "auto_wrap_policy", "state_dict_type", "cpu_ram_efficient_loading"]
+_SAME_IN_FSDP += ["activation_checkpointing"]
+_ALWAYS = {"compute_environment", "mixed_precision", "num_machines", "num_processes", "machine_rank", "rdzv_backend"}
+_ALWAYS |= {"same_network", "use_cpu", "main_training_function"}
+_TOLD_OTHERWISE = {
+    ("distributed_type",),
+    ("downcast_bf16",),
+    ("fsdp", "version"),
+    ("fsdp", "sharding_strategy"),
+    ("fsdp", "reshard_after_forward"),
+    ("fsdp", "min_num_params"),
+    ("fsdp", "transformer_layer_cls_to_wrap"),
+    ("shardkit", "compile"),
+    ("shardkit", "mesh", "replicate_size"),
+    ("shardkit", "mesh", "shard_size"),
+}
+
+
+def to_accelerate(config: Config) -> tuple[str, list[str]]:
+    """The YAML for Accelerate, and a line for everything that it loses."""
+    data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(config)}
+    data |= {name: _value(config, (name,)) for name in _SAME if _is_told(config, name)}
+    data["downcast_bf16"] = "yes" if config.downcast_bf16 else "no"
+    if config.mode == "fsdp":
+        data["fsdp_config"] = _fsdp(config)
+        data |= _mesh(config)
+    if config.shardkit.compile:
+        data["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    return yaml.safe_dump(data, sort_keys=False), _lost(config)
+
+
+def _type(config: Config) -> str:
+    if config.mode == "ddp":
+        on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+        return "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    return config.distributed_type.value
+
+
+def _is_told(config: Config, name: str) -> bool:
+    return name in _ALWAYS or value_at(config, (name,)) != all_keys()[(name,)].default
+
+
+def _value(config: Config, path: tuple[str, ...]) -> Any:
+    value = value_at(config, path)
+    return getattr(value, "value", value)
+
+
+def _fsdp(config: Config) -> dict[str, Any]:
+    """Version 2's keys: the one that runs the same engine as we do."""
+    data: dict[str, Any] = {"fsdp_version": 2}
+    data["fsdp_reshard_after_forward"] = config.fsdp.sharding_strategy.reshards_after_forward
+    data |= {f"fsdp_{name}": _value(config, ("fsdp", name)) for name in _SAME_IN_FSDP}
+    if config.fsdp.transformer_layer_cls_to_wrap:
+        data["fsdp_transformer_layer_cls_to_wrap"] = ",".join(config.fsdp.transformer_layer_cls_to_wrap)
+    if config.fsdp.auto_wrap_policy.value == "SIZE_BASED_WRAP":
+        data["fsdp_min_num_params"] = config.fsdp.min_num_params
+    if config.fsdp.ignored_modules:
+        data["fsdp_ignored_modules"] = config.fsdp.ignored_modules
+    return data
+
+
+def _mesh(config: Config) -> dict[str, Any]:
+    """Version 2 says hybrid by the sizes of its mesh."""
+    if not config.fsdp.sharding_strategy.is_hybrid:
+        return {}
+    mesh, total = config.shardkit.mesh, config.num_processes
+    replicate = mesh.replicate_size or (total // mesh.shard_size if mesh.shard_size else config.num_machines)
+    sizes = {"dp_replicate_size": replicate, "dp_shard_size": total // replicate, "tp_size": 1, "cp_size": 1}
+    return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+
+
+def _lost(config: Config) -> list[str]:
+    told = {(name,) for name in _SAME} | {("fsdp", name) for name in _SAME_IN_FSDP} | _TOLD_OTHERWISE
+    told |= {("fsdp", "ignored_modules")}
+    if config.mode != "fsdp":
+        told |= {path for path in all_keys() if path[0] == "fsdp"}
+    lost = [
+        f"{key.yaml_name}: {value_text(path, value_at(config, path))}: Accelerate has no such setting."
+        for path, key in all_keys().items()
+        if path not in told and value_at(config, path) != key.default
+    ]
+    return [*lost, *_behaves_differently(config)]
+
+
+def _behaves_differently(config: Config) -> list[str]:
+    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+    lines = []
+    if on_cpu and config.mode == "fsdp":
+        lines.append("use_cpu: true: Accelerate has no FSDP on the CPU.")
+    if on_cpu and config.mode == "ddp" and config.num_processes > 1:
+        lines.append("num_processes: on the CPU Accelerate starts one process, unless mpirun is configured.")
+    if config.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD and config.distributed_type is DistributedType.FSDP:
+        lines.append(
+            f"fsdp_config.fsdp_sharding_strategy: NO_SHARD is written as distributed_type {_type(config)} (DDP)."
+        )
+    return lines
