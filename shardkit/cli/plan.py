@@ -1,0 +1,178 @@
+"""`shardkit plan`: memory and traffic of every rank, for any number of GPUs, with none at hand."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shardkit.config.schema import Config
+    from shardkit.plan.answer import Answer, Request
+    from shardkit.plan.devices import Device
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(help="module:function, config.json, .safetensors, gpt-175b, gpt-1t, gpt:layers=..,hidden=.."),
+    ] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks in total; by default the file's.")] = None,
+    per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks on each machine; by default 8.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="a100-40, a100-80, h100-80, h200, b200, l4, 4090, tpu-v5e, cpu, or 80GiB.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of one device, where it is another: 94GiB.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one rank's micro-batch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence; by default the model's.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, adafactor, ...")] = "adamw",
+    strategy: Annotated[str | None, typer.Option(help="1 to 5 or a name; by default the file's.")] = None,
+    find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg, .html or .png.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The configuration; by default the one found here.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as in the file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What training will cost: memory by category for every strategy, traffic, what fits, what to change."""
+    from shardkit.plan.report import render
+
+    path = _config_path(config)
+    given = _settings(settings or [], strategy)
+    resolved = _configuration(path, given, world, per_machine)
+    request = _request(resolved, _model(model, path), per_machine, device, memory, optimizer, batch_size, seq_len)
+    answer = _answer(request, find)
+    if plot is not None:
+        _save_plot(answer, plot)
+    typer.echo(_json(answer) if as_json else render(answer))
+
+
+def _config_path(config: Path | None) -> Path | None:
+    from shardkit.config.files import find
+
+    return config or find(Path.cwd())
+
+
+def _settings(pairs: list[str], strategy: str | None) -> dict[str, str]:
+    from shardkit.errors import UsageError
+
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise UsageError("\n".join(f"--set: not KEY=VALUE (got {pair!r}); write --set KEY=VALUE." for pair in wrong))
+    given = dict(pair.split("=", 1) for pair in pairs)
+    if strategy is not None:
+        given |= {"distributed_type": "FSDP", "fsdp_config.fsdp_sharding_strategy": strategy}
+    return given
+
+
+def _configuration(path: Path | None, given: dict[str, str], world: int | None, per_machine: int | None) -> "Config":
+    """The file's configuration, or the defaults, on the ranks that are asked for; without a file bf16 is assumed."""
+    from shardkit.config.files import resolve
+
+    if path is None:
+        given = {"mixed_precision": "bf16", **given}
+    if world is not None:
+        ranks = min(per_machine or 8, world)
+        machines = world // ranks if world % ranks == 0 else 1
+        given = {"num_processes": str(world), "num_machines": str(machines), **given}
+        if machines > 1:
+            given = {"main_process_ip": "machine-0", **given}
+    return resolve(path, given, defaults_for_hardware=False).config
+
+
+def _model(model: str | None, path: Path | None) -> str:
+    from shardkit.errors import UsageError
+    from shardkit.model import comment
+    from shardkit.model.sources import FORMS
+
+    if model:
+        return model
+    named = comment.read(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else None
+    if named is None:
+        place = f"{path} names none" if path else "no configuration here names one"
+        raise UsageError(f"--model: which model? ({place}); give {FORMS}, or gpt:layers=..,hidden=..,heads=..")
+    return named
+
+
+def _request(
+    config: "Config",
+    model: str,
+    per_machine: int | None,
+    device: str | None,
+    memory: str | None,
+    optimizer: str,
+    batch_size: int | None,
+    seq_len: int | None,
+) -> "Request":
+    from shardkit.model.sources import describe
+    from shardkit.plan import optimizers
+    from shardkit.plan.answer import Request
+
+    found = _device(config, device, memory)
+    optimizer = optimizers.check(optimizer)
+    ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
+    return Request(
+        description=describe(model),
+        config=config,
+        world_size=config.num_processes,
+        ranks_per_machine=min(ranks, config.num_processes),
+        device=found,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        seq_len=seq_len,
+    )
+
+
+def _device(config: "Config", device: str | None, memory: str | None) -> "Device":
+    """What is named, else what is in this machine, else an H100."""
+    from shardkit.config.hardware import detect
+    from shardkit.errors import UsageError
+    from shardkit.plan import devices
+
+    size = devices.read_bytes(memory) if memory else None
+    if memory and size is None:
+        raise UsageError(f"--memory: not a size (got {memory!r}); write 80GiB.")
+    if device is not None:
+        return devices.find(device, size)
+    if config.use_cpu:
+        return devices.find("cpu", size)
+    here = detect().devices
+    return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
+
+
+def _answer(request: "Request", question: str | None) -> "Answer":
+    """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
+    from shardkit.plan.answer import Answer, possible_strategies, row
+    from shardkit.plan.search import find
+    from shardkit.plan.suggest import changes, suggest_from
+
+    rows = [row(request, strategy) for strategy in possible_strategies(request)]
+    suggested, reason = suggest_from(rows, request.device)
+    chosen = request.config.fsdp.sharding_strategy if request.config.mode != "single" else None
+    own = next((r for r in rows if r.strategy is chosen), None)
+    return Answer(
+        request=request,
+        rows=tuple(rows),
+        chosen=chosen,
+        suggested=suggested if len(rows) > 1 else None,
+        reason=reason,
+        changes=changes(request) if own is not None and own.fits is False else (),
+        finding=find(question, request) if question else None,
+        notes=request.description.notes,
+    )
+
+
+def _save_plot(answer: "Answer", path: Path) -> None:
+    from shardkit.plan import plot
+
+    plot.save(answer, path)
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _json(answer: "Answer") -> str:
+    import json
+
+    from shardkit.plan.answer import to_json
+
+    return json.dumps(to_json(answer), indent=2)

@@ -1,0 +1,318 @@
+"""The picture: memory over one step by category with its peak, and the strategies side by side; the limit in both.
+
+SVG is written here, without any package; HTML has it inside; PNG is drawn with matplotlib. Every category has a
+pattern of its own, and its name, so that the picture reads without colour.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import MachineError, UsageError
+from shardkit.plan.answer import Answer, Row
+from shardkit.plan.closed_form import Memory
+
+GIB = 2**30
+CATEGORIES = [field.name for field in fields(Memory)]
+NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "gathered": "gathered parameters",
+    "reduction": "gradients in reduction",
+    "activations": "activations",
+}
+# Colours of Okabe and Ito (https://jfly.uni-koeln.de/color), which differ for the colour-blind as well; the pattern
+# beside each is what tells them apart in print.
+COLOURS = ["#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"]
+_PATTERNS = [
+    "",
+    "M0 4H8",
+    "M4 0V8",
+    "M0 8L8 0",
+    "M0 0L8 8",
+    "M0 4H8M4 0V8",
+]
+_HATCHES = ["", "--", "||", "//", "\\\\", "++"]
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP = 960, 720, 170, 30, 96
+_TIMELINE_HEIGHT = 250
+_BAR_HEIGHT, _BAR_GAP = 26, 12
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear scale: bytes to pixels."""
+
+    start: float
+    length: float
+    maximum: float
+
+    def at(self, value: float) -> float:
+        return self.start + self.length * value / self.maximum
+
+
+def save(answer: Answer, path: Path) -> None:
+    """Write the picture to the file; its suffix says how: .svg, .html or .png."""
+    writers = {".svg": _save_svg, ".html": _save_html, ".png": _save_png}
+    if path.suffix.lower() not in writers:
+        raise UsageError(f"--plot: what kind of file? (got {path.name!r}); end it with .svg, .html or .png.")
+    writers[path.suffix.lower()](answer, path)
+
+
+def _save_svg(answer: Answer, path: Path) -> None:
+    path.write_text(svg(answer), encoding="utf-8")
+
+
+def _save_html(answer: Answer, path: Path) -> None:
+    title = escape(_title(answer))
+    body = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title></head><body>"
+    path.write_text(f"{body}\n{svg(answer)}\n</body></html>\n", encoding="utf-8")
+
+
+def svg(answer: Answer) -> str:
+    """The picture as one SVG element."""
+    bars_height = len(answer.rows) * (_BAR_HEIGHT + _BAR_GAP) + 96
+    height = _TOP + _TIMELINE_HEIGHT + 60 + bars_height
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'font-family="sans-serif" font-size="13" role="img" aria-label="{escape(_title(answer), quote=True)}">',
+        _definitions(),
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        _text(20, 28, _title(answer), size=17, weight="bold"),
+        _text(20, 48, _subtitle(answer)),
+        *_legend(),
+        *_timeline(answer, _TOP, _TIMELINE_HEIGHT),
+        *_bars(answer, _TOP + _TIMELINE_HEIGHT + 84),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _title(answer: Answer) -> str:
+    request = answer.request
+    return f"{request.description.name} on {request.world_size:,} x {request.device.name}"
+
+
+def _subtitle(answer: Answer) -> str:
+    row = answer.chosen_row
+    how = "simulated" if row.simulated else "closed form"
+    text = f"Memory of one rank over one step, {row.strategy.value} ({how}); below, the peak of every strategy"
+    return text if row.memory.activations_known else text + "; activations not counted"
+
+
+def _definitions() -> str:
+    patterns = [
+        f'<pattern id="{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<rect width="8" height="8" fill="{colour}"/>'
+        + (f'<path d="{path}" stroke="white" stroke-width="1.4"/>' if path else "")
+        + "</pattern>"
+        for name, colour, path in zip(CATEGORIES, COLOURS, _PATTERNS, strict=True)
+    ]
+    return f"<defs>{''.join(patterns)}</defs>"
+
+
+def _text(x: float, y: float, text: str, size: int = 13, anchor: str = "start", weight: str = "normal") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">'
+        f"{escape(text)}</text>"
+    )
+
+
+def _legend() -> list[str]:
+    parts, x = [], 20.0
+    for name in CATEGORIES:
+        parts.append(f'<rect x="{x:.1f}" y="62" width="16" height="16" fill="url(#{name})" stroke="black"/>')
+        parts.append(_text(x + 22, 75, NAMES[name]))
+        x += 40 + 7.2 * len(NAMES[name])
+    return parts
+
+
+def _maximum(answer: Answer, rows: Sequence[Row]) -> float:
+    """The scale's end: the largest peak, and the device's limit where it is not far beyond."""
+    peak = max(row.memory.peak.total for row in rows)
+    limit = answer.request.device.memory_bytes or 0
+    return 1.08 * max(peak, limit if limit < 4 * peak else 0, 1)
+
+
+def _timeline(answer: Answer, top: float, height: float) -> list[str]:
+    row = answer.chosen_row
+    moments = row.memory.timeline
+    vertical = Axis(top + height, -height, _maximum(answer, [row]))
+    step = (_WIDTH - _LEFT - _RIGHT) / len(moments)
+    parts = _ruler(vertical, top)
+    base = [0.0] * len(moments)
+    for name in CATEGORIES:
+        above = [low + getattr(m.memory, name) for low, m in zip(base, moments, strict=True)]
+        if above != base:
+            parts.append(_area(base, above, step, vertical, name))
+        base = above
+    parts += _phases(answer, step, top + height)
+    parts += _limit_across(answer, vertical)
+    peak = max(range(len(moments)), key=lambda index: moments[index].memory.total)
+    return parts + _peak_mark(row, peak, step, vertical)
+
+
+def _area(low: Sequence[float], high: Sequence[float], step: float, vertical: Axis, name: str) -> str:
+    """One category over time, in steps: what lies between the two lines."""
+
+    def corners(values: Sequence[float]) -> list[tuple[float, float]]:
+        edges = []
+        for index, value in enumerate(values):
+            y = vertical.at(value)
+            edges += [(_LEFT + index * step, y), (_LEFT + (index + 1) * step, y)]
+        return edges
+
+    outline = corners(high) + corners(low)[::-1]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
+    return f'<polygon points="{points}" fill="url(#{name})" stroke="black" stroke-width="0.5"/>'
+
+
+def _ruler(vertical: Axis, top: float) -> list[str]:
+    """Ticks and their numbers on the left."""
+    tick, unit, scale = _ticks(vertical.maximum)
+    parts = [_text(20, top + 10, f"{unit} a rank")]
+    value = 0.0
+    while value <= vertical.maximum:
+        y = vertical.at(value)
+        parts.append(f'<line x1="{_LEFT - 5}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(_text(_LEFT - 10, y + 4, f"{value / scale:,.4g}", anchor="end"))
+        value += tick
+    return parts
+
+
+def _ticks(maximum: float) -> tuple[float, str, int]:
+    """Distance of ticks in bytes (about five of them, 1, 2 or 5 times a power of ten), unit, and the unit's bytes."""
+    scale, unit = (GIB, "GiB") if maximum >= GIB else (2**20, "MiB")
+    raw = maximum / scale / 5
+    power = 10.0 ** len(str(int(raw))) / 10 if raw >= 1 else 0.1
+    factor = next(f for f in (1, 2, 5, 10, 20, 50, 100) if f * power >= raw)
+    return factor * power * scale, unit, scale
+
+
+def _phases(answer: Answer, step: float, bottom: float) -> list[str]:
+    """Names of the phases below the timeline, each in the middle of its moments."""
+    moments = answer.chosen_row.memory.timeline
+    parts: list[str] = []
+    start = 0
+    for index in range(1, len(moments) + 1):
+        if index == len(moments) or moments[index].phase != moments[start].phase:
+            left, right = _LEFT + start * step, _LEFT + index * step
+            if right - left > 7 * len(moments[start].phase):
+                parts.append(_text((left + right) / 2, bottom + 18, moments[start].phase, anchor="middle"))
+            parts.append(
+                f'<line x1="{right:.1f}" x2="{right:.1f}" y1="{bottom:.1f}" y2="{bottom + 6:.1f}" stroke="black"/>'
+            )
+            start = index
+    return parts
+
+
+def _limit_across(answer: Answer, vertical: Axis) -> list[str]:
+    limit = answer.request.device.memory_bytes
+    if not limit or limit > vertical.maximum:
+        return []
+    y = vertical.at(limit)
+    name = f"{answer.request.device.name}: {_amount(limit)}"
+    return [
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="black" stroke-width="2" '
+        'stroke-dasharray="9 5"/>',
+        _text(_LEFT + 8, y - 6, name, weight="bold"),
+    ]
+
+
+def _peak_mark(row: Row, index: int, step: float, vertical: Axis) -> list[str]:
+    x, y = _LEFT + (index + 0.5) * step, vertical.at(row.memory.peak.total)
+    anchor = "start" if x < _WIDTH / 2 else "end"
+    text = f"peak {_amount(row.memory.peak.total)}, {row.memory.moment}"
+    return [
+        f'<path d="M{x:.1f} {y:.1f}l-6 -11h12z" fill="black"/>',
+        _text(x + (10 if anchor == "start" else -10), y - 6, text, anchor=anchor, weight="bold"),
+    ]
+
+
+def _bars(answer: Answer, top: float) -> list[str]:
+    horizontal = Axis(_LEFT, _WIDTH - _LEFT - _RIGHT - 90, _maximum(answer, answer.rows))
+    parts: list[str] = []
+    for index, row in enumerate(answer.rows):
+        parts += _bar(answer, row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
+    bottom = top + len(answer.rows) * (_BAR_HEIGHT + _BAR_GAP)
+    limit = answer.request.device.memory_bytes
+    if limit and limit <= horizontal.maximum:
+        x = horizontal.at(limit)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8:.1f}" y2="{bottom:.1f}" stroke="black" stroke-width="2" '
+            'stroke-dasharray="9 5"/>'
+        )
+        name = f"{answer.request.device.name}: {_amount(limit)}"
+        parts.append(_text(x, bottom + 16, name, anchor="middle" if x > _LEFT + 80 else "start", weight="bold"))
+    return parts
+
+
+def _bar(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[str]:
+    parts, done = [], 0
+    for name in CATEGORIES:
+        size = getattr(row.memory.peak, name)
+        if size:
+            x, width = horizontal.at(done), horizontal.at(size) - horizontal.start
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{_BAR_HEIGHT}" '
+                f'fill="url(#{name})" stroke="black" stroke-width="0.5"/>'
+            )
+            done += size
+    mark = "" if row.fits is None else "  fits" if row.fits else "  too big"
+    weight = "bold" if row.strategy is answer.chosen else "normal"
+    middle = y + _BAR_HEIGHT / 2 + 5
+    name = f"{row.strategy.number} {row.strategy.value}"
+    parts.append(_text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight))
+    parts.append(_text(horizontal.at(done) + 6, middle, f"{_amount(done)}{mark}"))
+    return parts
+
+
+def _amount(count: int) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
+
+
+def _save_png(answer: Answer, path: Path) -> None:
+    """The same two panels by matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MachineError(
+            "--plot: a .png needs matplotlib, which is not installed; pip install matplotlib, or use .svg or .html."
+        ) from None
+    figure = Figure(figsize=(12, 8.5), layout="constrained")
+    over_time, side_by_side = figure.subplots(2, 1)
+    figure.suptitle(_title(answer))
+    _draw_timeline(answer, over_time)
+    _draw_bars(answer, side_by_side)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_timeline(answer: Answer, axes: Any) -> None:
+    row = answer.chosen_row
+    moments = [*row.memory.timeline, row.memory.timeline[-1]]
+    series = [[getattr(m.memory, name) / GIB for m in moments] for name in CATEGORIES]
+    areas = axes.stackplot(range(len(moments)), series, colors=COLOURS, step="post", labels=list(NAMES.values()))
+    for area, hatch in zip(areas, _HATCHES, strict=True):
+        area.set(hatch=hatch, edgecolor="white")
+    axes.set(title=_subtitle(answer), ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
+    peak = row.memory.peak.total / GIB
+    axes.axhline(peak, color="black", linewidth=0.7)
+    axes.annotate(f"peak {peak:,.1f} GiB, {row.memory.moment}", (0, peak), va="bottom")
+    if answer.request.device.memory_bytes:
+        axes.axhline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
+    axes.legend(loc="center left", fontsize="small")
+
+
+def _draw_bars(answer: Answer, axes: Any) -> None:
+    names = [f"{row.strategy.number} {row.strategy.value}" for row in answer.rows]
+    left = [0.0] * len(names)
+    for name, colour, hatch in zip(CATEGORIES, COLOURS, _HATCHES, strict=True):
+        sizes = [getattr(row.memory.peak, name) / GIB for row in answer.rows]
+        axes.barh(names, sizes, left=left, color=colour, hatch=hatch, edgecolor="white")
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    if answer.request.device.memory_bytes:
+        axes.axvline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
+    axes.invert_yaxis()
+    axes.set(xlabel=f"GiB a rank; dashed: {answer.request.device.name}")

@@ -1,0 +1,185 @@
+"""An Answer as text for a terminal, 80 columns wide, readable without colour."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from shardkit.plan.answer import Answer, Request, Row
+from shardkit.plan.closed_form import Memory
+from shardkit.plan.layout import compute_dtype
+from shardkit.plan.roofline import COMPUTE_EFFICIENCY, LINK_EFFICIENCY
+
+GIB = 2**30
+_HEADS = {
+    "parameters": "param",
+    "gradients": "grad",
+    "optimizer_state": "optim",
+    "gathered": "gather",
+    "reduction": "reduce",
+    "activations": "activ",
+}
+
+
+def render(answer: Answer) -> str:
+    """The whole report."""
+    parts = [
+        _headline(answer.request),
+        _memory_table(answer),
+        _traffic_table(answer),
+        _suggestion(answer),
+        _changes(answer),
+        _filled(answer.finding.text) if answer.finding else "",
+        _notes(answer),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _headline(request: Request) -> str:
+    config = request.config
+    where = f"{request.world_size:,} rank{'s' if request.world_size > 1 else ''}"
+    if request.machines > 1:
+        where += f" on {request.machines:,} machines"
+    load = [where, request.device.name, compute_dtype(config) or "fp32", request.optimizer]
+    facts = request.description.facts
+    seq_len = request.seq_len or (facts.seq_len if facts else None)
+    if request.batch_size and seq_len:
+        load.append(f"micro-batch {request.batch_size} x {seq_len:,} tokens a rank")
+    if config.shardkit.gradient_accumulation_steps > 1:
+        load.append(f"{config.shardkit.gradient_accumulation_steps} micro-batches a step")
+    if config.fsdp.activation_checkpointing:
+        load.append("activation checkpointing")
+    if config.fsdp.offload_params:
+        load.append("offload to the host")
+    return f"{request.description.text}\n{_wrapped(load)}"
+
+
+def _wrapped(parts: Sequence[str], width: int = 80) -> str:
+    lines = [""]
+    for part in parts:
+        joined = f"{lines[-1]}, {part}" if lines[-1] else part
+        if len(joined) > width:
+            lines.append(part)
+        else:
+            lines[-1] = joined
+    return ",\n".join(lines)
+
+
+def _memory_table(answer: Answer) -> str:
+    known = all(row.memory.activations_known for row in answer.rows)
+    scale, unit = _unit(max(row.memory.peak.total for row in answer.rows))
+    limit = answer.request.device.memory_bytes
+    of_device = f"; the device has {limit / GIB:,.1f} GiB" if limit else ""
+    columns = [field.name for field in fields(Memory) if known or field.name != "activations"]
+    head = f"  {'strategy':<20}" + "".join(f"{_HEADS[name]:>7}" for name in columns) + f"{'peak':>8}  fits"
+    lines = [f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})", head]
+    for row in answer.rows:
+        cells = "".join(f"{_number(getattr(row.memory.peak, name) / scale):>7}" for name in columns)
+        total = f"{_number(row.memory.peak.total / scale):>8}  {_yes_no(row.fits)}"
+        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}{total}")
+        if row.memory.host.total:
+            lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
+    if answer.chosen:
+        lines.append(f"  * as configured; it peaks in {answer.chosen_row.memory.moment}")
+    if not known:
+        lines.append("  Activations are not counted: " + _why_unknown(answer.request))
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 999.95 else f"{value:,.0f}"
+
+
+def _method(answer: Answer) -> str:
+    return "simulated" if any(row.simulated for row in answer.rows) else "closed form"
+
+
+def _why_unknown(request: Request) -> str:
+    if request.description.facts is None:
+        return "the model's shape is not known from its source."
+    if not request.batch_size:
+        return "add --batch-size."
+    return "add --seq-len."
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    return (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
+
+
+def _strategy(row: Row) -> str:
+    return f"{row.strategy.number} {row.strategy.value}"
+
+
+def _mark(answer: Answer, row: Row) -> str:
+    return "* " if row.strategy is answer.chosen else "  "
+
+
+def _yes_no(fits: bool | None) -> str:
+    return "-" if fits is None else "yes" if fits else "NO"
+
+
+def _traffic_table(answer: Answer) -> str:
+    largest = max(row.estimate.traffic.sent_bytes for row in answer.rows)
+    if not largest:
+        return ""
+    scale, unit = _unit(largest)
+    timed = any(row.time for row in answer.rows)
+    several = answer.request.machines > 1
+    lines = [f"What one rank sends in one step, {unit}" + ("; time of the step, an estimate" if timed else "")]
+    head = f"  {'strategy':<20}{'in its machine':>15}" + (f"{'to others':>12}" if several else "")
+    lines.append(head + (f"{'step':>19}{'MFU':>12}" if timed else ""))
+    for row in answer.rows:
+        sent = row.estimate.traffic
+        cells = f"{_number(sent.inside_bytes / scale):>15}"
+        cells += f"{_number(sent.between_bytes / scale):>12}" if several else ""
+        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}{_time_cells(row)}")
+    return "\n".join(lines)
+
+
+def _time_cells(row: Row) -> str:
+    if row.time is None:
+        return ""
+    seconds = f"{_seconds(row.time.fastest_s)} - {_seconds(row.time.slowest_s)}"
+    return f"{seconds:>19}{f'{row.time.worst_mfu:.0%} - {row.time.best_mfu:.0%}':>12}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
+
+
+def _suggestion(answer: Answer) -> str:
+    if answer.suggested is None:
+        return ""
+    return _filled(f"Suggested: {answer.suggested.number} {answer.suggested.value} ({answer.reason}).")
+
+
+def _changes(answer: Answer) -> str:
+    if not answer.changes:
+        return ""
+    chosen = answer.chosen_row
+    peak = chosen.memory.peak.total
+    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. What would lower it, each on its own:"]
+    for change in answer.changes:
+        effect = f"-{(peak - change.peak_bytes) / GIB:,.1f} GiB"
+        lines.append(f"    {effect:>14}  {_yes_no(change.fits):<4}{change.text}")
+    return "\n".join(lines)
+
+
+def _notes(answer: Answer) -> str:
+    device = answer.request.device
+    notes = list(answer.notes)
+    if device.reserve_bytes and device.memory_bytes:
+        notes.append(
+            f"Fits: the peak and {device.reserve_bytes / GIB:.0f} GiB for context, communication buffers and "
+            f"workspaces, in {device.memory_bytes / GIB:,.1f} GiB. Fragmentation is not counted."
+        )
+    if any(row.time for row in answer.rows):
+        notes.append(
+            f"Times are estimates: {COMPUTE_EFFICIENCY:.0%} of the device's peak arithmetic, {LINK_EFFICIENCY:.0%} of "
+            "its links, everything overlapped (first number) or nothing (second)."
+        )
+    return "\n".join(_filled(note) for note in notes)
+
+
+def _filled(text: str) -> str:
+    from textwrap import fill
+
+    return fill(text, 80)
