@@ -1,5 +1,6 @@
 """What ships in templates/: every configuration loads and launches, the starter script trains."""
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardkit import templates
+from shardkit.cli.main import run
 from shardkit.config import checks
 from shardkit.config.files import read
-from shardkit.errors import UsageError
+from shardkit.errors import EXIT_MACHINE, UsageError
 
 EXPECTED = ["cpu", "ddp", "fsdp", "fsdp-hybrid", "multi-node", "slurm", "tpu"]
 
@@ -35,6 +37,25 @@ def test_every_configuration_loads_without_a_problem(name):
     text = templates.find(name).read_text()
     assert text.startswith("# ")
     assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_configuration_launches(name, capsys):
+    address = ["--main", "10.0.0.1:29500"] if name == "slurm" else []
+    command = ["launch", "--config", str(templates.find(name)), "--cpu", *address, "--dry-run", "--json"]
+    code = run([*command, str(templates.folder() / "train.py")])
+    output = capsys.readouterr()
+    if name == "tpu" and find_spec("torch_xla") is None:
+        assert (code, "needs the package torch_xla" in output.err) == (EXIT_MACHINE, True)
+        return
+    assert code == 0, output.err
+    assert json.loads(output.out)
+
+
+def test_templates_travel_to_where_they_are_looked_for():
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert '"templates" = "shardkit/_templates"' in project
+    assert {"train.py", "gpt.py", "sample.py", "demo.py"} <= {path.name for path in templates.folder().iterdir()}
 
 
 @pytest.mark.slow
