@@ -89,6 +89,12 @@ def resolve(
     return _loaded(combine([*(below if defaults_for_hardware else []), *given]), path)
 
 
+def suggest(settings: Mapping[str, str] | None = None) -> Loaded:
+    """What suits this machine, with some settings given: what `shardkit config --defaults` writes."""
+    given = combine([environment_layer(), flag_layer(settings or {})])
+    return _loaded(combine([suggested.hardware_layer(given.entries, has_file=False), given]), None)
+
+
 def overlaid(config: Config, settings: Mapping[str, Any]) -> Config:
     """The configuration with some settings changed, `{"fsdp.offload_params": True}`, checked as a file is."""
     return _loaded(

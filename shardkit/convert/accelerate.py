@@ -57,7 +57,7 @@ def _line(
     note = _said_about(key, node, layer.notes, name)
     becomes = "; ".join(_as_written(path, config) for path in found)
     same = all(_is_same(path, entry, key, config) for path, entry in found.items())
-    return Line(key, "kept" if same else "changed", _joined(becomes, note, remark))
+    return Line(key, "kept" if same else "changed", note or _joined(becomes, remark))
 
 
 def _stands_at(entry: Entry, node: yaml.Node) -> bool:

@@ -27,6 +27,11 @@ class Conversion:
     lines: list[Line] = field(default_factory=list)
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether anything had to be read as something else; a file of ours has only what is kept."""
+        return any(line.verdict != "kept" for line in self.lines)
+
+    @property
     def refused(self) -> list[Line]:
         return [line for line in self.lines if line.verdict == "refused"]
 

@@ -1,0 +1,348 @@
+"""`shardkit config`: get a shardkit.yaml, by answers or by flags; check it, show it, convert others."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardkit import env
+from shardkit.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from shardkit.config.files import Loaded
+    from shardkit.config.schema import Config
+    from shardkit.convert.report import Conversion
+
+app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode=None)
+
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists; the old one is kept as .bak.")]
+
+
+@app.callback(invoke_without_command=True)
+def config(
+    context: typer.Context,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; what suits this machine.")] = False,
+    settings: Settings = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Begin with a file: ours, Accelerate's, NeMo's.")
+    ] = None,
+    template: Annotated[str | None, typer.Option("--template", help="Begin with a template, by name or path.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save; ./shardkit.yaml.")] = None,
+    force: Force = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, write nothing.")] = False,
+    no_input: Annotated[
+        bool, typer.Option("--no-input", help="Never ask; an error where an answer is missing.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Numbered lines instead of menus; for screen readers.")
+    ] = False,
+    user: Annotated[bool, typer.Option("--user", help="Save as your own file for all projects.")] = False,
+    model: Annotated[str | None, typer.Option("--model", help="module:function, config.json or .safetensors.")] = None,
+) -> int:
+    """Answer a few questions, get a shardkit.yaml. With --defaults, --set, --template or --from: by flags alone."""
+    if context.invoked_subcommand is not None:
+        return 0
+    if source and template:
+        raise UsageError("config: --from and --template both say where to begin; give one of them.")
+    given = bool(defaults or settings or source or template)
+    asks = not (defaults or no_input) and _can_ask(plain)
+    if not asks and not given:
+        raise UsageError(_missing_answers(no_input))
+    start = _start(source, template, _split(settings or [])) if given else None
+    if asks:
+        from shardkit.wizard.run import WizardOptions, run_wizard
+
+        return run_wizard(
+            WizardOptions(model=model, output=output, force=force, dry_run=dry_run, user=user, plain=plain, start=start)
+        )
+    assert start is not None
+    return _save(start, _target(output, user), source, model, force, dry_run)
+
+
+@app.command()
+def validate(
+    file: Annotated[Path | None, typer.Argument(help="The file; by default the one that launch would use.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Check a file: everything that is wrong with it, with line and column."""
+    from shardkit.config.files import find, read
+
+    path = file or find(Path.cwd())
+    if path is None:
+        raise UsageError("config validate: no shardkit.yaml here or above; name the file.")
+    try:
+        loaded = read(path)
+    except ConfigError as error:
+        if as_json:
+            print(json.dumps({"valid": False, "file": str(path), "problems": error.problems, "notes": []}, indent=2))
+            return error.exit_code
+        raise
+    if as_json:
+        print(json.dumps({"valid": True, "file": str(path), "problems": [], "notes": loaded.notes}, indent=2))
+        return 0
+    print(f"{path}: valid. {_in_words(loaded.config)}.")
+    for note in loaded.notes:
+        print(f"note: {note}")
+    return 0
+
+
+@app.command()
+def show(
+    key: Annotated[str | None, typer.Argument(help="One setting or block; by default all.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--config", help="The file; by default the one launch would use.")
+    ] = None,
+    settings: Settings = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Where each value comes from.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    diff: Annotated[Path | None, typer.Option("--diff", help="Only what differs from another file.")] = None,
+) -> int:
+    """What a launch here would run with: flags over environment over file over what suits this machine."""
+    from shardkit.config.files import read, resolve
+
+    loaded = resolve(file, _split(settings or []))
+    print(f"configuration: {loaded.path or 'no file; what suits this machine'}", file=sys.stderr)
+    if diff is not None:
+        return _print_difference(loaded.config, read(diff).config)
+    names = _names_below(key)
+    if as_json:
+        print(json.dumps(_as_data(loaded, names, origin), indent=2))
+    elif origin:
+        _print_origins(loaded, names, everything=key is not None)
+    elif key is not None:
+        _print_values(loaded.config, names)
+    else:
+        from shardkit.config.files import dump
+
+        print(dump(loaded.config, comments=False), end="")
+    return 0
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, one of ours.")],
+    to: Annotated[str | None, typer.Option("--to", help="accelerate: write for Accelerate what we read.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save; by default printed.")] = None,
+    force: Force = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Leave out what is refused, instead of stopping.")] = False,
+) -> int:
+    """Read another tool's file, or write one for it; says what became of every key."""
+    if to is not None and to.lower() != "accelerate":
+        raise UsageError(f"config convert: --to knows accelerate only (got {to}).")
+    if to is not None:
+        text = _for_accelerate(file)
+    else:
+        from shardkit.config.files import dump
+        from shardkit.convert.read import convert as read_foreign
+
+        conversion = read_foreign(file)
+        _report(conversion, drop)
+        text = dump(conversion.config)
+    if output is None:
+        print(text, end="")
+    else:
+        _write(text, output, force)
+        print(output)
+    return 0
+
+
+@app.command()
+def schema() -> int:
+    """Print the JSON Schema, with which editors complete and check a shardkit.yaml."""
+    from shardkit.config.json_schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _can_ask(plain: bool) -> bool:
+    """Whether there is somebody to ask: a terminal, and no CI. Plain mode only reads lines, so its output may go on."""
+    return sys.stdin.isatty() and (plain or sys.stdout.isatty()) and not env.get("CI")
+
+
+def _missing_answers(no_input: bool) -> str:
+    reason = "--no-input was given" if no_input else "stdin is not a terminal"
+    reason = "$CI is set" if env.get("CI") and not no_input and sys.stdin.isatty() else reason
+    return (
+        f"config: needs answers, and {reason}; give them by flags: --defaults, --set KEY=VALUE, --template NAME, "
+        "--from FILE.\n  for example: shardkit config --defaults --set num_processes=8"
+    )
+
+
+def _split(settings: list[str]) -> dict[str, str]:
+    """KEY=VALUE words as a mapping; a later one wins."""
+    wrong = [word for word in settings if "=" not in word]
+    if wrong:
+        raise UsageError("\n".join(f"--set {word}: has no value; write --set {word}=VALUE." for word in wrong))
+    return {key.strip(): value for key, _, value in (word.partition("=") for word in settings)}
+
+
+def _start(source: Path | None, template: str | None, settings: dict[str, str]) -> "Config":
+    """The configuration that the flags describe."""
+    from shardkit.config import files
+
+    if source is not None:
+        from shardkit.convert.read import convert as read_foreign
+
+        conversion = read_foreign(source)
+        if conversion.is_foreign or conversion.refused:
+            _report(conversion, drop=False)
+        return files.overlaid(conversion.config, settings) if settings else conversion.config
+    if template is not None:
+        start = files.read(_template(template)).config
+        return files.overlaid(start, settings) if settings else start
+    return files.suggest(settings).config
+
+
+def _template(name: str) -> Path:
+    from shardkit.templates import folder
+
+    if Path(name).suffix in {".yaml", ".yml"} or Path(name).is_file():
+        return Path(name)
+    path = folder() / f"{name}.yaml"
+    if path.is_file():
+        return path
+    known = ", ".join(sorted(file.stem for file in folder().glob("*.yaml")))
+    raise UsageError(f"config: there is no such template (got {name}); use one of {known}, or the path of a file.")
+
+
+def _report(conversion: "Conversion", drop: bool) -> None:
+    """Print what became of each key; stop where something is refused and may not be dropped."""
+    from shardkit.convert.report import in_words
+
+    print(in_words(conversion), file=sys.stderr)
+    if conversion.refused and not drop:
+        problems = [f"{conversion.source}: {line.key}: {line.text}." for line in conversion.refused]
+        raise ConfigError([*problems, "Nothing was written; change the file, or convert it with --drop."])
+
+
+def _target(output: Path | None, user: bool) -> Path:
+    from shardkit.config.files import user_path
+
+    if user and output:
+        raise UsageError("config: --user has a place of its own; leave out --output.")
+    return user_path() if user else output or Path("shardkit.yaml")
+
+
+def _save(start: "Config", target: Path, source: Path | None, model: str | None, force: bool, dry_run: bool) -> int:
+    from shardkit.config.command import command_for
+    from shardkit.config.files import dump, user_path
+
+    in_place = source is not None and target.exists() and source.resolve() == target.resolve()
+    text = _edited(target, start) if in_place else dump(start)
+    if model:
+        from shardkit.model import comment
+
+        text = comment.write(text, model)
+    if dry_run:
+        print(text, end="")
+        return 0
+    if target == user_path():
+        target.parent.mkdir(parents=True, exist_ok=True)
+    _write(text, target, force)
+    print(target)
+    print(f"the same again: {command_for(start, target)}")
+    return 0
+
+
+def _edited(path: Path, config: "Config") -> str:
+    from shardkit.config.edit import edited
+    from shardkit.config.files import text_of_file
+
+    return edited(text_of_file(path), config)
+
+
+def _write(text: str, target: Path, force: bool) -> None:
+    from shardkit.config.files import write_text
+
+    if target.is_dir():
+        raise UsageError(f"{target}: is a folder; name a file in it with --output.")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target}: there is no folder {target.parent}; make it, or choose another --output.")
+    if target.exists() and not force:
+        raise UsageError(
+            f"{target}: exists; replace it with --force (the old one is kept), or choose another --output."
+        )
+    if target.exists():
+        shutil.copy2(target, f"{target}.bak")
+    write_text(text, target)
+
+
+def _for_accelerate(file: Path) -> str:
+    from shardkit.config.files import read
+    from shardkit.convert.to_accelerate import to_accelerate
+
+    text, lost = to_accelerate(read(file).config)
+    for line in lost:
+        print(f"lost: {line}", file=sys.stderr)
+    return text
+
+
+def _in_words(config: "Config") -> str:
+    plural = "es" if config.num_processes > 1 else ""
+    how = (
+        config.fsdp.sharding_strategy.value
+        if config.distributed_type.value == "FSDP"
+        else config.distributed_type.value
+    )
+    return f"{config.num_processes} process{plural}, {how}, mixed precision {config.mixed_precision}"
+
+
+def _names_below(key: str | None) -> list[str]:
+    """The settings that a name stands for, in either spelling."""
+    from shardkit.config.keys import all_keys, resolve_name, suggestion
+
+    path = () if key is None else resolve_name(key)
+    if path is None:
+        raise UsageError(f"config show: unknown setting (got {key}); {suggestion(str(key).split('.')[0])}")
+    return [name.name for place, name in all_keys().items() if place[: len(path)] == path]
+
+
+def _value(config: "Config", name: str) -> object:
+    from shardkit.config.yaml_text import value_at
+
+    value = value_at(config, tuple(name.split(".")))
+    return getattr(value, "value", value)
+
+
+def _print_values(config: "Config", names: list[str]) -> None:
+    from shardkit.config.command import setting_text
+
+    for name in names:
+        text = setting_text(tuple(name.split(".")), _value(config, name))
+        print(text if len(names) == 1 else f"{name}: {text}")
+
+
+def _print_origins(loaded: "Loaded", names: list[str], everything: bool) -> None:
+    from shardkit.config.command import setting_text
+
+    shown = [name for name in names if everything or loaded.origins[name].kind != "default" or "shardkit" not in name]
+    values = {name: setting_text(tuple(name.split(".")), _value(loaded.config, name)) for name in shown}
+    widths = max(map(len, shown)), max(map(len, values.values()))
+    for name in shown:
+        print(f"{name:<{widths[0]}}  {values[name]:<{widths[1]}}  {loaded.origins[name]}")
+
+
+def _as_data(loaded: "Loaded", names: list[str], origin: bool) -> dict[str, object]:
+    values = {name: _value(loaded.config, name) for name in names}
+    if not origin:
+        return values
+    return {
+        name: {"value": value, "origin": loaded.origins[name].kind, "where": loaded.origins[name].where}
+        for name, value in values.items()
+    }
+
+
+def _print_difference(config: "Config", other: "Config") -> int:
+    from shardkit.config.command import setting_text
+
+    for name in _names_below(None):
+        here, there = _value(config, name), _value(other, name)
+        if here != there:
+            path = tuple(name.split("."))
+            print(f"{name}: {setting_text(path, here)} -> {setting_text(path, there)}")
+    return 0

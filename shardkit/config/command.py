@@ -1,0 +1,38 @@
+"""The command line that gives a configuration again, on any machine."""
+
+import shlex
+from pathlib import Path as File
+from typing import Any
+
+from shardkit.config.keys import Path, all_keys
+from shardkit.config.schema import Config
+from shardkit.config.yaml_text import scalar_text, value_at, value_text
+
+# What `--defaults` takes from the machine it runs on; said in full, so that the command means the same elsewhere.
+_FROM_HARDWARE = ["distributed_type", "num_machines", "num_processes", "mixed_precision", "use_cpu"]
+
+
+def command_for(config: Config, output: File | str | None = None) -> str:
+    """One line that writes this configuration again."""
+    settings = [f"--set {shlex.quote(f'{name}={text}')}" for name, text in settings_of(config).items()]
+    end = [f"-o {shlex.quote(str(output))}"] if output is not None else []
+    return " ".join(["shardkit config --defaults", *settings, *end])
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """The settings that differ from their defaults, and those that depend on the machine, as words for `--set`."""
+    return {
+        key.name: setting_text(path, value_at(config, path))
+        for path, key in all_keys().items()
+        if value_at(config, path) != key.default or key.name in _FROM_HARDWARE
+    }
+
+
+def setting_text(path: Path, value: Any) -> str:
+    """A value as one word that `--set` reads as the same value."""
+    if isinstance(value, (list, dict)):
+        text = value_text(path, value)
+        return text.strip('"') if path == ("fsdp", "transformer_layer_cls_to_wrap") else text
+    if isinstance(value, str):
+        return str(getattr(value, "value", value))
+    return scalar_text(value)
