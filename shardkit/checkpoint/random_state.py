@@ -1,0 +1,64 @@
+"""The random generators of one rank as plain values: python, numpy (where it is loaded), torch on CPU and device."""
+
+import base64
+import hashlib
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def capture(rank: int) -> dict[str, Any]:
+    """Where every generator stands."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "rank": rank,
+        "python": [version, list(numbers), gauss],
+        "torch": _text(torch.get_rng_state()),
+        "cuda": [_text(torch.cuda.get_rng_state())] if torch.cuda.is_available() else [],
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+    return state
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def check(state: dict[str, Any]) -> None:
+    """ValueError, TypeError or KeyError where a captured state is not one."""
+    torch.Generator().set_state(_tensor(state["torch"]))
+    version, numbers, gauss = state["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Every generator as it was."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"][0]))
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def derive(seed: int, step: int, rank: int) -> None:
+    """Streams of its own for each rank, the same whenever (seed, step, rank) is: for another number of ranks."""
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:8], "big") >> 1
+    random.seed(number)
+    torch.manual_seed(number)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number % 2**32)

@@ -1,0 +1,109 @@
+"""Between torch tensors and the layout: their placement, their bytes, and pieces of them."""
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from shardkit.checkpoint.layout import Box, Chunk, Entry, Index, Mesh, chunks_of, local_box
+from shardkit.errors import CheckpointError
+
+DTYPES = {
+    torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float32: "F32", torch.int32: "I32", torch.uint32: "U32",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint16: "U16",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> Entry:
+    """How the index describes a tensor. A plain one is held alike by all ranks of `holders`."""
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(f"{where}: safetensors has no such dtype (got {tensor.dtype}); convert it first.")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{where}: only dense tensors can be saved (got {tensor.layout}); convert it first.")
+    shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
+    if not isinstance(tensor, DTensor):
+        return Entry(shape, dtype, index.mesh_number(holders), (None,) * len(holders.shape))
+    return Entry(shape, dtype, index.mesh_number(mesh_of(tensor)), _placements(tensor, where))
+
+
+def mesh_of(tensor: DTensor) -> Mesh:
+    """The ranks that a sharded tensor is spread over."""
+    mesh = tensor.device_mesh
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return Mesh(tuple(mesh.mesh.shape), None if ranks == tuple(range(len(ranks))) else ranks, mesh.mesh_dim_names or ())
+
+
+def _placements(tensor: DTensor, where: str) -> tuple[int | None, ...]:
+    found: list[int | None] = []
+    for placement in tensor.placements:
+        if placement.is_replicate():
+            found.append(None)
+        elif type(placement) is Shard:
+            found.append(placement.dim % tensor.ndim)
+        else:
+            raise CheckpointError(f"{where}: placement {placement} cannot be saved; redistribute it to Shard first.")
+    return tuple(found)
+
+
+def held_box(tensor: torch.Tensor) -> Box:
+    """What this rank holds of a live tensor."""
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.ndim, tuple(tensor.shape))
+    entry = Entry(tuple(tensor.shape), "U8", 0, _placements(tensor, "a live tensor"))
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Box((0,) * tensor.ndim, (0,) * tensor.ndim)
+    return local_box(entry, mesh_of(tensor), coordinate)
+
+
+def pieces_to_write(index: Index, section: str, tensors: dict[str, torch.Tensor], rank: int) -> list[Any]:
+    """(chunk, view of this rank's memory) of everything that this rank writes of a section, in file order."""
+    pieces = []
+    for chunk in chunks_of(index, section, rank):
+        entry = index.sections[section][chunk.name]
+        mesh = index.meshes[entry.mesh]
+        held = local_box(entry, mesh, mesh.coordinate(rank) or ())
+        pieces.append((chunk, narrow(local(tensors[chunk.name]), chunk.box.inside(held))))
+    return pieces
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of a box of a tensor."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared and writable. The tensor must outlive it."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous and in host memory; the tensor itself where it is that already."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def empty(dtype: str, sizes: Iterable[int]) -> torch.Tensor:
+    """Host memory to read into."""
+    return torch.empty(tuple(sizes), dtype=TORCH_DTYPES[dtype])
+
+
+def bytes_to_write(pieces: dict[str, list[tuple[Chunk, torch.Tensor]]]) -> int:
+    """Size of all pieces."""
+    return sum(chunk.bytes for section in pieces.values() for chunk, _ in section)

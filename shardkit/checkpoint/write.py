@@ -1,0 +1,542 @@
+"""Saving: a checkpoint exists entirely or not at all, and all ranks succeed or all raise the same error.
+
+    preflight   same step and same state on all ranks, room on disk, one storage for all; a temporary folder
+    write       every rank its own bytes, hashed in the same pass, on disk before it returns
+    agree       every rank tells its outcome and its digests
+    commit      rank 0: manifest, folders to disk, rename, parent folder to disk
+    agree       every rank learns the outcome
+    after       LATEST and retention, which can fail without harm
+
+Nothing here is ever written in place: the folder is temporary until it is whole.
+"""
+
+import os
+import platform
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import shardkit
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk, faults, folder, layout, manifest, retention, tensors
+from shardkit.checkpoint.control import Control, LostRank
+from shardkit.checkpoint.layout import Chunk, Index
+from shardkit.checkpoint.manifest import File, Manifest
+from shardkit.checkpoint.state import Captured
+from shardkit.errors import CheckpointError, CheckpointSaveError
+from shardkit.log import get_logger
+
+logger = get_logger(__name__)
+Result = TypeVar("Result")
+
+# How long a freshly made folder may take to be seen by other machines: the attribute cache of NFS (nfs(5), acdirmax).
+SHARED_STORAGE_WAIT_S = 30.0
+# Room beyond the data that a save asks for: headers, JSON, and what the file system needs itself.
+MARGIN_BYTES = 1 << 20
+_AGREEMENTS = {"write": "agree-1", "commit": "agree-2"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Where and as what a state is saved."""
+
+    final: Path
+    step: int
+    run_id: str
+    epoch: int = 0
+    samples_seen: int = 0
+    parent: str | None = None
+    replace: bool = False
+    digest: str = "xxh3"
+    config_text: str | None = None
+    mesh: dict[str, Any] = field(default_factory=dict)
+    in_series: bool = False
+    """Whether this is one of a folder of step checkpoints, which has a LATEST and a retention."""
+    keep_last: int = 0
+    """How many of the newest stay; 0: all."""
+    keep_every: int = 0
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass
+class Prepared:
+    """A save that all ranks have agreed to begin: `pieces` are this rank's, by section, in file order."""
+
+    request: Request
+    index: Index
+    common: dict[str, Any]
+    own: dict[str, Any]
+    pieces: dict[str, list[tuple[Chunk, torch.Tensor]]]
+    temporary: Path
+    hold: int | None
+
+
+def save(captured: Captured, request: Request, control: Control) -> Path:
+    """The committed checkpoint. Collective. CheckpointSaveError on every rank where it failed on one."""
+    return finish(prepare(captured, request, control), control)
+
+
+def prepare(captured: Captured, request: Request, control: Control) -> Prepared:
+    """A save ready to be written: everything checked, the temporary folder made. Collective."""
+    pieces = {
+        section: tensors.pieces_to_write(captured.index, section, captured.tensors[section], control.rank)
+        for section in captured.index.sections
+    }
+    request = _same_on_all_ranks(captured, request, pieces, control)
+    temporary = folder.temporary_folder(request.final, request.save_id)
+    prepared = Prepared(request, captured.index, captured.common, captured.own, pieces, temporary, None)
+    try:
+        _together(control, request, "temporary", lambda: _make_temporary(prepared, control))
+        _together(control, request, "probe", lambda: _wait_until_seen(temporary))
+    except CheckpointSaveError:
+        _discard(prepared, control)
+        raise
+    return prepared
+
+
+def finish(prepared: Prepared, control: Control) -> Path:
+    """Write, agree, commit. Collective. The state itself is not touched: this may run beside training."""
+    request = prepared.request
+    started = time.monotonic()
+    try:
+        written = _together(control, request, "write", lambda: _write(prepared, control))
+        record = _together(control, request, "commit", lambda: _commit(prepared, written, control))[0]
+    except CheckpointSaveError:
+        _discard(prepared, control)
+        raise
+    finally:
+        _let_go(prepared)
+    if control.rank == 0:
+        _after_commit(prepared, started, record)
+    return request.final
+
+
+def _together(control: Control, request: Request, phase: str, action: Callable[[], Result]) -> list[Result]:
+    """What `action` returned on each rank. Where it failed on one, all ranks raise the same CheckpointSaveError."""
+    result, problem = None, None
+    try:
+        result = action()
+        if phase in _AGREEMENTS:
+            faults.reach(_AGREEMENTS[phase], control.rank)
+    except Exception as error:  # whatever it is: the others wait for this rank's answer
+        problem = _words(error)
+    try:
+        answers = control.gather([f"rank {control.rank} (host {socket.gethostname()}): {problem}", result, problem])
+    except LostRank as error:
+        raise CheckpointSaveError(_report(request, [f"{phase}: {error}"])) from error
+    failed = [who for who, _, trouble in answers if trouble is not None]
+    if failed:
+        raise CheckpointSaveError(_report(request, failed))
+    return [value for _, value, _ in answers]
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error) or repr(error)
+
+
+def _report(request: Request, failed: list[str]) -> str:
+    more = f" (and {len(failed) - 3} more ranks)" if len(failed) > 3 else ""
+    lines = [f"checkpoint: save of step {request.step} to {request.final} failed: {'; '.join(failed[:3])}{more}."]
+    return "\n".join([*lines, f"  {_what_is_left(request)}"])
+
+
+def _what_is_left(request: Request) -> str:
+    """What the user still has. Looks at names only: it must not fail, nor wait."""
+    with suppress(OSError):
+        if request.in_series:
+            good = [found for found in folder.steps(request.final.parent) if found.path != request.final]
+            if good:
+                return f"Nothing half-written is used. Last good checkpoint: step {good[0].step} ({good[0].path})."
+        elif (request.final / manifest.NAME).exists():
+            return f"Nothing half-written is used. {request.final} holds a whole checkpoint."
+    return "Nothing was published, and there is no earlier checkpoint here."
+
+
+def _same_on_all_ranks(
+    captured: Captured, request: Request, pieces: dict[str, list[tuple[Chunk, torch.Tensor]]], control: Control
+) -> Request:
+    """The request with rank 0's save_id. All ranks must save the same step and state to the same place."""
+    problem = None
+    try:
+        faults.reach("preflight", control.rank)
+    except OSError as error:
+        problem = _words(error)
+    mine = {
+        "step": request.step,
+        "folder": str(request.final),
+        "kind": captured.index.kind,
+        "state": fingerprint(captured.index),
+    }
+    answer = [mine, tensors.bytes_to_write(pieces), request.save_id, socket.gethostname(), problem]
+    try:
+        answers = control.gather(answer)
+    except LostRank as error:
+        raise CheckpointSaveError(_report(request, [f"preflight: {error}"])) from error
+    failed = [f"rank {rank} (host {host}): {text}" for rank, (*_, host, text) in enumerate(answers) if text]
+    failed += _differences([given for given, *_ in answers], [host for *_, host, _ in answers])
+    if not failed:
+        room = sum(size for _, size, *_ in answers) if control.rank == 0 else None
+        failed = control.problems(_no_room(request.final, room))
+    if failed:
+        raise CheckpointSaveError(_report(request, failed))
+    return Request(**{**request.__dict__, "save_id": answers[0][2]})
+
+
+def _differences(given: list[dict[str, Any]], hosts: list[str]) -> list[str]:
+    problems = []
+    for key in given[0]:
+        for rank, other in enumerate(given):
+            if other[key] != given[0][key]:
+                both = f"{given[0][key]} on rank 0 (host {hosts[0]}), {other[key]} on rank {rank} (host {hosts[rank]})"
+                problems.append(f"the ranks do not save the same {key}: {both}; call save_state on all ranks alike")
+                break
+    return problems
+
+
+def _no_room(final: Path, needed: int | None) -> str | None:
+    if needed is None:
+        return None
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        free = disk.free_bytes(final.parent)
+    except OSError as error:
+        return _words(error)
+    needed = needed + needed // 20 + MARGIN_BYTES
+    if free >= needed:
+        return None
+    return f"No space left on device: need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free in {final.parent}"
+
+
+def fingerprint(index: Index) -> str:
+    """The same for two ranks, or two runs, whose tensors have equal names, dtypes, shapes and placements."""
+    return digests.of_bytes("sha256", disk.to_json(layout.index_to_json(index)))
+
+
+def model_fingerprint(index: Index) -> str:
+    """As `fingerprint`, of the models alone and whatever the placement."""
+    lines = sorted(
+        f"{section}:{name}:{entry.dtype}:{list(entry.shape)}"
+        for section, entries in index.sections.items()
+        if section.startswith("model")
+        for name, entry in entries.items()
+    )
+    return digests.of_bytes("sha256", "\n".join(lines).encode())
+
+
+def _make_temporary(prepared: Prepared, control: Control) -> None:
+    if control.rank != 0:
+        return
+    faults.reach("temporary", 0)
+    request = prepared.request
+    if _is_taken(request.final) and not request.replace:
+        raise FileExistsError(17, "a checkpoint of this name exists, and is never written again", str(request.final))
+    if _is_taken(request.final) and not (request.final / manifest.NAME).exists():
+        raise FileExistsError(17, "a folder with other things in it; give another name", str(request.final))
+    folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
+    prepared.temporary.mkdir()
+    prepared.hold = folder.hold(prepared.temporary)
+    for name in _folders(prepared.index):
+        (prepared.temporary / name).mkdir()
+    if prepared.index.kind == "full":
+        for section in prepared.index.sections:
+            _begin_full_file(prepared, section)
+    (prepared.temporary / ".probe").touch()
+
+
+def _folders(index: Index) -> list[str]:
+    return [*(section for section, entries in index.sections.items() if entries), "state"]
+
+
+def _is_taken(final: Path) -> bool:
+    return final.exists() and (not final.is_dir() or any(final.iterdir()))
+
+
+def full_header(index: Index, section: str) -> bytes:
+    """The header of the one file that all ranks write a section into."""
+    return layout.header(((name, e.dtype, e.shape) for name, e in index.sections[section].items()), {"format": "pt"})
+
+
+def _begin_full_file(prepared: Prepared, section: str) -> None:
+    index = prepared.index
+    if not index.sections[section]:
+        return
+    head = full_header(index, section)
+    descriptor = disk.create(prepared.temporary / layout.file_of(index, section, 0))
+    try:
+        os.ftruncate(descriptor, len(head) + sum(entry.bytes for entry in index.sections[section].values()))
+        disk.write_all_at(descriptor, memoryview(head), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _wait_until_seen(temporary: Path) -> None:
+    deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
+    while True:
+        with suppress(OSError):
+            if ".probe" in os.listdir(temporary):  # a listing, which a stale cache of names cannot answer
+                return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    raise CheckpointError(
+        f"{temporary.parent} is not storage that all ranks share: rank 0 made a folder, not seen here"
+    )
+
+
+def _write(prepared: Prepared, control: Control) -> dict[str, list[Any]]:
+    """{file: [bytes, digest]} of everything this rank wrote; all of it is on disk."""
+    written: dict[str, list[Any]] = {}
+    with _Hasher(prepared.request.digest) as hasher:
+        for section, pieces in prepared.pieces.items():
+            if prepared.index.kind == "full":
+                written.update(_write_into_full(prepared, section, pieces, control.rank, hasher))
+            elif pieces:
+                written.update(_write_own_file(prepared, section, pieces, control.rank, hasher))
+    for name, text in _json_files(prepared, control.rank).items():
+        data = _write_text(prepared.temporary / name, text, control.rank)
+        written[name] = [len(data), digests.of_bytes(prepared.request.digest, data)]
+    return written
+
+
+def _json_files(prepared: Prepared, rank: int) -> dict[str, bytes]:
+    files = {f"state/rank-{rank:05d}.json": disk.to_json(prepared.own)}
+    if rank == 0:
+        files["index.json"] = disk.to_json_in_order(layout.index_to_json(prepared.index))
+        files["state/common.json"] = disk.to_json_in_order(prepared.common)
+        if prepared.request.config_text is not None:
+            files["config.yaml"] = prepared.request.config_text.encode()
+    return files
+
+
+def _write_text(path: Path, text: bytes, rank: int) -> bytes:
+    descriptor = disk.create(path)
+    try:
+        disk.write_all(descriptor, memoryview(text))
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+    return text
+
+
+class _Hasher:
+    """Digests of what is written, worked out beside the writing where hashing is slow (hashlib frees the GIL)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._beside = ThreadPoolExecutor(1, "shardkit-digest") if name == "sha256" else None
+
+    def __enter__(self) -> "_Hasher":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+
+    def write(self, digest: digests.Digest, data: memoryview, put: Callable[[memoryview], None]) -> None:
+        """Hash and write the same bytes, block by block."""
+        for begin in range(0, len(data), disk.BLOCK_BYTES):
+            block = data[begin : begin + disk.BLOCK_BYTES]
+            hashed: Future[None] | None = self._beside.submit(digest.update, block) if self._beside else None
+            try:
+                put(block)
+            finally:
+                if hashed is not None:
+                    hashed.result()
+                else:
+                    digest.update(block)
+
+
+def _write_own_file(
+    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], rank: int, hasher: _Hasher
+) -> dict[str, list[Any]]:
+    name = layout.file_of(prepared.index, section, rank)
+    head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
+    digest, size = digests.new(hasher.name), len(head)
+    with _durable(prepared.temporary / name, os.O_CREAT | os.O_EXCL, rank) as descriptor:
+        hasher.write(digest, memoryview(head), lambda block: disk.write_all(descriptor, block))
+        for number, (chunk, tensor) in enumerate(pieces):
+            if number == len(pieces) // 2:
+                faults.reach("write", rank)
+            data = tensors.to_cpu(tensor)
+            hasher.write(digest, tensors.memory(data), lambda block: disk.write_all(descriptor, block))
+            size += chunk.bytes
+    return {name: [size, digest.hexdigest()]}
+
+
+def _write_into_full(
+    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], rank: int, hasher: _Hasher
+) -> dict[str, list[Any]]:
+    index = prepared.index
+    if not index.sections[section] or not (pieces or rank == 0):
+        return {}
+    name, head = layout.file_of(index, section, rank), full_header(index, section)
+    begins, size = _begins(index, section, len(head))
+    digest = digests.new(hasher.name)
+    if rank == 0:  # who wrote the header, answers for it
+        digest.update(memoryview(head))
+    with _durable(prepared.temporary / name, 0, rank) as descriptor:
+        for number, (chunk, tensor) in enumerate(pieces):
+            if number == len(pieces) // 2:
+                faults.reach("write", rank)
+            data, shape = tensors.to_cpu(tensor), index.sections[section][chunk.name].shape
+            _write_runs(descriptor, data, chunk, shape, begins[chunk.name], digest, hasher)
+    return {name: [size, digest.hexdigest()]}
+
+
+def _begins(index: Index, section: str, data: int) -> tuple[dict[str, int], int]:
+    begins = {}
+    for name, entry in index.sections[section].items():
+        begins[name] = data
+        data += entry.bytes
+    return begins, data
+
+
+def _write_runs(
+    descriptor: int,
+    data: torch.Tensor,
+    chunk: Chunk,
+    shape: tuple[int, ...],
+    begin: int,
+    digest: digests.Digest,
+    hasher: _Hasher,
+) -> None:
+    """Put a box where it belongs in the whole tensor: one run where it is split on dim 0, else one a row."""
+    bytes_of_chunk, done = tensors.memory(data), 0
+    for offset, length in layout.runs(shape, chunk.box, layout.ITEM_BYTES[chunk.dtype]):
+        target = begin + offset
+        for low in range(0, length, disk.BLOCK_BYTES):
+            block = bytes_of_chunk[done + low : done + min(low + disk.BLOCK_BYTES, length)]
+            place = target + low
+            hasher.write(digest, block, lambda part, at=place: disk.write_all_at(descriptor, part, at))  # type: ignore[misc]
+        done += length
+
+
+class _durable:
+    """A descriptor whose bytes are on disk when the block ends; every OSError names the path."""
+
+    def __init__(self, path: Path, flags: int, rank: int) -> None:
+        self.path, self.flags, self.rank = path, flags, rank
+
+    def __enter__(self) -> int:
+        faults.reach("open", self.rank)
+        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | self.flags, 0o666)
+        return self.descriptor
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                faults.reach("fsync", self.rank)
+                os.fsync(self.descriptor)
+        except OSError as failed:
+            raise OSError(failed.errno, failed.strerror, str(self.path)) from failed
+        finally:
+            os.close(self.descriptor)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if error is None:
+            faults.reach("close", self.rank)
+
+
+def _commit(prepared: Prepared, written: list[dict[str, list[Any]]], control: Control) -> dict[str, Any] | None:
+    """Rank 0 gives the folder its manifest and then its name. What it was, for the log; None on other ranks."""
+    if control.rank != 0:
+        return None
+    temporary, request = prepared.temporary, prepared.request
+    (temporary / ".probe").unlink()
+    record = _manifest(prepared, written, control.world_size)
+    problems = manifest.check_sizes(temporary, record)
+    if problems:
+        raise CheckpointError("; ".join(problems[:3]))
+    faults.reach("manifest", 0)
+    _write_text(temporary / manifest.NAME, manifest.to_bytes(record), 0)
+    faults.reach("sync", 0)
+    for name in _folders(prepared.index):
+        disk.sync_folder(temporary / name)
+    disk.sync_folder(temporary)
+    faults.reach("rename", 0)
+    if _is_taken(request.final):
+        disk.exchange(temporary, request.final)
+    else:
+        disk.publish(temporary, request.final)
+    faults.reach("sync-root", 0)
+    disk.sync_folder(request.final.parent)
+    return {"bytes": record.bytes, "created_utc": record.created_utc}
+
+
+def _manifest(prepared: Prepared, written: list[dict[str, list[Any]]], world_size: int) -> Manifest:
+    request, index = prepared.request, prepared.index
+    config = request.config_text
+    return Manifest(
+        kind=index.kind,
+        step=request.step,
+        epoch=request.epoch,
+        samples_seen=request.samples_seen,
+        save_id=request.save_id,
+        run_id=request.run_id,
+        parent=request.parent,
+        created_utc=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        world_size=world_size,
+        mesh=request.mesh,
+        config_sha256=None if config is None else digests.of_bytes("sha256", config.encode()),
+        model_fingerprint=model_fingerprint(index),
+        versions={"shardkit": shardkit.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        sections=list(index.sections),
+        digest=request.digest,
+        files=_files(written),
+    )
+
+
+def _files(written: Iterable[dict[str, list[Any]]]) -> dict[str, File]:
+    files: dict[str, File] = {}
+    for rank, names in enumerate(written):
+        for name, (size, text) in names.items():
+            file = files.setdefault(name, File(size, {}))
+            file.digests[rank] = text
+    return files
+
+
+def _after_commit(prepared: Prepared, started: float, record: dict[str, Any] | None) -> None:
+    """LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
+    request = prepared.request
+    try:
+        if prepared.temporary.exists():  # the one that was replaced
+            disk.remove_folder(prepared.temporary)
+        if request.in_series:
+            faults.reach("latest", 0)
+            hint = {"step": request.step, "dir": request.final.name, "save_id": request.save_id}
+            disk.replace_json(request.final.parent / folder.LATEST, hint)
+            faults.reach("retention", 0)
+            if request.keep_last:
+                kept = {request.save_id, *([request.parent] if request.parent else [])}
+                retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
+    except OSError as error:
+        logger.warning("checkpoint: step %d is saved, but: %s.", request.step, _words(error))
+    size, seconds = (record or {}).get("bytes", 0), time.monotonic() - started
+    logger.info("checkpoint: step %d saved in %s (%.1f MB, %.1f s)", request.step, request.final, size / 1e6, seconds)
+
+
+def _discard(prepared: Prepared, control: Control) -> None:
+    _let_go(prepared)
+    if control.rank == 0:
+        shutil.rmtree(prepared.temporary, ignore_errors=True)
+
+
+def _let_go(prepared: Prepared) -> None:
+    if prepared.hold is not None:
+        os.close(prepared.hold)
+        prepared.hold = None
