@@ -34,7 +34,8 @@ def main() -> None:
     title("3. The run is over. What is left of it?")
     inspect(folder)
     title(f"4. Go on from step {SAVED_STEP} on three ranks, with another strategy (2)")
-    after = train(folder, config, LAST_STEPS, "-n", "3", "--set", "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP")
+    other = ["-n", "3", "--set", "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP", "--resume", "auto"]
+    after = train(folder, config, LAST_STEPS, *other)
     check_resumed(before, after)
     title("5. Plain torch, without shardkit, reads the export and writes")
     write_sample(folder)
@@ -57,9 +58,8 @@ def configure(folder: Path) -> Path:
 
 def train(folder: Path, config: Path, steps: int, *options: str) -> Losses:
     """One launch of the starter script; the losses that it printed, by step."""
-    resume = ["--resume"] if options else []
     script = [str(HERE / "train.py"), "--folder", str(folder / "run"), "--steps", str(steps)]
-    script += ["--save-every", str(SAVED_STEP), "--log-every", str(LOG_EVERY), *resume]
+    script += ["--save-every", str(SAVED_STEP), "--log-every", str(LOG_EVERY)]
     output = shardkit("launch", "--config", str(config), *options, *script)
     found = re.findall(r"step +(\d+) +loss +([\d.]+)", output)
     return {int(step): float(loss) for step, loss in found}

@@ -1,7 +1,7 @@
 """A small GPT learns to write Python from the sources of Python's own standard library.
 
 shardkit launch train.py --steps 200
-shardkit launch train.py --steps 400 --resume      # on as many ranks as there are now
+shardkit launch --resume auto train.py --steps 400      # on as many ranks as there are now
 
 The lines marked with a number are what shardkit adds to a plain training loop.
 """
@@ -23,7 +23,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", default="runs/gpt", help="where checkpoints and the export go")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--log-every", type=int, default=10, help="steps between lines on the screen")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     return parser.parse_args()
 
 
@@ -38,10 +37,10 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     loader = DataLoader(StandardLibrary(), batch_size=args.global_batch // accelerator.num_processes, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)  # 2
-    if args.resume:
-        accelerator.load_state()
+    accelerator.resume()  # where `shardkit launch --resume auto` asks for it
 
-    while accelerator.step < args.steps:
+    step = accelerator.counters.step
+    while step < args.steps:
         for tokens in loader:
             logits = model(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -51,7 +50,7 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
 
-            step = accelerator.step
+            step = accelerator.counters.step
             if step % args.log_every == 0 or step == 1:
                 mean = accelerator.reduce(loss.detach(), reduction="mean")
                 accelerator.print(f"step {step:4d}  loss {mean.item():.4f}")
@@ -62,6 +61,7 @@ def main() -> None:
 
     accelerator.save_model(model, f"{args.folder}/export")
     accelerator.print(f"exported to {args.folder}/export")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
