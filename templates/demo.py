@@ -1,9 +1,10 @@
 """The whole way in two minutes, on this machine's CPU: configure, train on 2 ranks, stop, resume on 3 with another
 strategy, export, and read the export with plain torch. Every step is checked; the first check that fails ends it.
 
-python templates/demo.py [FOLDER]
+python templates/demo.py [FOLDER] [--quick]
 """
 
+import argparse
 import json
 import re
 import shlex
@@ -11,32 +12,50 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FIRST_STEPS, SAVED_STEP, LAST_STEPS, LOG_EVERY = 120, 100, 240, 5
 # fp32 sums in another order on 3 ranks than on 2, and 20 more steps to drift.
 TOLERANCE = 0.01
 
 Losses = dict[int, float]
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The first run goes to `first` and saves at `saved`, the second goes on from there to `last`."""
+
+    first: int
+    saved: int
+    last: int
+    log_every: int
+
+
+FULL = Steps(first=120, saved=100, last=240, log_every=5)
+QUICK = Steps(first=28, saved=16, last=48, log_every=4)
+
+
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "demo")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?", default="demo", type=Path)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    arguments = parser.parse_args()
+    folder, steps = arguments.folder, QUICK if arguments.quick else FULL
     shutil.rmtree(folder, ignore_errors=True)
     started = time.monotonic()
 
     title("1. Configure: two ranks on the CPU, the model split over them (strategy 1)")
     config = configure(folder)
     title("2. Train a small GPT on the sources of Python's standard library")
-    before = train(folder, config, FIRST_STEPS)
-    check_training(before)
+    before = train(folder, config, steps, steps.first)
+    check_training(before, steps)
     title("3. The run is over. What is left of it?")
-    inspect(folder)
-    title(f"4. Go on from step {SAVED_STEP} on three ranks, with another strategy (2)")
+    inspect(folder, steps)
+    title(f"4. Go on from step {steps.saved} on three ranks, with another strategy (2)")
     other = ["-n", "3", "--set", "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP", "--resume", "auto"]
-    after = train(folder, config, LAST_STEPS, *other)
-    check_resumed(before, after)
+    after = train(folder, config, steps, steps.last, *other)
+    check_resumed(before, after, steps)
     title("5. Plain torch, without shardkit, reads the export and writes")
     write_sample(folder)
 
@@ -56,40 +75,42 @@ def configure(folder: Path) -> Path:
     return config
 
 
-def train(folder: Path, config: Path, steps: int, *options: str) -> Losses:
+def train(folder: Path, config: Path, steps: Steps, until: int, *options: str) -> Losses:
     """One launch of the starter script; the losses that it printed, by step."""
-    script = [str(HERE / "train.py"), "--folder", str(folder / "run"), "--steps", str(steps)]
-    script += ["--save-every", str(SAVED_STEP), "--log-every", str(LOG_EVERY)]
+    script = [str(HERE / "train.py"), "--folder", str(folder / "run"), "--steps", str(until)]
+    script += ["--save-every", str(steps.saved), "--log-every", str(steps.log_every)]
     output = shardkit("launch", "--config", str(config), *options, *script)
     found = re.findall(r"step +(\d+) +loss +([\d.]+)", output)
     return {int(step): float(loss) for step, loss in found}
 
 
-def check_training(losses: Losses) -> None:
-    first, last = losses.get(1), losses.get(FIRST_STEPS)
+def check_training(losses: Losses, steps: Steps) -> None:
+    first, last = losses.get(1), losses.get(steps.first)
     if first is None or last is None:
         sys.exit("✗ the run printed no losses")
-    check(last < 0.6 * first, f"the loss fell from {first:.2f} to {last:.2f} in {FIRST_STEPS} steps")
+    check(last < 0.6 * first, f"the loss fell from {first:.2f} to {last:.2f} in {steps.first} steps")
 
 
-def inspect(folder: Path) -> None:
-    """The checkpoint that the run left, verified byte by byte."""
-    steps = sorted((folder / "run").rglob("step-*"))
-    check(bool(steps), f"a checkpoint of step {SAVED_STEP} is there")
-    shardkit("checkpoint", "verify", str(steps[-1]))
-    check(steps[-1].name.endswith(str(SAVED_STEP)), f"{steps[-1]}: every byte is as it was saved")
+def inspect(folder: Path, steps: Steps) -> None:
+    """The newest checkpoint that the run left, verified byte by byte."""
+    found = sorted((folder / "run").rglob("step-*"))
+    check(bool(found), f"{len(found)} checkpoint{'s' if len(found) != 1 else ''} in {folder / 'run'}")
+    newest = found[-1]
+    check(int(newest.name.removeprefix("step-")) == steps.first // steps.saved * steps.saved, f"the newest is {newest}")
+    shardkit("checkpoint", "verify", str(newest))
+    check(True, "every byte is as it was saved")
 
 
-def check_resumed(before: Losses, after: Losses) -> None:
+def check_resumed(before: Losses, after: Losses, steps: Steps) -> None:
     """The resumed run repeats the first run's last steps, and goes on falling."""
-    both = sorted(step for step in before.keys() & after.keys() if step > SAVED_STEP)
-    check(len(both) >= 3 and min(after) > SAVED_STEP, f"it went on after step {SAVED_STEP}, and repeated none before")
+    both = sorted(step for step in before.keys() & after.keys() if step > steps.saved)
+    check(len(both) >= 3 and min(after) > steps.saved, f"it went on after step {steps.saved}, and repeated none before")
     print("  step   2 ranks, FULL_SHARD   3 ranks, SHARD_GRAD_OP, resumed")
     for step in both:
         print(f"  {step:4d}   {before[step]:19.4f}   {after[step]:29.4f}")
     apart = max(abs(before[step] - after[step]) for step in both)
     check(apart <= TOLERANCE, f"it is the same curve: the two differ by {apart:.4f} at most")
-    check(after[LAST_STEPS] < before[FIRST_STEPS], f"and it falls on, to {after[LAST_STEPS]:.2f}")
+    check(after[steps.last] < before[steps.first], f"and it falls on, to {after[steps.last]:.2f}")
 
 
 def write_sample(folder: Path) -> None:
