@@ -1,0 +1,73 @@
+"""What README and docs tell the reader to type. Blocks marked `sh` run here, in order, as the reader would type them
+(`shardkit launch` as a dry run: the demo's test trains); `shell` blocks need other machines or the network."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardkit import templates
+from shardkit.cli.main import run
+from shardkit.config.files import read_text
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for part in ("tutorials", "how-to", "concepts") for path in (ROOT / "docs" / part).glob("*.md")),
+]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder as the pages assume it: the starter script is there."""
+    for name in ("train.py", "gpt.py"):
+        shutil.copy(templates.folder() / name, tmp_path)
+    (tmp_path / ".git").mkdir()  # the search for a configuration stops here
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [name for name in NAMES if commands(name)])
+def test_commands_run(page, folder, capsys):
+    for command in commands(page):
+        assert command[0] == "shardkit", f"{page}: a block that is not shardkit's is marked shell (got {command})"
+        arguments = command[1:]
+        if arguments[0] == "launch":
+            arguments = ["launch", "--dry-run", *arguments[1:]]
+        code = run(arguments)
+        assert code == 0, f"{shlex.join(command)}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_files_and_code_are_valid(page):
+    for block in blocks(page, "yaml"):
+        assert isinstance(yaml.safe_load(block), dict)
+        read_text(block)
+    for block in blocks(page, "python"):
+        compile(block.replace("...", "pass"), page, "exec")
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in NAMES:
+        used = re.findall(r"^make ([a-z-]+)", "\n".join(blocks(page, "shell")), re.MULTILINE)
+        assert set(used) <= targets
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
