@@ -11,13 +11,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardkit.errors import CheckpointCorrupted
+from shardkit.errors import CheckpointCorrupted, CheckpointError
 
 # Takes the path of a value that JSON has no type for; returns the name it is stored under, or None: not a tensor.
 StoreTensor = Callable[[str, Any], "str | None"]
 
 
-class NotStorable(TypeError):
+class NotStorable(CheckpointError):
     """A value of a type that has no place in a checkpoint; the message names where it stands."""
 
 

@@ -30,9 +30,9 @@ import shardkit
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, faults, folder, layout, manifest, retention, tensors
 from shardkit.checkpoint.control import Control, LostRank
-from shardkit.checkpoint.layout import Chunk, Index
+from shardkit.checkpoint.layout import Chunk, Index, Kind
 from shardkit.checkpoint.manifest import File, Manifest
-from shardkit.checkpoint.state import Captured
+from shardkit.checkpoint.state import Captured, Live, capture
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 
@@ -81,13 +81,14 @@ class Prepared:
     hold: int | None
 
 
-def save(captured: Captured, request: Request, control: Control) -> Path:
+def save(live: Live, kind: Kind, request: Request, control: Control) -> Path:
     """The committed checkpoint. Collective. CheckpointSaveError on every rank where it failed on one."""
-    return finish(prepare(captured, request, control), control)
+    return finish(prepare(live, kind, request, control), control)
 
 
-def prepare(captured: Captured, request: Request, control: Control) -> Prepared:
+def prepare(live: Live, kind: Kind, request: Request, control: Control) -> Prepared:
     """A save ready to be written: everything checked, the temporary folder made. Collective."""
+    captured = _capture_together(live, kind, request, control)
     pieces = {
         section: tensors.pieces_to_write(captured.index, section, captured.tensors[section], control.rank)
         for section in captured.index.sections
@@ -138,6 +139,12 @@ def _together(control: Control, request: Request, phase: str, action: Callable[[
     if failed:
         raise CheckpointSaveError(_report(request, failed))
     return [value for _, value, _ in answers]
+
+
+def _capture_together(live: Live, kind: Kind, request: Request, control: Control) -> Captured:
+    found: list[Captured] = []
+    _together(control, request, "capture", lambda: found.append(capture(live, kind, control.rank, control.world_size)))
+    return found[0]
 
 
 def _words(error: Exception) -> str:
