@@ -92,8 +92,8 @@ def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, of
     reshards = reshards_after_forward(config.fsdp)
     offload_policy = CPUOffloadPolicy(pin_memory=True) if offloads else OffloadPolicy()
     left_out = set(cut.replicated.values())
-    for module in cut.ignored.values():
-        _keep_dtype(module, mixed)
+    if mixed.param is not None:
+        _cast_between(model, cut, mixed.param)
     _move(cut.replicated.values(), device)
     managed = {id(p): unit.fqn for unit in cut.units for p in unit.parameters.values()}
     for unit in cut.units:
@@ -288,20 +288,31 @@ def _dtype_of(unit: units.Unit) -> torch.dtype:
     return next((p.dtype for p in unit.parameters.values()), torch.float32)
 
 
-def _keep_dtype(module: nn.Module, mixed: precision.Precision) -> None:
-    """Let an ignored module compute in its own dtype inside a model that computes in another."""
-    if not mixed.is_mixed:
-        return
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+def _cast_between(model: nn.Module, cut: units.Cut, dtype: torch.dtype) -> None:
+    """Let each module that has parameters of its own get its inputs in the dtype that these have in forward.
 
-    def cast_inputs(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return _cast(args, own), _cast(kwargs, own)
+    FSDP2 casts at the borders of units only; inside, one fp32 buffer added to a bf16 activation makes it fp32 for
+    every module that follows. Ignored modules keep their dtype, and give back the dtype around them.
+    """
+    inside_ignored = {id(inner) for module in cut.ignored.values() for inner in module.modules()}
+    heads = {id(unit.module) for unit in cut.units}
+    for module in cut.ignored.values():
+        own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        _cast_inputs(module, own)
+        module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))
+    for module in model.modules():
+        if module._parameters and id(module) not in inside_ignored | heads:
+            _cast_inputs(module, dtype)
 
-    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    module.register_forward_hook(lambda _module, _args, output: _cast(output, mixed.param))
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    def cast(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    module.register_forward_pre_hook(cast, with_kwargs=True)
 
 
-def _cast(data: Any, dtype: torch.dtype | None) -> Any:
+def _cast(data: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors of (nested) tuples, lists and dicts in `dtype`."""
     if isinstance(data, torch.Tensor):
         return data.to(dtype) if data.is_floating_point() else data
