@@ -86,6 +86,8 @@ class QuestionaryPrompter:
 
     def _under(self, prompt: Prompt, keys: str) -> str:
         lines = [] if _rows() < LOW else [line for text in prompt.lines for line in wrap(text, self.width - 1, "  ")]
+        if keys and self.width < 60:
+            keys = "arrows, Enter; Esc back; ? help"
         keys = f"({keys})" if keys else ""
         if keys and len(prompt.title) + len(keys) + 4 > self.width:
             keys = f"\n  {fit(keys, self.width - 3)}"
@@ -94,15 +96,15 @@ class QuestionaryPrompter:
     def _choices(
         self, options: Sequence[Option], numbered: bool, checked: Sequence[Any] = ()
     ) -> list[questionary.Choice]:
-        width = max((len(option.label) for option in options if option.consequence), default=0)
+        width = max((len(option.label) for option in options if option.consequence or option.disabled), default=0)
         choices = []
         for number, option in enumerate(options, start=1):
             line = option_line(option, width)
             if option.disabled:
-                line = fit(f"{number}) {line}: {option.disabled}" if numbered else f"{line}: {option.disabled}", 10_000)
+                line = f"{number}) " * numbered + f"{option.label}: {option.disabled}"
             choices.append(
                 questionary.Choice(
-                    fit(line, self.width - 9),
+                    fit(line, self.width - 7),
                     value=option.value,
                     disabled=bool(option.disabled) or None,  # type: ignore[arg-type]
                     checked=option.value in checked,

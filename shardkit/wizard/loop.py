@@ -145,7 +145,7 @@ def _put(session: Session, question: Question, situation: Situation, problem: st
     reason = (
         "" if kept and present != default.value else f"{shown(question, situation, default.value)}: {default.reason}"
     )
-    prompt = Prompt(question.title, tuple(question.lines(situation)), problem, _help(question, reason))
+    prompt = Prompt(question.title, tuple(question.lines(situation)), problem, question.help)
     if question.kind == "choose":
         return session.prompter.choose(_with_reason(prompt, reason), options, present)
     if question.kind == "several" and options:
@@ -155,10 +155,6 @@ def _put(session: Session, question: Question, situation: Situation, problem: st
 
 def _with_reason(prompt: Prompt, reason: str) -> Prompt:
     return replace(prompt, lines=(f"Enter takes {reason}", *prompt.lines)) if reason else prompt
-
-
-def _help(question: Question, reason: str) -> str:
-    return "\n".join(text for text in (question.help, f"Enter takes {reason}." if reason else "") if text)
 
 
 def _put_text(prompter: Prompter, question: Question, situation: Situation, prompt: Prompt, present: Any) -> Any:

@@ -92,6 +92,8 @@ def suggest(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[Shardin
 
 def suggest_offload(s: Situation) -> tuple[bool, str]:
     """Whether CPU offload is on unless somebody says otherwise, and why."""
+    if s.on_cpu:
+        return False, "on a CPU there is nothing to offload from"
     without, with_offload = _offload_rows(s)
     memory = available_bytes(s)
     if without and with_offload and without.fits(memory) is False and with_offload.fits(memory):
@@ -101,6 +103,8 @@ def suggest_offload(s: Situation) -> tuple[bool, str]:
 
 def offload_texts(s: Situation) -> tuple[str, str]:
     """The consequences of no and yes."""
+    if s.on_cpu:
+        return "everything is in host memory already", "changes nothing on a CPU"
     without, with_offload = _offload_rows(s)
     if without is None or with_offload is None:
         return "fastest steps", "least GPU memory, slower steps"

@@ -76,7 +76,7 @@ def option_line(option: Option, label_width: int) -> str:
 
 
 def _label_width(options: Sequence[Option]) -> int:
-    return max((len(option.label) for option in options if option.consequence), default=0)
+    return max((len(option.label) for option in options if option.consequence or option.disabled), default=0)
 
 
 class PlainPrompter:

@@ -215,7 +215,7 @@ def _processes_note(s: Situation, value: Any) -> str:
 
 STRATEGY_TEXTS = {
     ShardingStrategy.FULL_SHARD: "parameters, gradients, optimizer split; least memory",
-    ShardingStrategy.SHARD_GRAD_OP: "parameters stay whole from forward to backward; less traffic",
+    ShardingStrategy.SHARD_GRAD_OP: "parameters kept for backward; less traffic",
     ShardingStrategy.NO_SHARD: "every process holds everything (DDP); most memory",
     ShardingStrategy.HYBRID_SHARD: "1 inside each machine, copied across machines",
     ShardingStrategy.HYBRID_SHARD_ZERO2: "2 inside each machine, copied across machines",
@@ -380,6 +380,9 @@ QUESTIONS: tuple[Question, ...] = (
         kind="choose",
         options=_where_options,
         default=_where_default,
+        help_text="What was found on this machine is not asked for again. Another machine: the file is written here "
+        "for GPUs that are elsewhere. Several machines: every machine gets the same file and types the same launch "
+        "command. SLURM: the launch command is typed once a machine by srun.",
     ),
     Question(
         key="num_machines",
@@ -495,10 +498,10 @@ QUESTIONS: tuple[Question, ...] = (
         kind="choose",
         options=_offload_options,
         default=_offload_default,
-        applies=lambda s: _shards(s) and not s.on_cpu,
+        applies=_shards,
         advanced=True,
         needs_model=True,
-        when="advanced; strategies 1, 2, 4, 5 on GPUs",
+        when="advanced; strategies 1, 2, 4, 5",
     ),
     Question(
         key="fsdp.auto_wrap_policy",

@@ -1,0 +1,67 @@
+"""A real terminal for tests: a program in a pseudo-terminal, and the screen that a person would see."""
+
+import time
+from pathlib import Path
+
+import pexpect
+import pyte
+
+TIMEOUT_S = 120.0
+
+
+class Screen:
+    """`press` keys, `wait_for` text: no sleeping, so that a slow machine only takes longer."""
+
+    def __init__(self, command: list[str], folder: Path, columns: int, rows: int, env: dict[str, str]) -> None:
+        self.screen = pyte.HistoryScreen(columns, rows, history=2000)
+        self.stream = pyte.ByteStream(self.screen)
+        self.child = pexpect.spawn(
+            command[0], command[1:], cwd=str(folder), env=env, dimensions=(rows, columns), timeout=TIMEOUT_S
+        )
+        self.raw = b""
+
+    @property
+    def lines(self) -> list[str]:
+        """What is visible, without blanks at the ends."""
+        return [line.rstrip() for line in self.screen.display]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines).rstrip()
+
+    def press(self, keys: str) -> None:
+        self.child.send(keys)
+
+    def wait_for(self, text: str) -> None:
+        """Until the text is on the screen; fails with the screen when it does not come."""
+        end = time.monotonic() + TIMEOUT_S
+        while text not in self.text:
+            if time.monotonic() > end or not self._read():
+                raise AssertionError(f"{text!r} did not appear on the screen:\n{self.text}")
+
+    def wait_for_end(self) -> int:
+        """Until the program ends; its exit code."""
+        while self._read():
+            pass
+        self.child.close()
+        return self.child.exitstatus if self.child.exitstatus is not None else 128 + (self.child.signalstatus or 0)
+
+    def _read(self) -> bool:
+        try:
+            data = self.child.read_nonblocking(65536, timeout=1)
+        except pexpect.TIMEOUT:
+            return self.child.isalive()
+        except pexpect.EOF:
+            return False
+        self.raw += data
+        self.stream.feed(data)
+        self._answer_queries(data)
+        return True
+
+    def _answer_queries(self, data: bytes) -> None:
+        """A terminal says where its cursor is when it is asked."""
+        for _ in range(data.count(b"\x1b[6n")):
+            self.child.send(f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R")
+
+    def close(self) -> None:
+        self.child.close(force=True)
