@@ -79,7 +79,7 @@ def test_something_that_is_no_tensor_on_one_rank_is_an_error_on_all(ranks):
 def reductions():
     rank = dist.get_rank()
     mine = {"f": torch.tensor([1.0, 2.0]) * (rank + 1), "i": torch.tensor(rank), "b": torch.tensor([True, rank == 0])}
-    mean, total = collectives.reduce(mine), collectives.reduce(mine, "sum", scale=2)
+    mean, total = collectives.reduce(mine, "mean"), collectives.reduce(mine, "sum", scale=2)
     assert mine["f"].tolist() == [1.0 * (rank + 1), 2.0 * (rank + 1)]
     return [{key: value.tolist() for key, value in found.items()} for found in (mean, total)]
 
@@ -130,11 +130,25 @@ def exchange_values():
     return collectives.exchange({"rank": rank, "text": "é" * rank})
 
 
+def padded_tail():
+    rank = dist.get_rank()
+    data = {"x": torch.arange(2) + 2 * rank, "loss": torch.tensor(float(rank))}
+    found = collectives.gather_real(data, 3)
+    whole = collectives.gather_real(data["x"], None)
+    listed = collectives.gather_real([f"{rank}a", f"{rank}b"], 3)
+    return found["x"].tolist(), found["loss"].tolist(), whole.tolist(), listed
+
+
+def test_padding_is_cut_off_but_a_value_per_rank_stays(ranks):
+    expected = ([0, 1, 2], [0.0, 1.0], [0, 1, 2, 3], ["0a", "0b", "1a"])
+    assert ranks.run(2, padded_tail) == [expected] * 2
+
+
 def test_alone_everything_is_this_rank():
     x = torch.tensor([1, 2])
     assert collectives.gather(x).tolist() == [1, 2]
     assert collectives.gather(torch.tensor(3)).tolist() == [3]
-    assert collectives.reduce({"x": x})["x"].tolist() == [1.0, 2.0]
+    assert collectives.reduce({"x": x}, "mean")["x"].tolist() == [1.0, 2.0]
     assert collectives.broadcast(x) is x
     assert collectives.gather_object([1]) == [1]
     assert collectives.pad_across_processes(x) is x

@@ -36,6 +36,23 @@ def gather(data: Any) -> Any:
     return map_tensors(lambda tensor: _gather_one(_at_least_1d(tensor)), data)
 
 
+def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
+    """As `gather`, cut to the first `real` samples, which is where padding starts; None: nothing is padding.
+
+    Tensors that are 0-dim on each rank, such as a loss, have a value a rank, not a sample, and stay whole. Anything
+    but tensors comes back as one list, as by `gather_object`. Collective.
+    """
+    if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
+        return gather_object(data)[:real]
+    _same_everywhere(data, "gather_for_metrics")
+
+    def real_part(tensor: torch.Tensor) -> torch.Tensor:
+        whole = _gather_one(_at_least_1d(tensor))
+        return whole if tensor.dim() == 0 else whole[:real]
+
+    return map_tensors(real_part, data)
+
+
 def gather_object(data: Any) -> list[Any]:
     """All ranks' objects as one list in rank order; where every rank gives a list, those lists end to end.
 
@@ -50,7 +67,7 @@ def gather_object(data: Any) -> list[Any]:
     return everyone
 
 
-def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
+def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
     """`data` with each tensor replaced by its mean or sum over all ranks, times `scale`, on every rank; same shapes.
 
     Collective. The mean of integers is a float, as in torch. Raises UsageError on all ranks where shapes differ.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import env
-from shardkit.config.schema import Config
+from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
 from shardkit.runtime.collectives import agree
@@ -19,7 +19,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Process:
-    """This rank. `control_group` is a gloo group of all ranks for small agreements, None in a world of one."""
+    """This rank. `control_group` is a gloo group of all ranks for small agreements, None in a world of one;
+    `owns_group` says that the process group was started here."""
 
     rank: int
     local_rank: int
@@ -28,6 +29,7 @@ class Process:
     device: torch.device
     backend: str
     control_group: dist.ProcessGroup | None = field(default=None, compare=False)
+    owns_group: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -66,6 +68,8 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
             )
         log.warning("%s, but this script was started by hand: one process; use `shardkit launch`.", text)
     config = config.model_copy(update={"num_processes": ranks.world_size})
+    if config.mode == "single" and "distributed_type" not in chosen and ranks.world_size > 1:
+        config = config.model_copy(update={"distributed_type": DistributedType.FSDP})
     if config.mode == "single" and ranks.world_size > 1:
         raise ConfigError(
             f"distributed_type: NO means one process (got {ranks.world_size} launched); "
@@ -81,7 +85,8 @@ def start(config: Config) -> Process:
     """
     ranks = launched()
     problem, device = _device(config, ranks.local_rank)
-    if not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp"):
+    owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
+    if owns_group:
         _join(config, ranks, device)
     agree(problem, error=MachineError)
     return Process(
@@ -92,6 +97,7 @@ def start(config: Config) -> Process:
         device=device,
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
         control_group=_control_group(config, ranks.world_size),
+        owns_group=owns_group,
     )
 
 
@@ -104,7 +110,7 @@ def leave() -> None:
 def _device(config: Config, local_rank: int) -> tuple[str | None, torch.device]:
     """(what is wrong, or None; the device of this rank)."""
     cpu = torch.device("cpu")
-    if config.use_cpu or config.distributed_type.value == "MULTI_CPU" or not torch.cuda.is_available():
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or not torch.cuda.is_available():
         return None, cpu
     count = torch.cuda.device_count()
     if local_rank >= count:

@@ -1,0 +1,477 @@
+"""The object that a training script talks to.
+
+    accelerator = Accelerator()
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator.resume()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+A facade: each method is a few lines that hand over to the module that does it. One script is right on one process and
+on many: a window of micro-batches has the gradient that one process would have for the same global batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.config.schema import Config, DistributedType
+from shardkit.errors import UsageError
+from shardkit.log import get_logger
+from shardkit.runtime import (
+    boundary,
+    collectives,
+    data,
+    objects,
+    optim,
+    parallel,
+    precision,
+    prepare,
+    process,
+    settings,
+    summary,
+    turns,
+    unsupported,
+)
+from shardkit.runtime.accumulate import AcceleratedOptimizer, Accumulation, Counters, clamp_gradients_
+from shardkit.runtime.data import PreparedLoader
+from shardkit.runtime.mesh import build_mesh
+from shardkit.runtime.project import ProjectConfiguration
+from shardkit.runtime.schedule import AcceleratedScheduler
+from shardkit.runtime.seed import set_seed
+from shardkit.runtime.state import State
+
+__all__ = ["Accelerator", "ProjectConfiguration"]
+
+log = get_logger(__name__)
+
+
+class Accelerator:
+    """The run as this rank sees it: its configuration, its place among the ranks, and what was prepared.
+
+    The configuration is the launcher's; without one, `config` (a Config, a dict with the YAML's keys, or a path),
+    else the file found from the working folder. The other arguments replace single settings, and the table at the
+    start says so. `split_batches`: the loader's batch size is that of all ranks together. `even_batches`: a short last
+    batch is padded so that every rank gets as many samples. Collective: every rank creates one, with equal arguments.
+
+    Raises ConfigError where the launched world is not the configured one, or ranks disagree.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        **others: Any,
+    ) -> None:
+        unsupported.refuse_arguments(others)
+        chosen = settings.settings(config, mixed_precision, gradient_accumulation_steps, cpu)
+        launched = process.check_world(chosen.config, chosen.chosen)
+        self.process = process.start(launched)
+        settings.compare(launched)
+        self.config = precision.supported(launched, self.process.device)
+        self.origins = chosen.chosen
+        self.mesh = build_mesh(self.config, self.process)
+        self.project = _project(project_dir, project_config)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.split_batches, self.even_batches = split_batches, even_batches
+        self._start_empty()
+        if self.config.shardkit.seed is not None:
+            set_seed(self.config.shardkit.seed)
+        boundary.watch(self)
+
+    def _start_empty(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[PreparedLoader] = []
+        self.registered: list[Any] = []
+        self.names_before: list[tuple[optim.ParameterNames, nn.Module]] = []
+        self.state = State(self)
+        self.accumulation = Accumulation(
+            self.config.shardkit.gradient_accumulation_steps,
+            self.loaders,
+            optim.make_scaler(self.config, self.process.device),
+        )
+        self.is_resumed = False
+        self._is_announced = False
+        self._trigger = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(unsupported.attribute_text(name))
+
+    # ---- what is prepared ----
+
+    def prepare(self, *arguments: Any, weights: str | Path | None = None) -> Any:
+        """Models, optimizers, data loaders and schedulers, in any order, ready for all ranks; in the order given.
+
+        An optimizer may be built before, with or without state: it follows its model's parameters. None passes.
+        `weights`: see `prepare_model`. Collective: every rank calls it with the same kinds of objects.
+        """
+        prepared = prepare.prepare(self, arguments, weights)
+        if self.models and not self._is_announced:
+            self._is_announced = True
+            log.info("%s", summary.text(self))
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(self, model: nn.Module, weights: str | Path | None = None) -> nn.Module:
+        """The model alone; it may have no optimizer. `weights` (a safetensors file or a folder of them) fills a model
+        that was built on the meta device: each rank reads only its own part. Collective."""
+        return self.prepare(model, weights=weights)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+        """The optimizer alone, of a model that is prepared or will be. Collective."""
+        return self.prepare(optimizer)
+
+    def prepare_data_loader(self, loader: Any) -> PreparedLoader:
+        """The data loader alone. Collective."""
+        return self.prepare(loader)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """The scheduler alone."""
+        return self.prepare(scheduler)
+
+    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """The user's own module below DDP and torch.compile. Under FSDP it is the model itself, with sharded
+        parameters; `get_state_dict` gives whole ones."""
+        model = getattr(model, "_orig_mod", model)
+        model = optim.unwrapped(model)
+        return getattr(model, "_orig_mod", model)
+
+    def register_for_checkpointing(self, *registered: Any) -> None:
+        """save_state and load_state take these objects along: each has state_dict() -> JSON-able values or tensors,
+        and load_state_dict(state)."""
+        bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
+        if bad:
+            kinds = ", ".join(type(one).__name__ for one in bad)
+            raise UsageError(
+                f"register_for_checkpointing: no state_dict and load_state_dict (got {kinds}); give the class both."
+            )
+        self.registered.extend(registered)
+
+    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
+        """The loader, whose next iteration starts after so many batches of its epoch."""
+        return data.skip_first_batches(loader, num_batches)
+
+    def free_memory(self, *released: Any) -> tuple[None, ...]:
+        """Forgets everything prepared, and one None for each argument: `model, optimizer = free_memory(model, ...)`."""
+        self._start_empty()
+        boundary.watch(self)
+        boundary.collect_garbage()
+        return (None,) * len(released)
+
+    # ---- a training step ----
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch, from forward to zero_grad. In all but the last of a window, optimizer, scheduler and
+        zero_grad do nothing. The last batch of the loader ends a window early, with the right mean."""
+        with self.accumulation.micro_batch(models or self.models):
+            yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, forward and backward exchange no gradients. Under FSDP every rank then holds a whole model's
+        gradients until the next backward outside; `accumulate` does not, and gives the same sums."""
+        return parallel.gradient_sync([model], enabled=False)
+
+    def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
+        """Gradients of the loss, which is divided by the number of micro-batches in a step, and scaled under fp16."""
+        self.accumulation.backward(loss, **arguments)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """The norm of all gradients over all ranks before they are scaled down to `max_norm`; a plain tensor.
+
+        In a micro-batch that is not the window's last there is nothing to clip yet: 0, and nothing changes. Collective.
+        """
+        chosen = self._parameters(parameters)
+        if not self.sync_gradients:
+            return torch.zeros((), device=self.device)
+        self._make_final(chosen)
+        return optim.clip_grad_norm_(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
+        chosen = self._parameters(parameters)
+        if self.sync_gradients:
+            self._make_final(chosen)
+            clamp_gradients_(chosen, clip_value)
+
+    def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
+        """Gradients as they are without fp16's loss scale, of one optimizer or of all; nothing while accumulating."""
+        for one in self.optimizers if optimizer is None else [optimizer]:
+            if self.sync_gradients:
+                one.make_gradients_final()
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether fp16 overflowed in the last step, so that no parameter changed."""
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    def autocast(self, *_: Any, **__: Any) -> AbstractContextManager:
+        """Compute in the run's precision inside, for what is outside of a prepared model's forward, such as a loss."""
+        return precision.autocast(self.config, self.device)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch is the last of its window: the optimizer steps."""
+        return self.accumulation.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a step; a new value holds from the next window on."""
+        return self.accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        settings.check_accumulation(steps)
+        self.accumulation.steps = steps
+
+    @property
+    def counters(self) -> Counters:
+        """Optimizer steps, micro-batches since the last one, and samples so far."""
+        return self.accumulation.counters
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler under fp16, else None."""
+        return self.accumulation.scaler
+
+    # ---- saving and loading ----
+
+    def save_state(self, output_dir: str | Path | None = None, *, blocking: bool | None = None) -> Path:
+        """Writes the whole training state; the folder. Without `output_dir` a new one in the project, named by step.
+        Collective."""
+        from shardkit.runtime import saving
+
+        return saving.save_state(self, output_dir, blocking=blocking)
+
+    def load_state(
+        self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
+    ) -> None:
+        """Restores a training state, from the project's newest valid checkpoint without `input_dir`. Collective."""
+        from shardkit.runtime import saving
+
+        saving.load_state(self, input_dir, data_position=data_position, strict=strict)
+        self.is_resumed = True
+
+    def resume(self) -> bool:
+        """Restores what `shardkit launch --resume` names, and whether it did. To be called after `prepare`. Collective.
+
+        never (the default): nothing; auto: the project's newest valid checkpoint, nothing where there is none yet;
+        a path: that checkpoint. Without this call nothing is resumed: a script decides when its objects are ready.
+        """
+        return boundary.resume(self)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: str | int | None = None,
+        dtype: str | torch.dtype | None = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes the whole model as safetensors that plain torch and Transformers open. Collective."""
+        unsupported.refuse_pickle(safe_serialization)
+        from shardkit.runtime import saving
+
+        size = self.config.shardkit.checkpoint.max_shard_size if max_shard_size is None else max_shard_size
+        saving.save_model(self, model, save_directory, size, dtype)
+
+    def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
+        """The model's whole state dict, on rank 0; other ranks may get an empty one. Collective."""
+        from shardkit.runtime import saving
+
+        return saving.get_state_dict(self, model)
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
+        """Rank 0 writes a dict of tensors as safetensors, or JSON-able values as JSON. Collective where tensors are
+        sharded."""
+        unsupported.refuse_pickle(safe_serialization)
+        whole = objects.prepared(obj)
+        if self.is_main_process:
+            objects.save(whole, f)
+
+    @property
+    def project_dir(self) -> str | None:
+        """The project's folder."""
+        return self.project.project_dir
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """The project's folder and how checkpoints in it are named."""
+        return self.project
+
+    # ---- among ranks ----
+
+    def gather(self, tensor: Any) -> Any:
+        """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that pad the loader's last batch; other objects as one list. Collective."""
+        return collectives.gather_real(input_data, self._real_samples(), use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over all ranks, on every rank. Collective."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """One rank's tensors, on every rank. Collective."""
+        return collectives.broadcast(tensor, from_process)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along `dim` to the longest of all ranks. Collective."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raises a flag that `check_trigger` sees on all ranks, for instance to stop early."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised the flag; then it is down again everywhere. Collective."""
+        found = collectives.any_rank(self._trigger, self.process.control_group)
+        self._trigger = self._trigger and not found
+        return found
+
+    def wait_for_everyone(self) -> None:
+        """Returns when all ranks have come here. Collective."""
+        collectives.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Rank 0 runs the block before the others, for instance to download. Collective."""
+        return turns.first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Each machine's first rank runs the block before the others. Collective."""
+        return turns.first(self.is_local_main_process)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
+        yield turns.part_of(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def print(self, *values: Any, **arguments: Any) -> None:
+        """Prints on each machine's first rank."""
+        if self.is_local_main_process:
+            print(*values, **arguments)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function on rank 0; None elsewhere."""
+        return turns.only(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function on each machine's first rank; None elsewhere."""
+        return turns.only(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function on the last rank; None elsewhere."""
+        return turns.only(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
+        """The function on one rank; None elsewhere. Also as `@accelerator.on_process(process_index=1)`."""
+        if function is None:
+            return lambda later: self.on_process(later, process_index)
+        return turns.only(lambda: self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
+    ) -> Callable[..., Any]:
+        """The function on one rank of each machine; None elsewhere."""
+        if function is None:
+            return lambda later: self.on_local_process(later, local_process_index)
+        return turns.only(lambda: self.local_process_index == local_process_index, function)
+
+    def end_training(self) -> None:
+        """Waits for every rank and for a save in flight, then takes the process group down. The last call of a script.
+        Collective."""
+        boundary.end(self)
+
+    # ---- who and where ----
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first rank."""
+        return self.process.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process.rank == self.process.world_size - 1
+
+    @property
+    def process_index(self) -> int:
+        """This rank."""
+        return self.process.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank among those of its machine."""
+        return self.process.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks in total."""
+        return self.process.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.process.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """FSDP, MULTI_GPU or MULTI_CPU (DDP), NO, XLA: what runs."""
+        return self.state.distributed_type
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.process.world_size > 1
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, fp16 or bf16: what runs."""
+        return self.config.mixed_precision
+
+    def _real_samples(self) -> int | None:
+        """Samples in the batch that is out, where padding follows them; else None."""
+        loader = data.active_loader(self.loaders)
+        return None if loader is None or loader.remainder < 0 else loader.remainder
+
+    def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return prepare.own_parameters(self, parameters)
+
+    def _make_final(self, parameters: list[torch.Tensor]) -> None:
+        for optimizer in prepare.optimizers_of(self, parameters):
+            optimizer.make_gradients_final()
+
+
+def _project(project_dir: str | Path | None, given: ProjectConfiguration | None) -> ProjectConfiguration:
+    """The project as the arguments say it; a folder given on its own counts where the object has none."""
+    project = given or ProjectConfiguration()
+    if project.project_dir is None and project_dir is not None:
+        project.project_dir = str(project_dir)
+        project.logging_dir = project.logging_dir or project.project_dir
+    return project

@@ -1,0 +1,274 @@
+"""Micro-batches into optimizer steps: when gradients are exchanged, what a loss is divided by, what a step means.
+
+A window is the micro-batches of one optimizer step: as many as asked for, or fewer where the loader ends. Its gradient
+is the mean over its micro-batches, so a window of n equals one process that sees its n micro-batches at once, short
+windows included.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardkit.runtime import progress
+from shardkit.runtime.data import PreparedLoader, active_loader
+from shardkit.runtime.parallel import gradient_sync
+
+
+@dataclass
+class Counters:
+    """How far the run is. Equal on all ranks."""
+
+    step: int = 0
+    """Optimizer steps done; one that fp16 skipped does not count."""
+
+    micro_step: int = 0
+    """Micro-batches since the last optimizer step."""
+
+    samples_seen: int = 0
+    """Samples trained on, over all ranks."""
+
+
+class Accumulation:
+    """Where the loop is in its window of micro-batches. One an Accelerator; optimizers and scheduler share it."""
+
+    def __init__(self, steps: int, loaders: Sequence[PreparedLoader], scaler: torch.amp.GradScaler | None) -> None:
+        self.steps = steps
+        self.sync_gradients = True
+        self.counters = Counters()
+        self.backward_calls = 0
+        self.at_boundary: Callable[[], None] = lambda: None
+        self._loaders = loaders
+        self._scaler = scaler
+        self._scaler_is_behind = False
+        self._divisor = steps
+        self._window = 0
+        self._stepped: set[int] = set()
+        self._batch_counted = 0
+        self._boundary_is_due = False
+        self._boundary_loader: PreparedLoader | None = None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler under fp16, up to date with the last step; else None."""
+        self._update_scaler()
+        return self._scaler
+
+    @contextmanager
+    def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """One micro-batch, forward to zero_grad. Before the window's last, see `deferred` for what is exchanged."""
+        self._begin()
+        with ExitStack() as stack:
+            if not self.sync_gradients:
+                for model in models:
+                    stack.enter_context(deferred(model))
+            yield
+        if self.sync_gradients:
+            self.counters.micro_step = 0
+
+    def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
+        """Gradients of the loss, divided by the window's nominal number of micro-batches, scaled under fp16."""
+        self._pass_boundary_without_loader()
+        progress.post("backward", self.counters.step)
+        self._update_scaler()
+        self.backward_calls += 1
+        divisor = self._divisor if self.counters.micro_step else self.steps
+        if divisor > 1:
+            loss = loss / divisor
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward(**arguments)
+
+    def shortfall(self) -> float:
+        """What gradients still have to be multiplied with: more than 1 in a window that the loader's end cut short."""
+        return self._divisor / self._window if 0 < self._window < self._divisor else 1.0
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the loss scale out of the optimizer's gradients; nothing without fp16."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether fp16 gradients, unscaled before, are not finite on any rank. Collective under fp16."""
+        if self._scaler is None:
+            return False
+        found = list(self._scaler._found_inf_per_device(optimizer).values())
+        for value in found:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                # Sharded gradients agree by themselves; ignored modules' do not, and the scale must.
+                dist.all_reduce(value, dist.ReduceOp.MAX)
+        return any(bool(value.item()) for value in found)
+
+    def note_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
+        """Counts: the first optimizer to step opens a step, one that steps again opens the next."""
+        self._scaler_is_behind = self._scaler is not None
+        self._note_batch()
+        self.counters.micro_step = 0
+        self._boundary_is_due = True
+        self._boundary_loader = active_loader(self._loaders)
+        if was_skipped:
+            return
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+        if not self._stepped:
+            self.counters.step += 1
+        self._stepped.add(id(optimizer))
+
+    def after_batch(self, loader: PreparedLoader) -> None:
+        """What a loader calls when the loop comes back for more: all that belongs to the batch before is done."""
+        progress.post("data", self.counters.step)
+        if self._boundary_is_due and loader is self._boundary_loader:
+            self._boundary_is_due = False
+            self.at_boundary()
+
+    def _begin(self) -> None:
+        self._pass_boundary_without_loader()
+        progress.post("forward", self.counters.step)
+        if self.counters.micro_step == 0:
+            self._divisor = self.steps
+        self.counters.micro_step += 1
+        loader = active_loader(self._loaders)
+        is_last = loader is not None and loader.end_of_loader
+        self.sync_gradients = is_last or self.counters.micro_step >= self._divisor
+        self._window = self.counters.micro_step if self.sync_gradients else 0
+        self._note_batch()
+
+    def _note_batch(self) -> None:
+        """The batch that is out is trained on: its samples count, once."""
+        loader = active_loader(self._loaders)
+        if loader is not None and loader.last_yield != self._batch_counted:
+            self._batch_counted = loader.last_yield
+            self.counters.samples_seen += loader.batch_samples
+
+    def _update_scaler(self) -> None:
+        """A new scale holds from the next backward on: optimizers that have not stepped yet still need the old one."""
+        if self._scaler is not None and self._scaler_is_behind:
+            self._scaler_is_behind = False
+            self._scaler.update()
+
+    def _pass_boundary_without_loader(self) -> None:
+        if self._boundary_is_due and self._boundary_loader is None:
+            self._boundary_is_due = False
+            self.at_boundary()
+
+
+def deferred(model: nn.Module) -> AbstractContextManager[None]:
+    """For micro-batches before a window's last: DDP exchanges nothing; FSDP still reduces to its shards, or every rank
+    would hold a whole model's gradients, but replicas wait with theirs."""
+    return _without_all_reduce(model) if isinstance(model, FSDPModule) else gradient_sync([model], enabled=False)
+
+
+@contextmanager
+def _without_all_reduce(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        model.set_requires_all_reduce(True)
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, doing nothing while micro-batches are gathered. `optimizer` is the torch one.
+
+    It is a torch Optimizer by class only, because schedulers insist; everything but step and zero_grad is the torch
+    one's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation) -> None:
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        self._accumulation = accumulation
+        self._final_at = -1
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"Accelerated{self.optimizer!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, of all groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the window's gradients; nothing while the window is not full, or where fp16 overflowed."""
+        if not self._accumulation.sync_gradients:
+            return None
+        progress.post("optimizer step", self._accumulation.counters.step)
+        self.make_gradients_final()
+        self.step_was_skipped = self._accumulation.overflowed(self.optimizer)
+        result = None
+        if not self.step_was_skipped:
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._accumulation.note_step(self.optimizer, self.step_was_skipped)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients; nothing while the window is not full."""
+        if self._accumulation.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def make_gradients_final(self) -> None:
+        """Gradients as one process would have them: no loss scale, the mean over the window. Once after a backward."""
+        if self._final_at == self._accumulation.backward_calls:
+            return
+        self._final_at = self._accumulation.backward_calls
+        self._accumulation.unscale(self.optimizer)
+        factor = self._accumulation.shortfall()
+        if factor != 1.0:
+            multiply_gradients_(self.parameters, factor)
+
+
+def multiply_gradients_(parameters: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiplies, in place, the gradient of each parameter that has one."""
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def clamp_gradients_(parameters: Sequence[torch.Tensor], limit: float) -> None:
+    """Clamps, in place, every element of the parameters' gradients to [-limit, limit]."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local_part(parameter.grad).clamp_(-limit, limit)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; a plain one as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,85 @@
+"""What happens between two optimizer steps and at the ends of a run: stopping when told to, resuming, leaving.
+
+A boundary is where the loop comes back to its loader after a step: scheduler and zero_grad of that step are done, and
+the loader's position is that of the step, so a state saved here continues exactly.
+"""
+
+import gc
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardkit import env
+from shardkit.errors import Preempted, UsageError
+from shardkit.log import get_logger
+from shardkit.runtime import preemption, progress
+from shardkit.runtime.collectives import wait_for_everyone
+from shardkit.runtime.process import leave
+
+if TYPE_CHECKING:
+    from shardkit.runtime.accelerator import Accelerator
+
+log = get_logger(__name__)
+
+
+def watch(accelerator: "Accelerator") -> None:
+    """From now on every boundary of this accelerator looks whether the run was told to stop, where it was launched."""
+    if env.resolved_config_path() is None:
+        return
+    preemption.install()
+    accelerator.accumulation.at_boundary = partial(pass_boundary, accelerator)
+
+
+def pass_boundary(accelerator: "Accelerator") -> None:
+    """Returns where no rank was told to stop; else saves and raises Preempted, on all ranks. Collective."""
+    if not preemption.requested(accelerator.process.control_group):
+        return
+    step = accelerator.counters.step
+    if names_checkpoints(accelerator):
+        folder = accelerator.save_state(blocking=True)
+        raise Preempted(f"launch: told to stop after step {step}; saved in {folder}, --resume auto goes on from it.")
+    raise Preempted(
+        f"launch: told to stop after step {step}; nothing was saved, because the script names no project folder: "
+        "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
+    )
+
+
+def names_checkpoints(accelerator: "Accelerator") -> bool:
+    """Whether save_state() knows by itself where to."""
+    return bool(accelerator.project.project_dir) and accelerator.project.automatic_checkpoint_naming
+
+
+def resume(accelerator: "Accelerator") -> bool:
+    """Restores what the configuration names, and whether it did. Collective."""
+    wanted = accelerator.config.shardkit.checkpoint.resume
+    if wanted == "never":
+        return False
+    if wanted != "auto":
+        accelerator.load_state(wanted)
+        return True
+    if not names_checkpoints(accelerator):
+        raise UsageError(
+            "resume: auto needs a project folder to look in (got none); give Accelerator a "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), or name a checkpoint."
+        )
+    from shardkit.runtime import saving
+
+    return saving.resume(accelerator)
+
+
+def end(accelerator: "Accelerator") -> None:
+    """Waits for all ranks, then leaves the process group that this run started. Collective."""
+    if accelerator.config.shardkit.checkpoint.resume != "never" and not accelerator.is_resumed:
+        log.warning("checkpoint.resume: the script never called accelerator.resume() or load_state().")
+    wait_for_everyone()
+    progress.pause("done", accelerator.counters.step)
+    if accelerator.process.owns_group:
+        leave()
+
+
+def collect_garbage() -> None:
+    """Gives back memory that nothing refers to, on the device too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,54 @@
+"""Learning-rate schedules that move once an optimizer step, whatever the number of ranks or micro-batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardkit.runtime.accumulate import AcceleratedOptimizer, Accumulation
+
+
+class AcceleratedScheduler:
+    """The user's scheduler, stepping when its optimizer has. `scheduler` is the torch one.
+
+    It does not step while micro-batches are gathered, nor where fp16 skipped the optimizer's step, and never
+    once per rank: a schedule is written in optimizer steps. With `steps_with_optimizer` False it always steps.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[AcceleratedOptimizer],
+        accumulation: Accumulation,
+        steps_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self._optimizers = optimizers
+        self._accumulation = accumulation
+        self._steps_with_optimizer = steps_with_optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **arguments: Any) -> None:
+        """The next learning rate, where the optimizer has stepped."""
+        if self._steps_with_optimizer:
+            if not self._accumulation.sync_gradients:
+                return
+            if any(optimizer.step_was_skipped for optimizer in self._own_optimizers()):
+                return
+        self.scheduler.step(*args, **arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch scheduler's."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the torch scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def _own_optimizers(self) -> Sequence[AcceleratedOptimizer]:
+        """The one that the scheduler was built on; all where that is not known."""
+        built_on = getattr(self.scheduler, "optimizer", None)
+        own = [o for o in self._optimizers if built_on is o or built_on is o.optimizer]
+        return own or self._optimizers

@@ -1,0 +1,163 @@
+"""The configuration that a script runs with: the launcher's, or the one it finds itself, and what its code says."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from shardkit import env
+from shardkit.config import files
+from shardkit.config.schema import Config, MixedPrecision, read_precision
+from shardkit.errors import ConfigError
+from shardkit.log import get_logger
+from shardkit.runtime.collectives import exchange
+from shardkit.runtime.process import launched
+
+log = get_logger(__name__)
+
+# What only the launcher knows, so that a configuration given in code does not undo it.
+LAUNCHED = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "use_cpu")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration and where each value that somebody chose comes from, by its name in Python."""
+
+    config: Config
+    chosen: dict[str, str]
+
+    def replaced(self, name: str, value: Any, where: str) -> "Settings":
+        """With one value changed by `where`; a line says so where somebody had chosen another."""
+        before = value_of(self.config, name)
+        if before != value and name in self.chosen:
+            log.info("%s: %s from %s replaces %s from %s.", name, value, where, before, self.chosen[name])
+        return Settings(with_value(self.config, name, value), self.chosen | {name: where})
+
+
+def settings(
+    given: Config | Mapping[str, Any] | str | Path | None,
+    mixed_precision: str | None = None,
+    gradient_accumulation_steps: int | None = None,
+    cpu: bool | None = None,
+) -> Settings:
+    """The configuration for this process: `given`, else the launcher's, else the file that is found from here; with
+    what the code says on top. Raises ConfigError with everything that is wrong."""
+    found = _from_code(given) if given is not None else _from_outside()
+    _check_arguments(mixed_precision, gradient_accumulation_steps)
+    if mixed_precision is not None:
+        value = read_precision(mixed_precision)
+        found = found.replaced("mixed_precision", value, "Accelerator(mixed_precision=...)")
+    if gradient_accumulation_steps is not None:
+        name = "shardkit.gradient_accumulation_steps"
+        found = found.replaced(name, gradient_accumulation_steps, "Accelerator(gradient_accumulation_steps=...)")
+    if cpu is not None:
+        found = found.replaced("use_cpu", cpu, "Accelerator(cpu=...)")
+    return found
+
+
+def compare(config: Config) -> None:
+    """Returns where all ranks have the same configuration; else raises ConfigError on all. Collective."""
+    digests = exchange(files.digest(config))
+    if len(set(digests)) == 1:
+        return
+    groups = {digest: [rank for rank, own in enumerate(digests) if own == digest] for digest in digests}
+    texts = ", ".join(f"{digest[:12]} on ranks {', '.join(map(str, ranks))}" for digest, ranks in groups.items())
+    raise ConfigError(
+        f"configuration: ranks have different ones (got {texts}); give every machine the same file and the same "
+        "arguments of Accelerator(...)."
+    )
+
+
+def check_accumulation(steps: int) -> None:
+    """Raises ConfigError where that is no number of micro-batches."""
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps: must be a whole number from 1 on (got {steps!r}); "
+            "1 means that every micro-batch is a step."
+        )
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of a setting by its dotted name in Python."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def with_value(config: Config, name: str, value: Any) -> Config:
+    """The configuration with one setting changed."""
+    return _with(config, name.split("."), value)
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    if len(path) > 1:
+        value = _with(getattr(section, path[0]), path[1:], value)
+    return section.model_copy(update={path[0]: value})
+
+
+def _from_outside() -> Settings:
+    """The launcher's configuration, else the one that a run here would have."""
+    path = env.resolved_config_path()
+    loaded = files.resolve() if path is None else files.read(path)
+    for note in loaded.notes:
+        log.info("%s", note)
+    return Settings(loaded.config, _origins_beside(path) or _chosen(loaded))
+
+
+def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
+    if isinstance(given, Config):
+        found = Settings(given, dict.fromkeys(_set_names(given), "Accelerator(config=...)"))
+    elif isinstance(given, Mapping):
+        # The rules between keys need the world, which is the launcher's to say where the code does not.
+        whole = {"num_processes": launched().world_size, **given}
+        loaded = files.read_text(json.dumps(whole, default=str), "Accelerator(config=...)")
+        found = Settings(loaded.config, dict.fromkeys(_chosen(loaded), "Accelerator(config=...)"))
+    else:
+        loaded = files.resolve(Path(given))
+        found = Settings(loaded.config, _chosen(loaded))
+    return _with_launch(found)
+
+
+def _with_launch(found: Settings) -> Settings:
+    """Under the launcher: its world, unless the code names one."""
+    path = env.resolved_config_path()
+    if path is None:
+        return found
+    launchers, config, chosen = files.read(path).config, found.config, dict(found.chosen)
+    for name in LAUNCHED:
+        if name not in chosen:
+            config = with_value(config, name, value_of(launchers, name))
+            chosen[name] = "shardkit launch"
+    return Settings(config, chosen)
+
+
+def _chosen(loaded: files.Loaded) -> dict[str, str]:
+    return {name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")}
+
+
+def _origins_beside(path: Path | None) -> dict[str, str]:
+    """What the launcher says about where its values come from, in a file beside the resolved configuration."""
+    beside = path and path.with_suffix(".origins.json")
+    return json.loads(beside.read_text()) if beside and beside.exists() else {}
+
+
+def _set_names(section: BaseModel, prefix: str = "") -> list[str]:
+    """Dotted names of what was set by hand in a configuration built in Python."""
+    names: list[str] = []
+    for name in section.model_fields_set:
+        value = getattr(section, name)
+        names += _set_names(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else [prefix + name]
+    return names
+
+
+def _check_arguments(mixed_precision: str | None, gradient_accumulation_steps: int | None) -> None:
+    if mixed_precision is not None and read_precision(mixed_precision) not in get_args(MixedPrecision):
+        raise ConfigError(
+            f"Accelerator(mixed_precision=...): unknown precision (got {mixed_precision!r}); use no, fp16 or bf16."
+        )
+    if gradient_accumulation_steps is not None:
+        check_accumulation(gradient_accumulation_steps)

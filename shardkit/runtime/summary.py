@@ -1,0 +1,185 @@
+"""One table of what runs, printed by rank 0 before the first step: it is what is there, not what was asked for."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from shardkit.config.schema import Config
+from shardkit.runtime import precision
+from shardkit.runtime.accumulate import local_part
+from shardkit.runtime.data import PreparedLoader
+from shardkit.runtime.optim import unwrapped
+from shardkit.runtime.process import Process
+from shardkit.runtime.settings import value_of
+
+if TYPE_CHECKING:
+    from shardkit.runtime.accelerator import Accelerator
+
+_LONGEST_LIST = 4
+
+
+def text(accelerator: "Accelerator") -> str:
+    """The table: world, strategy, models with their units, dtypes, batch, and where each setting comes from."""
+    config, loaders = accelerator.config, accelerator.loaders
+    rows = [("world", _world(accelerator.process, config)), ("strategy", _strategy(config, accelerator.mesh))]
+    for model in accelerator.models:
+        rows += _model_rows(model)
+    rows += [("precision", _precision(config, accelerator.models)), ("batch", _batch(config, loaders))]
+    rows += [("settings", line) for line in _settings(config, accelerator.origins)]
+    return "\n".join(["what runs", *_aligned(rows)])
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Labels in a column, each said once."""
+    before = ""
+    for label, value in rows:
+        yield f"  {'' if label == before else label:<10} {value}"
+        before = label
+
+
+def _world(process: Process, config: Config) -> str:
+    machines = process.world_size // process.local_world_size
+    ranks = _plural(process.world_size, "rank")
+    where = "" if machines <= 1 else f" on {machines} machines"
+    backend = "" if process.backend == "none" else f", {process.backend}"
+    return f"{ranks}{where}, {process.device.type}{backend}"
+
+
+def _strategy(config: Config, mesh: DeviceMesh | None) -> str:
+    if config.mode == "single" or (config.mode == "ddp" and config.num_processes == 1):
+        return "one process, plain torch"
+    if config.mode == "ddp":
+        return "DDP: a whole model on every rank"
+    if mesh is None:
+        return config.mode
+    axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    extras = [
+        *(["offload to host memory"] if config.fsdp.offload_params and mesh.device_type != "cpu" else []),
+        *(["activation checkpointing"] if config.fsdp.activation_checkpointing else []),
+        *(["compiled"] if config.shardkit.compile else []),
+    ]
+    return ", ".join([f"{config.fsdp.sharding_strategy.value}, mesh {axes}", *extras])
+
+
+def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
+    """Size and frozen share; units with count and size; groups of tied parameters."""
+    inner = unwrapped(model)
+    parameters = list(inner.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    here = sum(local_part(parameter).numel() for parameter in parameters)
+    frozen_text = f", {frozen / total:.1%} frozen" if frozen else ""
+    rows = [("model", f"{class_name(inner)}: {count(total)} parameters{frozen_text}; {count(here)} on this rank")]
+    if isinstance(model, FSDPModule):
+        rows.append(("units", ", ".join(unit_texts(model))))
+    tied = tied_groups(inner)
+    if tied:
+        rows.append(("tied", _some([" = ".join(group) for group in tied])))
+    return rows
+
+
+def unit_texts(model: nn.Module) -> list[str]:
+    """FSDP units of a model, equal ones together: ["4 x Block (0.8M)", "root (1.2M)"]."""
+    units = Counter[tuple[str, int]]()
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            size = sum(parameter.numel() for parameter in _owned(module))
+            units[class_name(module) if name else "root", size] += 1
+    ordered = sorted(units.items(), key=lambda unit: (unit[0][0] == "root", -unit[1]))
+    return [
+        f"{number} x {name} ({count(size)})" if name != "root" else f"root ({count(size)})"
+        for (name, size), number in ordered
+    ]
+
+
+def _owned(unit: Any) -> Iterator[nn.Parameter]:
+    """Parameters of the unit, without those of units inside."""
+    below: list[Any] = [module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule)]
+    inside = {id(parameter) for module in below for parameter in module.parameters()}
+    return (parameter for parameter in unit.parameters() if id(parameter) not in inside)
+
+
+def tied_groups(model: nn.Module) -> list[list[str]]:
+    """Fqns that name one parameter, for each parameter with several."""
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def class_name(module: Any) -> str:
+    """The class as the user knows it: FSDP2 puts a class of its own in front."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
+
+
+def _precision(config: Config, models: Sequence[nn.Module]) -> str:
+    dtypes = Counter[torch.dtype]()
+    for model in models:
+        for parameter in model.parameters():
+            dtypes[parameter.dtype] += parameter.numel()
+    kept = " and ".join(_dtype(dtype) for dtype, _ in dtypes.most_common()) or "none"
+    mixed = precision.of(config)
+    compute = kept if mixed.param is None else _dtype(mixed.param)
+    output = compute if mixed.output is None else _dtype(mixed.output)
+    exchanged = "" if config.num_processes == 1 else f", gradients reduced in {_dtype(mixed.reduce)}"
+    return f"parameters {kept}, compute {compute}{exchanged}, outputs {output}"
+
+
+def _batch(config: Config, loaders: Sequence[PreparedLoader]) -> str:
+    steps = config.shardkit.gradient_accumulation_steps
+    if not loaders:
+        return f"{_plural(steps, 'micro-batch', 'micro-batches')} a step; no data loader prepared yet"
+    size = loaders[0].total_batch_size
+    ranks = config.num_processes
+    each = f"{size // ranks} x {_plural(ranks, 'rank')}" if size % ranks == 0 else f"{size} over {ranks} ranks"
+    return f"{each} x {_plural(steps, 'micro-batch', 'micro-batches')} = {size * steps} samples a step"
+
+
+def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
+    """A line for each place that a setting comes from; settings at their default are left out."""
+    default = Config()
+    by_place: dict[str, list[str]] = {}
+    for name, where in origins.items():
+        value = value_of(config, name)
+        if value == value_of(default, name) and not where.startswith("Accelerator("):
+            continue
+        place, _, line = where.partition(":")
+        at = f" (line {line.partition(':')[0]})" if line else ""
+        by_place.setdefault(place, []).append(f"{name} {_shown(value)}{at}")
+    if not by_place:
+        yield "all defaults"
+    for place, entries in by_place.items():
+        yield f"{place}: {', '.join(entries)}"
+
+
+def _shown(value: Any) -> str:
+    value = getattr(value, "value", value)
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def count(number: int) -> str:
+    """1234567 -> "1.2M"."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = len(texts) - _LONGEST_LIST
+    return "; ".join(texts[:_LONGEST_LIST]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _plural(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

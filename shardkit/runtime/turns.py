@@ -1,0 +1,58 @@
+"""Which rank does what: one first, one only, each its own part."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+
+from shardkit.errors import UsageError
+from shardkit.runtime.collectives import wait_for_everyone
+
+
+@contextmanager
+def first(goes_first: bool) -> Iterator[None]:
+    """Ranks with `goes_first` run the block, then the others do. Collective: every rank enters it."""
+    if not goes_first:
+        wait_for_everyone()
+    try:
+        yield
+    finally:
+        if goes_first:
+            wait_for_everyone()
+
+
+def only(condition: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function where the condition holds when it is called; elsewhere a call returns None."""
+
+    @wraps(function)
+    def called(*args: Any, **arguments: Any) -> Any:
+        return function(*args, **arguments) if condition() else None
+
+    return called
+
+
+def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
+    """This rank's contiguous part of a list, tuple, str or tensor, or of each value of a dict; the first parts are
+    longer by one where it does not divide. With padding, short parts repeat the last item, so that all can be gathered.
+    """
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise UsageError(
+                f"split_between_processes: the values of a dict must be equally long (got {lengths}); "
+                "split them in separate calls."
+            )
+        return {key: part_of(value, rank, world_size, apply_padding) for key, value in inputs.items()}
+    each, left = divmod(len(inputs), world_size)
+    start = rank * each + min(rank, left)
+    mine = inputs[start : start + each + (rank < left)]
+    missing = each + bool(left) - len(mine)
+    return _padded(mine, inputs[-1:], missing) if apply_padding and missing else mine
+
+
+def _padded(mine: Any, last: Any, times: int) -> Any:
+    if isinstance(mine, torch.Tensor):
+        return torch.cat([mine, *[last.to(mine.device)] * times])
+    return mine + last * times
