@@ -58,7 +58,7 @@ class Hardware:
 
 def detect() -> Hardware:
     """What this machine has, within what this process may use of it."""
-    return Hardware(_devices(), _cores(), _memory_bytes(), _scheduler(env.copy()))
+    return Hardware(_devices(), _cores(), _memory_bytes(), scheduler())
 
 
 def _devices() -> tuple[Device, ...]:
@@ -149,7 +149,9 @@ def _memory_bytes() -> int:
     return min(limits, default=0)
 
 
-def _scheduler(variables: Mapping[str, str]) -> Scheduler | None:
+def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
+    """What the environment says about the job that this process belongs to; None where no scheduler started it."""
+    variables = env.copy() if variables is None else variables
     if "SLURM_JOB_ID" in variables:
         return Scheduler(
             "SLURM",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardkit.config.hardware import Hardware, detect
+from shardkit.config.hardware import Hardware, Scheduler, detect, scheduler
 from shardkit.config.keys import Path
 from shardkit.config.layers import Entry, Layer, Origin
 from shardkit.config.schema import read_bool, read_count, read_distributed_type
@@ -14,12 +14,14 @@ _COUNT = ("num_processes",)
 def hardware_layer(given: Mapping[Path, Entry], has_file: bool) -> Layer:
     """What the hardware suggests for settings that nobody gave. A file that is silent about precision or the kind of
     device means the default; only the number of processes and of machines is always the machine's own."""
-    if _COUNT in given and has_file:
-        return Layer()
-    hardware = detect()
-    values = for_machines(hardware, given) if has_file else for_hardware(hardware, given)
-    origin = Origin("hardware", f"found here: {hardware.in_words}")
-    return Layer({path: Entry(value, origin, path[-1]) for path, value in values.items()})
+    job = scheduler()
+    values = for_job(job, given)
+    words = f"found here: {job.name}" if job else ""
+    if _COUNT not in given or not has_file:
+        hardware = detect()
+        values = for_machines(hardware, given) if has_file else for_hardware(hardware, given)
+        words = f"found here: {hardware.in_words}"
+    return Layer({path: Entry(value, Origin("hardware", words), path[-1]) for path, value in values.items()})
 
 
 def for_hardware(hardware: Hardware, given: Mapping[Path, Entry] | None = None) -> dict[Path, Any]:
@@ -38,18 +40,26 @@ def for_hardware(hardware: Hardware, given: Mapping[Path, Entry] | None = None) 
 
 def for_machines(hardware: Hardware, given: Mapping[Path, Entry]) -> dict[Path, Any]:
     """How many machines and processes, as the scheduler and the devices say."""
-    values: dict[Path, Any] = {}
-    scheduler = hardware.scheduler
-    if scheduler and scheduler.machines > 1 and ("num_machines",) not in given:
-        values[("num_machines",)] = scheduler.machines
-        values[("main_process_ip",)] = scheduler.main_address
-        values[("machine_rank",)] = scheduler.machine_rank or 0
+    values = for_job(hardware.scheduler, given)
     machines = _says(given, ("num_machines",), read_count) or values.get(("num_machines",), 1)
     single = _says(given, ("distributed_type",), read_distributed_type) == "NO"
     on_cpu = _says(given, ("use_cpu",), read_bool) is True
     here = 0 if on_cpu else len(hardware.devices)
     values[_COUNT] = 1 if single else (here or min(2, hardware.cores)) * (machines if isinstance(machines, int) else 1)
     return values
+
+
+def for_job(job: Scheduler | None, given: Mapping[Path, Entry]) -> dict[Path, Any]:
+    """What the scheduler says about the machines of a job that has several, where the settings do not contradict."""
+    machines = _says(given, ("num_machines",), read_count)
+    if job is None or job.machines < 2 or machines not in (None, job.machines):
+        return {}
+    values = {
+        ("num_machines",): job.machines,
+        ("machine_rank",): job.machine_rank,
+        ("main_process_ip",): job.main_address,
+    }
+    return {path: value for path, value in values.items() if value is not None and path not in given}
 
 
 def _says(given: Mapping[Path, Entry], path: Path, reading: Any) -> Any:
