@@ -5,7 +5,7 @@ The rules of the cut are those of the runtime (`runtime/units.py`), on the modul
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from shardkit.config.schema import Config, DistributedType, Dtype, ShardingStrategy
@@ -108,7 +108,8 @@ def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine:
     chosen = _cut(tree, config, set(fixed)) if found.mode == "fsdp" else []
     owners = _owners(tree, chosen, set(fixed))
     blocks = _block_counts(tree, chosen)
-    sizes = _Sizes(config, found.shards, optimizer)
+    is_ddp = found.mode != "fsdp"
+    sizes, whole = _Sizes(config, found.shards, optimizer, is_ddp), _Sizes(config, 1, optimizer, is_ddp)
     early, late = _root_ends(tree, set(chosen))
     classes = {node.fqn: node.class_name for node in tree.walk()}
     units: list[Unit] = []
@@ -116,13 +117,13 @@ def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine:
     for fqn in _forward_order(tree, chosen):
         has_trainable = has_trainable or any(p.trainable for _, p in owners[fqn])
         if owners[fqn]:
-            keeps_dtype = classes[fqn] in _KEPT_APART
+            keeps_dtype = classes[fqn] in _KEPT_APART and not is_ddp
             units.append(sizes.unit(fqn, owners[fqn], has_trainable, blocks.get(fqn, 0), keeps_dtype))
     return Layout(
         axes=found,
         units=tuple(units),
         root=sizes.unit("", owners[""], True, blocks.get("", 0), early=late),
-        replicated=_Sizes(config, 1, optimizer).unit("", list(fixed.items()), True, 0),
+        replicated=whole.unit("", list(fixed.items()), True, 0),
         buffer_bytes=sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers),
     )
 
@@ -134,6 +135,7 @@ class _Sizes:
     config: Config
     shards: int
     optimizer: str
+    is_ddp: bool
 
     def unit(
         self,
@@ -145,10 +147,11 @@ class _Sizes:
         early: Iterable[str] = (),
     ) -> Unit:
         """A shard of dim 0 is padded to ceil(dim 0 / shards) rows on every rank (FSDPParam._init_sharded_param)."""
-        rows = [(name, p, self._local_shape(p)) for name, p in parameters]
+        rows = [(name, self._kept(p), self._local_shape(p)) for name, p in parameters]
         trainable = [(name, p, local) for name, p, local in rows if p.trainable]
         compute = None if keeps_dtype else compute_dtype(self.config)
         reduce = "fp32" if keeps_dtype else reduce_dtype(self.config)
+        by_ddp = self.is_ddp and reduce == "fp32"  # DDP reduces gradients as they are unless told otherwise
         head = set(early)
         return Unit(
             fqn=fqn,
@@ -158,13 +161,21 @@ class _Sizes:
             optimizer_bytes=sum(state_numel(self.optimizer, local) * itemsize(p.dtype) for _, p, local in trainable),
             gathered_bytes=sum(prod(local) * self.shards * itemsize(compute or p.dtype) for _, p, local in rows),
             unsharded_gradient_bytes=sum(p.numel * itemsize(compute or p.dtype) for _, p, _ in trainable),
-            reduce_bytes=sum(prod(local) * self.shards * itemsize(reduce) for _, p, local in trainable),
+            reduce_bytes=sum(
+                prod(local) * self.shards * itemsize(p.dtype if by_ddp else reduce) for _, p, local in trainable
+            ),
             early_gradient_bytes=sum(
                 p.numel * itemsize(compute or p.dtype) for name, p, _ in trainable if name in head
             ),
             is_gathered_in_backward=in_backward,
             blocks=blocks,
         )
+
+    def _kept(self, parameter: Parameter) -> Parameter:
+        """Mixed precision keeps trainable 16-bit parameters in fp32 for the optimizer (`precision.upcast_`)."""
+        if compute_dtype(self.config) and parameter.trainable and itemsize(parameter.dtype) == 2:
+            return replace(parameter, dtype="float32")
+        return parameter
 
     def _local_shape(self, parameter: Parameter) -> tuple[int, ...]:
         if not parameter.shape:

@@ -67,29 +67,48 @@ class Traffic:
 
 
 def traffic(plan: Layout, config: Config, world_size: int, ranks_per_machine: int) -> Traffic:
-    """The step's collectives. Every micro-batch of a step communicates under FSDP, only the last one under DDP."""
-    axes = plan.axes
-    if axes.mode == "single":
-        return Traffic(())
+    """The step's collectives, all its micro-batches together."""
     machine = min(ranks_per_machine, world_size)
-    if axes.mode == "ddp":
-        payload = plan.root.reduce_bytes + plan.replicated.reduce_bytes
-        return Traffic(_present([Collective("all_reduce", "replicate", None, payload, axes.replicas, machine)]))
-    micro_batches = config.shardkit.gradient_accumulation_steps
-    gathers, reduces = list(_gathered(plan, config)), list(_reduced(plan))
-    gathered = sum(unit.gathered_bytes for unit in gathers) * micro_batches
-    reduced = sum(unit.reduce_bytes for unit in reduces) * micro_batches
-    on_shard_axis = min(machine, axes.shards)
-    on_replicate_axis = max(1, machine // axes.shards)
-    calls = len(reduces) * micro_batches
-    return Traffic(
-        _present(
-            [
-                Collective("all_gather", "shard", len(gathers) * micro_batches, gathered, axes.shards, on_shard_axis),
-                Collective("reduce_scatter", "shard", calls, reduced, axes.shards, on_shard_axis),
-                Collective("all_reduce", "replicate", calls, reduced // axes.shards, axes.replicas, on_replicate_axis),
-            ]
-        )
+    match plan.axes.mode:
+        case "single":
+            return Traffic(())
+        case "ddp":
+            return Traffic(_of_ddp(plan, machine))
+        case _:
+            return Traffic(_of_fsdp(plan, config, world_size, machine))
+
+
+def _of_ddp(plan: Layout, machine: int) -> tuple[Collective, ...]:
+    """Gradients once a step, in buckets; buffers once a step, from rank 0 before forward."""
+    gradients = plan.root.reduce_bytes + plan.replicated.reduce_bytes
+    ranks = plan.axes.replicas
+    return _present(
+        [
+            Collective("all_reduce", "replicate", None, gradients, ranks, machine),
+            Collective("broadcast", "replicate", None, plan.buffer_bytes, ranks, machine),
+        ]
+    )
+
+
+def _of_fsdp(plan: Layout, config: Config, world_size: int, machine: int) -> tuple[Collective, ...]:
+    """Every micro-batch gathers and reduces over the shards; the replicas exchange once a step.
+
+    Parameters that no rank splits are reduced over all ranks, in one call a micro-batch.
+    """
+    shards, replicas = plan.axes.shards, plan.axes.replicas
+    times = config.shardkit.gradient_accumulation_steps
+    gathers, reduces = list(_gathered(plan, config)), _reduced(plan)
+    gathered = sum(unit.gathered_bytes for unit in gathers)
+    reduced = sum(unit.reduce_bytes for unit in reduces)
+    whole = plan.replicated.unsharded_gradient_bytes
+    near = min(machine, shards)
+    return _present(
+        [
+            Collective("all_gather", "shard", len(gathers) * times, gathered * times, shards, near),
+            Collective("reduce_scatter", "shard", len(reduces) * times, reduced * times, shards, near),
+            Collective("all_reduce", "replicate", len(reduces), reduced // shards, replicas, max(1, machine // shards)),
+            Collective("all_reduce", "world", times, whole * times, world_size, machine),
+        ]
     )
 
 

@@ -157,8 +157,11 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     return wrapper
 
 
-def _reduce_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: the mean of a bucket over all ranks, added up in `dtype`."""
+def _reduce_in(dtype, bucket):
+    """DDP's communication hook: the mean of a bucket over all ranks, added up in `dtype`.
+
+    Without annotations: DDP compares them with its own types, and here they would be strings.
+    """
     buffer = bucket.buffer()
     sent = buffer.to(dtype).div_(dist.get_world_size())
     future = dist.all_reduce(sent, async_op=True).get_future()
