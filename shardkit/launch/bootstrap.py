@@ -6,12 +6,17 @@
 Nothing here imports torch: a script that does not need it starts at once.
 """
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
+import gc
+import io
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -21,7 +26,6 @@ from typing import TextIO
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
 from shardkit.launch import failure, names, records
-from shardkit.launch.names import log_path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LEAVE_TIMEOUT_S = 30.0
@@ -34,16 +38,18 @@ def main(arguments: list[str]) -> None:
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
     place = records.PlaceWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
     place.post("starting", 0, is_watched=False)
-    log_file = open(log_path(Path(env.get(names.LOG_DIR) or "."), rank), "a", buffering=1)  # noqa: SIM115
+    log_dir = Path(env.get(names.LOG_DIR) or ".")
+    log_file = open(names.log_path(log_dir, rank), "a", buffering=1)  # noqa: SIM115
     connect_output(folder)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
+    code = 0
     try:
         check_world()
         run(arguments)
     except BaseException as error:
         code = report(folder, rank, error, log_file)
-        sys.exit(code)
+    leave(code)
 
 
 def die_with(launcher: int) -> None:
@@ -126,6 +132,25 @@ def leave_together(folder: Path, rank: int) -> None:
     until = time.monotonic() + LEAVE_TIMEOUT_S
     while len(records.read_errors(folder)) < ranks_here and time.monotonic() < until:
         time.sleep(0.02)
+
+
+def leave(code: int) -> None:
+    """Ends the process as Python would, but for a process group that the script has left open.
+
+    Its threads are still running when C++ takes down what they stand on, and now and then that aborts a rank which
+    was done ("terminate called without an active exception"). So Python's own part of the end is done here, and
+    C++'s is left out.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.IOBase):
+            with contextlib.suppress(Exception):
+                thing.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

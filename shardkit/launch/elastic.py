@@ -96,7 +96,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int) -
 
 def run_once(spec: LaunchSpec, folder: Path, log_dir: Path, restart: int) -> Attempt:
     """Starts the ranks and waits for the last one."""
-    watch = Watch(folder, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
+    watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
     started_s = time.monotonic()
     watch.start()
     try:
@@ -204,7 +204,7 @@ def error_of(attempt: Attempt, spec: LaunchSpec, log_dir: Path, output: Output) 
     if watch.hang is not None:
         return HangError(
             f"launch: HANG, no progress for {spec.launch.hang_timeout_s:g} s\n{watch.hang.table}\n"
-            f"  First to stop: rank {watch.hang.first}. The stacks of all ranks are in {logs}/rank*.log."
+            f"  First to stop: rank {watch.hang.first}. The stacks of all ranks are in {logs}/rank*.stack."
         )
     found = diagnosis.diagnose(attempt.outcomes, spec.num_machines > 1)
     stop, root = watch.stop, found.outcome

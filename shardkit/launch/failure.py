@@ -74,7 +74,7 @@ def where_of(trace: TracebackType | None, own_files: set[str]) -> str:
     if not written:
         return ""
     frame = written[-1]
-    return f"{_short(frame.filename)}:{frame.lineno}" + ("" if frame.name == "<module>" else f" in {frame.name}")
+    return f"{short_name(frame.filename)}:{frame.lineno}" + ("" if frame.name == "<module>" else f" in {frame.name}")
 
 
 def is_users(filename: str) -> bool:
@@ -97,7 +97,8 @@ def render(error: BaseException, own_files: set[str]) -> str:
     return "".join(report.format())
 
 
-def _short(filename: str) -> str:
+def short_name(filename: str) -> str:
+    """A file's path as seen from the working folder, where it is below it."""
     try:
         return str(Path(filename).resolve().relative_to(Path.cwd().resolve()))
     except (ValueError, OSError):

@@ -27,6 +27,11 @@ STOP_TIMEOUT_S = "SHARDKIT_STOP_TIMEOUT_S"
 """How long ranks have to save and leave."""
 
 
+def stack_path(log_dir: Path, rank: int) -> Path:
+    """The file with the stacks of a rank's threads, written when the run hangs."""
+    return log_dir / f"rank{rank}.stack"
+
+
 def log_path(log_dir: Path, rank: int) -> Path:
     """The file with everything that a rank wrote."""
     return log_dir / f"rank{rank}.log"

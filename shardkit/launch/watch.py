@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardkit.errors import EXIT_PREEMPTED
-from shardkit.launch import records
+from shardkit.launch import records, stacks
+from shardkit.launch.names import stack_path
 from shardkit.launch.records import Place
+from shardkit.launch.stacks import Stack
 
 POLL_S = 0.05
 CHECK_S = 1.0
@@ -60,8 +62,9 @@ class Stop:
 class Watch:
     """Watches the ranks whose places are in `folder`, from `start` to `close`."""
 
-    def __init__(self, folder: Path, hang_timeout_s: float, stop_timeout_s: float) -> None:
-        self.folder, self.hang_timeout_s, self.stop_timeout_s = folder, hang_timeout_s, stop_timeout_s
+    def __init__(self, folder: Path, log_dir: Path, hang_timeout_s: float, stop_timeout_s: float) -> None:
+        self.folder, self.log_dir = folder, log_dir
+        self.hang_timeout_s, self.stop_timeout_s = hang_timeout_s, stop_timeout_s
         self.ranks: dict[int, Rank] = {}
         self.hang: Hang | None = None
         self.stop: Stop | None = None
@@ -150,48 +153,55 @@ class Watch:
         for rank in running.values():
             stopped = process_state(rank.place.pid) in {"T", "t"}
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
-        hung = find_hung(running, self.hang_timeout_s, now)
-        if hung is None:
+        if not is_hung(running, self.hang_timeout_s, now):
             return
-        table = render_table(self.ranks, now)
         for rank in running.values():
-            _send(rank.place.pid, signal.SIGUSR2)  # the stacks of all threads, into the rank's log
+            _send(rank.place.pid, signal.SIGUSR2)  # the stacks of all threads, into the rank's .stack
         self._closing.wait(STACKS_S)
-        self.hang = Hang(hung, table)
+        found = {number: stacks.read(stack_path(self.log_dir, number)) for number in running}
+        self.hang = Hang(first_to_stop(self.ranks, found), render_table(self.ranks, found, now))
         self.kill_all()
 
 
-def find_hung(running: dict[int, Rank], timeout_s: float, now: float) -> int | None:
-    """The rank that stopped first, where no watched rank has moved for `timeout_s`; None where somebody moves.
+def is_hung(running: dict[int, Rank], timeout_s: float, now: float) -> bool:
+    """Whether no watched rank has moved for `timeout_s`, or one has been stopped from outside for so long.
 
-    A rank in a slow step is no hang while another still posts; a rank that is stopped from outside is one.
+    A rank in a slow step is no hang while another still posts.
     """
-    stopped = [
-        number for number, rank in running.items() if rank.stopped_since_s and now - rank.stopped_since_s > timeout_s
-    ]
-    watched = {number: rank for number, rank in running.items() if rank.place.is_watched}
-    ages = {number: now - rank.place.since_s for number, rank in watched.items()}
-    if stopped:
-        return min(stopped, key=lambda number: running[number].stopped_since_s or now)
-    if not ages or min(ages.values()) <= timeout_s:
-        return None
-    halted = [number for number in running if running[number].stopped_since_s]
-    return halted[0] if halted else min(watched, key=lambda n: (watched[n].place.step, watched[n].place.since_s))
+    stopped_s = [now - rank.stopped_since_s for rank in running.values() if rank.stopped_since_s]
+    ages_s = [now - rank.place.since_s for rank in running.values() if rank.place.is_watched]
+    return max(stopped_s, default=0.0) > timeout_s or min(ages_s, default=0.0) > timeout_s
 
 
-def render_table(ranks: dict[int, Rank], now: float) -> str:
-    """One line a rank: step, phase, seconds since it last moved."""
-    lines = []
-    for number in sorted(ranks):
-        rank = ranks[number]
-        if rank.runs:
-            state = "STOPPED (SIGSTOP)" if rank.stopped_since_s else ""
-            age = f"for {now - rank.place.since_s:.0f} s"
-        else:
-            state, age = f"ENDED with exit code {rank.exit_code or 0}", ""
-        line = f"  rank {number}  step {rank.place.step}  {rank.place.phase:<12} {age}  {state}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+def first_to_stop(ranks: dict[int, Rank], found: dict[int, Stack | None]) -> int:
+    """The rank that the others wait for: one that left, one stopped from outside, one not inside a collective.
+
+    Among equals the one that is furthest behind.
+    """
+
+    def order(number: int) -> tuple[object, ...]:
+        rank, stack = ranks[number], found.get(number)
+        waits = stack is not None and stack.waits_for_peers
+        return (rank.runs and not rank.stopped_since_s, waits, rank.place.step, rank.place.since_s)
+
+    return min(ranks, key=order)
+
+
+def render_table(ranks: dict[int, Rank], found: dict[int, Stack | None], now: float) -> str:
+    """One line a rank: step, phase, seconds since it last moved, and the line of the script that it is at."""
+    return "\n".join(_row(number, ranks[number], found.get(number), now) for number in sorted(ranks))
+
+
+def _row(number: int, rank: Rank, stack: Stack | None, now: float) -> str:
+    if not rank.runs:
+        return f"  rank {number}  ended with exit code {rank.exit_code or 0}"
+    where = f"  at {stack.where}" if stack is not None and stack.where else ""
+    if rank.stopped_since_s:
+        where = "  STOPPED (SIGSTOP)"
+    elif stack is not None and stack.waits_for_peers:
+        where += ", waiting for its peers"
+    since = f"for {now - rank.place.since_s:.0f} s"
+    return f"  rank {number}  step {rank.place.step}  {rank.place.phase}  {since}{where}"
 
 
 def process_state(pid: int) -> str:
