@@ -259,10 +259,12 @@ def read_targets(checkpoint: Checkpoint, targets: Iterable[Target], control: Con
         done: set[int] = set()
         if verify == "digest":
             for name, writer in _share(checkpoint.manifest, control):
+                control.tick()
                 done |= _hash(files, name, writer, by_place)
         faults.reach("read", control.rank)
         for group in by_place.values():
             for target in group:
+                control.tick()
                 if id(target) not in done:
                     _read(files, target)
 

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,17 +25,21 @@ class Background:
     _thread: threading.Thread | None = None
     _problem: str | None = None
     _where: Path | None = None
+    _on_commit: Callable[[], None] = lambda: None
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
-    def start(self, prepared: Prepared) -> None:
-        """Copy this rank's pieces aside and begin to save. Training may go on when this returns."""
+    def start(self, prepared: Prepared, on_commit: Callable[[], None] = lambda: None) -> None:
+        """Copy this rank's pieces aside and begin to save. Training may go on when this returns.
+
+        `on_commit` is called on every rank by the `wait` that finds the save committed.
+        """
         assert self._thread is None, "one save at a time: wait first"
         faults.reach("stage", self.beside.rank)
         prepared.pieces = {
             section: [(chunk, self._copied(section, chunk, tensor)) for chunk, tensor in pieces]
             for section, pieces in prepared.pieces.items()
         }
-        self._where = prepared.request.final
+        self._where, self._on_commit = prepared.request.final, on_commit
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
         self._thread = threading.Thread(target=self._run, args=(prepared,), name="shardkit-save")
         self._thread.start()
@@ -72,6 +75,7 @@ class Background:
             raise CheckpointSaveError(f"checkpoint: save of {self._where}: {error}; {problem or ''}") from error
         if problems:
             raise CheckpointSaveError(problems[0])
+        self._on_commit()
 
     def last_words(self) -> None:
         """At the end of the process: wait, without asking other ranks, and log what nobody was there to be told."""
@@ -80,11 +84,3 @@ class Background:
         self._thread.join()
         if self._problem is not None:
             logger.error("%s", self._problem)
-
-
-def begin(background: Background, prepare: Callable[[], Prepared], control: Control) -> Any:
-    """Wait for the save before, agree, copy aside, and go on. Collective."""
-    background.wait(control)
-    prepared = prepare()
-    background.start(prepared)
-    return prepared.request.final

@@ -26,6 +26,10 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
+# A run may change its precision between a save and a load; its loss scale then has no place to go, or starts anew.
+OPTIONAL = ("scaler",)
+
+
 class Stateful(Protocol):
     """Whatever has a state: schedulers, scalers, loaders, registered objects."""
 
@@ -335,8 +339,8 @@ def _unmatched_groups(
 
 def _want_objects(live: Live, index: Index, common: Mapping[str, Any], strict: bool, result: Wanted) -> None:
     if strict:
-        missing = [name for name in live.objects if name not in common["objects"]]
-        unexpected = [name for name in common["objects"] if name not in live.objects]
+        missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
+        unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL)]
         result.problems += _listed("objects", "registered now, not in the checkpoint", missing)
         result.problems += _listed("objects", "in the checkpoint, not registered now", unexpected)
     now: dict[str, torch.Tensor] = {}

@@ -309,9 +309,9 @@ def _write(prepared: Prepared, control: Control) -> dict[str, list[Any]]:
     with _Hasher(prepared.request.digest) as hasher:
         for section, pieces in prepared.pieces.items():
             if prepared.index.kind == "full":
-                written.update(_write_into_full(prepared, section, pieces, control.rank, hasher))
+                written.update(_write_into_full(prepared, section, pieces, control, hasher))
             elif pieces:
-                written.update(_write_own_file(prepared, section, pieces, control.rank, hasher))
+                written.update(_write_own_file(prepared, section, pieces, control, hasher))
     for name, text in _json_files(prepared, control.rank).items():
         data = _write_text(prepared.temporary / name, text, control.rank)
         written[name] = [len(data), digests.of_bytes(prepared.request.digest, data)]
@@ -369,9 +369,9 @@ class _Hasher:
 
 
 def _write_own_file(
-    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], rank: int, hasher: _Hasher
+    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], control: Control, hasher: _Hasher
 ) -> dict[str, list[Any]]:
-    name = layout.file_of(prepared.index, section, rank)
+    name, rank = layout.file_of(prepared.index, section, control.rank), control.rank
     head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
     digest, size = digests.new(hasher.name), len(head)
     with _durable(prepared.temporary / name, os.O_CREAT | os.O_EXCL, rank) as descriptor:
@@ -379,6 +379,7 @@ def _write_own_file(
         for number, (chunk, tensor) in enumerate(pieces):
             if number == len(pieces) // 2:
                 faults.reach("write", rank)
+            control.tick()
             data = tensors.to_cpu(tensor)
             hasher.write(digest, tensors.memory(data), lambda block: disk.write_all(descriptor, block))
             size += chunk.bytes
@@ -386,9 +387,9 @@ def _write_own_file(
 
 
 def _write_into_full(
-    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], rank: int, hasher: _Hasher
+    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], control: Control, hasher: _Hasher
 ) -> dict[str, list[Any]]:
-    index = prepared.index
+    index, rank = prepared.index, control.rank
     if not index.sections[section] or not (pieces or rank == 0):
         return {}
     name, head = layout.file_of(index, section, rank), full_header(index, section)
@@ -400,6 +401,7 @@ def _write_into_full(
         for number, (chunk, tensor) in enumerate(pieces):
             if number == len(pieces) // 2:
                 faults.reach("write", rank)
+            control.tick()
             data, shape = tensors.to_cpu(tensor), index.sections[section][chunk.name].shape
             _write_runs(descriptor, data, chunk, shape, begins[chunk.name], digest, hasher)
     return {name: [size, digest.hexdigest()]}
