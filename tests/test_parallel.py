@@ -1,0 +1,478 @@
+"""What each rank holds, when it is gathered, and what the engine does with models that do not divide nicely."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from shardkit.config.schema import Config, FsdpConfig
+from shardkit.errors import ConfigError, ModelError
+from shardkit.runtime import process, units
+from shardkit.runtime.mesh import build_mesh, hybrid_sizes
+from shardkit.runtime.optim import unwrapped
+from shardkit.runtime.parallel import gradient_sync, parallelize
+from tests import models
+from tests.ranks import RankError
+
+
+def config_for(world: int, strategy: int = 1, **settings: Any) -> Config:
+    """A configuration on the CPU; `settings` beyond the top level are keys of fsdp_config."""
+    top = {key: settings.pop(key) for key in ("mixed_precision", "num_machines", "shardkit") if key in settings}
+    return Config(
+        num_processes=world, use_cpu=True, fsdp_config={"fsdp_sharding_strategy": strategy, **settings}, **top
+    )
+
+
+def parallel(model: nn.Module, config: Config) -> nn.Module:
+    here = process.start(config)
+    return parallelize(model, config, build_mesh(config, here), here)
+
+
+def tokens(rank: int = 0) -> torch.Tensor:
+    return torch.randint(0, 19, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# What each rank holds
+
+
+def held(strategy: int) -> dict[str, Any]:
+    """Bytes of parameters, gradients and Adam state on this rank, and of what is gathered after forward."""
+    config = config_for(4, strategy, num_machines=2)
+    model = parallel(models.Gpt(), config)
+    loss = models.next_token_loss(model, tokens())
+    gathered = sum(p.numel() for p in unwrapped(model).blocks.parameters() if not isinstance(p, DTensor))
+    loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.step()
+    state = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
+
+    def local_bytes(tensors: Any) -> int:
+        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+    weight = unwrapped(model).blocks[0].qkv.weight
+    return {
+        "parameters": local_bytes(model.parameters()),
+        "gradients": local_bytes(p.grad for p in model.parameters()),
+        "state": local_bytes(state),
+        "gathered_after_forward": gathered,
+        "shape": tuple((weight.to_local() if isinstance(weight, DTensor) else weight).shape),
+        "rows": whole(weight)[dist.get_rank() % 2].sum().item(),
+    }
+
+
+@pytest.mark.requirement("A1")
+@pytest.mark.parametrize(
+    ("strategy", "share", "keeps"), [(1, 4, False), (2, 4, True), (3, 1, True), (4, 2, False), (5, 2, True)]
+)
+def test_a_strategy_splits_what_it_says(ranks, strategy, share, keeps):
+    total = sum(p.nbytes for p in models.Gpt().parameters())
+    in_blocks = sum(p.numel() for p in models.Gpt().blocks.parameters())
+    for found in ranks.run(4, held, strategy):
+        # Every tensor is padded by less than one row of 36 numbers a rank; there are 42 tensors.
+        assert found["parameters"] == pytest.approx(total / share, rel=0.1)
+        assert found["gradients"] == found["parameters"]
+        assert found["state"] == 2 * found["parameters"]
+        assert found["shape"] == (36 // share, 12)
+        assert found["gathered_after_forward"] == (in_blocks if keeps else 0)
+
+
+def hybrid_placement() -> tuple[list[int], list[int], float]:
+    config = config_for(4, 4, num_machines=2)
+    here = process.start(config)
+    mesh = build_mesh(config, here)
+    assert mesh is not None
+    torch.manual_seed(here.rank)
+    model = parallelize(models.Gpt(), config, mesh, here)
+    first = next(p for p in model.parameters())
+    ranks_of = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("shard", "replicate")]
+    return *ranks_of, first.to_local().double().sum().item()
+
+
+@pytest.mark.requirement("A1")
+def test_hybrid_shards_inside_a_machine_and_replicates_across(ranks):
+    found = ranks.run(4, hybrid_placement)
+    assert [shard for shard, _, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [replicate for _, replicate, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    sums = [total for _, _, total in found]
+    assert sums[0] == sums[2] and sums[1] == sums[3] and sums[0] != sums[1]
+
+
+def test_hybrid_sizes():
+    assert hybrid_sizes(config_for(8, 4), 8, 4) == (2, 4)
+    assert hybrid_sizes(config_for(8, 4, num_machines=4), 8, 8) == (4, 2)
+    assert hybrid_sizes(config_for(8, 4, shardkit={"mesh": {"shard_size": 2}}), 8, 8) == (4, 2)
+    assert hybrid_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 8}}), 8, 8) == (8, 1)
+    with pytest.raises(ConfigError, match=r"got 3 x 2 on 8 ranks"):
+        hybrid_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 3, "shard_size": 2}}), 8, 8)
+
+
+# When parameters are gathered
+
+
+def order_of_backward(backward: str, forward: bool) -> tuple[list[str], list[str]]:
+    """(gathers and gradient reductions in backward, gathers asked for ahead in forward) of the blocks, as traced."""
+    config = config_for(2, 1, fsdp_backward_prefetch=backward, fsdp_forward_prefetch=forward)
+    model = parallel(models.Gpt(layers=3), config)
+    models.next_token_loss(model, tokens()).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        loss = models.next_token_loss(model, tokens())
+    ahead = [e.name for e in by_time(trace) if e.name.startswith("FSDP::forward_prefetch for blocks")]
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        loss.backward()
+    names = [e.name for e in by_time(trace) if "(blocks." in e.name]
+    short = {"FSDP::all_gather (blocks.": "gather ", "FSDP::post_backward_reduce (blocks.": "reduce "}
+    seen = [short[key] + n.removeprefix(key)[0] for n in names for key in short if n.startswith(key)]
+    return seen, [name.removeprefix("FSDP::forward_prefetch for ") for name in ahead]
+
+
+def by_time(trace: profile) -> list[Any]:
+    return sorted(trace.events(), key=lambda event: event.time_range.start)
+
+
+@pytest.mark.requirement("A4")
+@pytest.mark.parametrize("backward", ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"])
+def test_backward_prefetch_decides_the_order(ranks, backward):
+    seen, _ = ranks.run(2, order_of_backward, backward, False)[0]
+    if backward == "BACKWARD_PRE":
+        assert seen == ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"]
+    else:
+        assert seen == ["gather 2", "reduce 2", "gather 1", "reduce 1", "gather 0", "reduce 0"]
+
+
+@pytest.mark.requirement("A4")
+def test_forward_prefetch_gathers_the_next_unit(ranks):
+    assert ranks.run(2, order_of_backward, "BACKWARD_PRE", True)[0][1] == ["blocks.1", "blocks.2"]
+    assert ranks.run(2, order_of_backward, "BACKWARD_PRE", False)[0][1] == []
+
+
+# Cutting a live model
+
+
+@pytest.mark.requirement("A3")
+def test_one_class_or_several():
+    model = models.Gpt()
+    one = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block"))
+    assert [unit.fqn for unit in one.units] == ["blocks.0", "blocks.1", "blocks.2", ""]
+    two = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block, Embedding"))
+    assert [unit.fqn for unit in two.units] == ["embed", "blocks.0", "blocks.1", "blocks.2", ""]
+    assert set(two.units[0].parameters) == {"embed.weight"}
+    assert set(two.units[-1].parameters) == {"norm.weight", "norm.bias", "head.weight"}
+
+
+def test_a_shared_parameter_belongs_to_the_unit_around_all_its_modules():
+    model = models.Gpt(tied=True)
+    cut = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block,Embedding"))
+    assert cut.owner(model.embed.weight) == ""
+    # Both ends are units: the smaller one goes up, or FSDP2 would not find the parameter.
+    cut = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block,Embedding,Linear"))
+    fqns = [unit.fqn for unit in cut.units]
+    assert cut.owner(model.embed.weight) == "" and not {"embed", "head"} <= set(fqns)
+
+
+def test_a_container_is_never_a_unit():
+    cut = units.cut(models.Gpt(), FsdpConfig(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=600))
+    assert "blocks" not in [unit.fqn for unit in cut.units]
+    assert "blocks.0" in [unit.fqn for unit in cut.units]
+
+
+def test_an_odd_dtype_becomes_a_unit_or_is_refused():
+    model = models.Gpt()
+    model.blocks[1].norm1.double()
+    cut = units.cut(model, FsdpConfig())
+    assert [unit.fqn for unit in cut.units if unit.keeps_dtype] == ["blocks.1.norm1"]
+    model.norm.weight.data = model.norm.weight.data.double()
+    with pytest.raises(ModelError, match=r"unit root has trainable parameters of several dtypes .*norm.weight is"):
+        units.cut(model, FsdpConfig())
+
+
+def test_ignored_modules_are_a_regular_expression():
+    cut = units.cut(models.Gpt(), FsdpConfig(ignored_modules=r"blocks\.0|norm"))
+    assert set(cut.ignored) == {"blocks.0", "norm"}
+    assert "norm.bias" in cut.replicated and "blocks.0" not in [unit.fqn for unit in cut.units]
+    with pytest.raises(ModelError, match=r"no module name matches in full \(got 'block'\)"):
+        units.cut(models.Gpt(), FsdpConfig(ignored_modules="block"))
+    with pytest.raises(ModelError, match=r"not a regular expression \(got '\['"):
+        units.cut(models.Gpt(), FsdpConfig(ignored_modules="["))
+
+
+def wrong_class() -> None:
+    parallel(models.Gpt(), config_for(2, fsdp_transformer_layer_cls_to_wrap="Blok"))
+
+
+def test_all_ranks_refuse_together(ranks):
+    with pytest.raises(RankError, match=r"no module of class Blok .*did you mean Block\?") as caught:
+        ranks.run(2, wrong_class)
+    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
+
+
+# Models that do not divide nicely
+
+
+def steps(model: nn.Module, data: torch.Tensor, count: int = 3) -> dict[str, torch.Tensor]:
+    """The trained parameters after `count` steps of SGD on the mean square of the outputs."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(count):
+        model(data).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: whole(p).detach().clone() for fqn, p in unwrapped(model).named_parameters()}
+
+
+def odd_shapes(config: Config, accumulate: bool) -> float:
+    """How far training `Scaled` on all ranks is from training it in one process."""
+    torch.manual_seed(0)
+    model = models.Scaled()
+    data = torch.randn(4, 8)
+    expected = steps(copy.deepcopy(model), data)
+    sharded = parallel(model, config)
+    mine = data.chunk(dist.get_world_size())[dist.get_rank()]
+    if accumulate:
+        with gradient_sync([sharded], enabled=False):
+            sharded(mine).square().mean().backward()
+        sharded(mine).square().mean().backward()
+        for parameter in sharded.parameters():
+            parameter.grad = None
+    found = steps(sharded, mine)
+    return max((found[fqn] - expected[fqn]).abs().max().item() for fqn in expected)
+
+
+@pytest.mark.parametrize("strategy", [1, 5])
+def test_a_parameter_without_a_dimension_and_rows_fewer_than_ranks(ranks, strategy):
+    config = config_for(4, strategy, num_machines=2, fsdp_transformer_layer_cls_to_wrap="Sequential")
+    assert max(ranks.run(4, odd_shapes, config, True)) < 1e-6
+
+
+def test_ignored_modules_train_on_all_ranks_alike(ranks):
+    config = config_for(2, fsdp_transformer_layer_cls_to_wrap="Sequential", fsdp_ignored_modules=r"inner\.0|head")
+    assert max(ranks.run(2, odd_shapes, config, False)) < 1e-6
+
+
+def ignored_in_bf16() -> list[str]:
+    config = config_for(
+        2, mixed_precision="bf16", fsdp_transformer_layer_cls_to_wrap="Block", fsdp_ignored_modules=r"blocks\.1|head"
+    )
+    model = parallel(models.Gpt(), config)
+    seen: list[str] = []
+    model.blocks[1].up.register_forward_hook(lambda m, a, out: seen.append(f"ignored {out.dtype}"))
+    model.blocks[2].up.register_forward_hook(lambda m, a, out: seen.append(f"unit {out.dtype}"))
+    models.next_token_loss(model, tokens()).backward()
+    return seen
+
+
+def test_ignored_modules_keep_their_dtype(ranks):
+    assert ranks.run(2, ignored_in_bf16)[0] == ["ignored torch.float32", "unit torch.bfloat16"]
+
+
+def frozen_parts() -> tuple[bool, bool, int]:
+    """(frozen weights did not move, adapters did, number of gradients) of a block with a low-rank adapter."""
+    torch.manual_seed(0)
+    model = models.Gpt()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    sharded = parallel(model, config_for(2))
+    before = {fqn: whole(p).detach().clone() for fqn, p in sharded.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in sharded.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        models.next_token_loss(sharded, tokens(dist.get_rank())).backward()
+        gradients = sum(p.grad is not None for p in sharded.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    after = {fqn: whole(p).detach() for fqn, p in sharded.named_parameters()}
+    adapters = {fqn for fqn in before if "adapter" in fqn}
+    still = all(torch.equal(before[fqn], after[fqn]) for fqn in before if fqn not in adapters)
+    return still, all(not torch.equal(before[fqn], after[fqn]) for fqn in adapters), gradients
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained low-rank correction."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.adapter_in = nn.Linear(base.in_features, 2, bias=False)
+        self.adapter_out = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter_out(self.adapter_in(x))
+
+
+@pytest.mark.requirement("N4")
+def test_frozen_and_trained_parameters_share_a_unit(ranks):
+    assert ranks.run(2, frozen_parts) == [(True, True, 6), (True, True, 6)]
+
+
+def nothing_to_train() -> tuple[bool, bool]:
+    model = models.Gpt().requires_grad_(False)
+    replicated = parallel(copy.deepcopy(model), config_for(2, 3))
+    sharded = parallel(copy.deepcopy(model), config_for(2, 1))
+    with torch.no_grad():
+        same = torch.allclose(sharded(tokens()), replicated(tokens()), atol=1e-6)
+    return isinstance(replicated, models.Gpt), same
+
+
+def test_a_frozen_model_is_accepted(ranks):
+    assert ranks.run(2, nothing_to_train) == [(True, True)] * 2
+
+
+# Where all ranks start
+
+
+def starting_values(strategy: int, sync: bool) -> list[float]:
+    config = config_for(2, strategy, fsdp_sync_module_states=sync)
+    torch.manual_seed(dist.get_rank())
+    model = models.Gpt()
+    model.register_buffer("mine", torch.tensor([dist.get_rank() == 0]))
+    model = unwrapped(parallel(model, config))
+    full = [whole(p).detach().double().sum().item() for p in model.parameters()]
+    return [*full, float(model.mine)]
+
+
+@pytest.mark.requirement("A7")
+@pytest.mark.parametrize("strategy", [1, 3, 5])
+def test_every_rank_starts_from_rank_0(ranks, strategy):
+    torch.manual_seed(0)
+    expected = [p.detach().double().sum().item() for p in models.Gpt().parameters()]
+    for found in ranks.run(2, starting_values, strategy, True):
+        assert found == pytest.approx([*expected, 1.0])
+    others = ranks.run(2, starting_values, strategy, False)
+    assert others[0][-1] != others[1][-1]
+
+
+def different_models() -> None:
+    parallel(models.Gpt(layers=2 + dist.get_rank()), config_for(2))
+
+
+def test_different_models_are_refused(ranks):
+    with pytest.raises(RankError, match=r"differ from rank 0's in name, shape or dtype \(got this on ranks \[1\]\)"):
+        ranks.run(2, different_models)
+
+
+# Activation checkpointing and compilation
+
+
+def recomputed(strategy: int, wrap: str) -> tuple[float, list[str], int]:
+    """(largest difference of gradients with and without recomputing, parameter names, forward runs of a block)."""
+    runs = []
+    gradients = []
+    for checkpointing in (False, True):
+        config = config_for(
+            2,
+            strategy,
+            fsdp_auto_wrap_policy=wrap,
+            fsdp_min_num_params=300,
+            fsdp_activation_checkpointing=checkpointing,
+        )
+        torch.manual_seed(0)
+        model = parallel(models.Gpt(dropout=0.5), config)
+        inner = unwrapped(model)
+        counter: list[int] = []
+        inner.blocks[0].up.register_forward_hook(lambda *_, counter=counter: counter.append(1))
+        torch.manual_seed(3)
+        models.next_token_loss(model, tokens()).backward()
+        runs.append(len(counter))
+        gradients.append([whole(p.grad) for p in inner.parameters()])
+    names = [fqn for fqn, _ in inner.named_parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)), names, runs[1] - runs[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrap"), [(1, "TRANSFORMER_BASED_WRAP"), (1, "NO_WRAP"), (2, "SIZE_BASED_WRAP"), (3, "NO_WRAP")]
+)
+def test_recomputing_draws_the_same_dropout_and_keeps_names(ranks, strategy, wrap):
+    names = [fqn for fqn, _ in models.Gpt().named_parameters()]
+    for difference, found, more_runs in ranks.run(2, recomputed, strategy, wrap):
+        assert difference < 1e-6
+        assert found == names
+        assert more_runs == 1
+
+
+def nothing_repeats() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    parallel(model, config_for(2, fsdp_auto_wrap_policy="NO_WRAP", fsdp_activation_checkpointing=True))
+
+
+def test_recomputing_needs_blocks(ranks):
+    with pytest.raises(RankError, match="has no repeated block class"):
+        ranks.run(2, nothing_repeats)
+
+
+def compiled() -> tuple[bool, bool]:
+    config = config_for(1, shardkit={"compile": True})
+    model = parallel(models.Gpt(), config)
+    return (
+        all(block._compiled_call_impl is not None for block in model.blocks),
+        all(isinstance(block, FSDPModule) for block in model.blocks),
+    )
+
+
+def test_each_block_is_compiled_in_place(ranks):
+    assert ranks.run(1, compiled) == [(True, True)]
+
+
+# Accumulation without communication
+
+
+def reductions(strategy: int) -> tuple[int, int]:
+    """Gradient reductions traced in a backward with synchronisation off, and on."""
+    model = parallel(models.Gpt(), config_for(2, strategy))
+    counts = []
+    for enabled in (False, True):
+        with profile(activities=[ProfilerActivity.CPU]) as trace, gradient_sync([model], enabled):
+            models.next_token_loss(model, tokens()).backward()
+        names = [event.name for event in trace.events()]
+        counts.append(sum("reduce_scatter" in name or "allreduce" in name for name in names))
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_gradients_are_reduced_only_when_asked(ranks, strategy):
+    off, on = ranks.run(2, reductions, strategy)[0]
+    assert off == 0 and on > 0
+
+
+def sync_is_restored() -> list[bool]:
+    seen = []
+    for strategy in (1, 3):
+        model = parallel(models.Gpt(), config_for(2, strategy))
+        with gradient_sync([model], enabled=False):
+            with gradient_sync([model], enabled=True):
+                pass
+            models.next_token_loss(model, tokens(dist.get_rank())).backward()
+        models.next_token_loss(model, tokens(dist.get_rank())).backward()
+        grads = [whole(p.grad).double().sum() for p in model.parameters()]
+        total = torch.stack(grads).sum()
+        everyone = [torch.zeros_like(total) for _ in range(2)]
+        dist.all_gather(everyone, total)
+        seen.append(bool(everyone[0] == everyone[1]))
+    return seen
+
+
+def test_sync_is_restored_to_what_it_was(ranks):
+    assert ranks.run(2, sync_is_restored) == [[True, True]] * 2
+
+
+# Memory
+
+
+def memory_is_given_back() -> int:
+    """Bytes of whole parameters that an optimizer built before still holds on to."""
+    model = models.Gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    parallel(model, config_for(2))
+    return sum(p.untyped_storage().nbytes() for group in optimizer.param_groups for p in group["params"])
+
+
+def test_nothing_keeps_the_whole_parameters(ranks):
+    assert ranks.run(2, memory_is_given_back) == [0, 0]
