@@ -50,7 +50,7 @@ def ask_all(session: Session, skip_given: bool = False) -> None:
             problem = ""
             question = trail.pop() if trail else question
         except ModelError as error:
-            problem = _without_model(session, error)
+            problem = without_model(session, error)
             trail, question = [], by_key("model")
 
 
@@ -67,14 +67,14 @@ def ask_one(session: Session, key: str) -> None:
                 known[question.key] = session.given[question.key]
                 question = _changed(session, known)
             except ModelError as error:
-                problem, question = _without_model(session, error), by_key("model")
+                problem, question = without_model(session, error), by_key("model")
     except Back:
         session.given.clear()
         session.given.update(before)
         session.reader.begin(before.get("model"))
 
 
-def _without_model(session: Session, error: ModelError) -> str:
+def without_model(session: Session, error: ModelError) -> str:
     """Forget a model that cannot be read, so that Enter goes on without one; what to tell about it."""
     session.model_is_asked = True
     session.given.pop("model", None)
@@ -107,7 +107,7 @@ def _changed(session: Session, known: Mapping[str, Any]) -> Question | None:
 def ask(session: Session, question: Question, problem: str = "") -> None:
     """Put one question, check the answer, keep it. Raises Back; ModelError where the model cannot be read."""
     if question.needs_model:
-        _wait_for_model(session)
+        wait_for_model(session)
     situation = session.situation(until=question.key)
     value = _put(session, question, situation, problem)
     session.given[question.key] = value
@@ -127,7 +127,7 @@ def shown(question: Question, situation: Situation, value: Any) -> str:
     return show(value)
 
 
-def _wait_for_model(session: Session) -> None:
+def wait_for_model(session: Session) -> None:
     """Have what is known of the model, or none, before a question that shows it."""
     if session.reader.is_reading():
         session.prompter.say(f"  reading the model {session.reader.spec} ...")

@@ -157,7 +157,7 @@ def _find(options: Sequence[Option], typed: str) -> Option | str:
     found = _matching(options, typed)
     if found is None:
         numbers = f"1 to {len(options)}" if len(options) > 1 else "1"
-        return f"not among the choices (got {typed!r}); give {numbers}, or a choice's first word."
+        return f"not among the choices (got {typed!r}); give {numbers}, or how a choice begins."
     return f"{found.label} is not possible: {found.disabled}." if found.disabled else found
 
 
@@ -165,8 +165,10 @@ def _matching(options: Sequence[Option], typed: str) -> Option | None:
     if typed.isdigit() and 1 <= int(typed) <= len(options):
         return options[int(typed) - 1]
     word = typed.lower()
-    names = [(option.label.split()[0].lower().rstrip(":,"), option) for option in options if option.label]
-    exact = [option for name, option in names if name == word]
-    starts = [option for name, option in names if word and name.startswith(word)]
-    close = exact or starts
+    exact = [option for option in options if word in {option.label.lower(), _first_word(option)}]
+    close = exact or [option for option in options if word and option.label.lower().startswith(word)]
     return close[0] if len(close) == 1 else None
+
+
+def _first_word(option: Option) -> str:
+    return (option.label.split() or [""])[0].lower().rstrip(":,")

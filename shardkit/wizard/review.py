@@ -10,11 +10,11 @@ from typing import Literal
 from shardkit.config import checks, edit, files
 from shardkit.config.keys import all_keys
 from shardkit.config.schema import Config
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, ModelError
 from shardkit.model import comment
 from shardkit.wizard import numbers
 from shardkit.wizard.answers import to_config
-from shardkit.wizard.loop import Session, ask_one, shown
+from shardkit.wizard.loop import Session, ask_one, shown, wait_for_model, without_model
 from shardkit.wizard.prompter import Back, Option, Prompt
 from shardkit.wizard.questions import QUESTIONS, Question, is_asked
 
@@ -41,6 +41,10 @@ class Target:
 def review(session: Session, target: Target) -> Target | None:
     """Show, change, until it is saved: where it was saved, or None where the person left without."""
     while True:
+        try:
+            wait_for_model(session)
+        except ModelError as error:
+            session.prompter.say(f"! {without_model(session, error)}")
         config = to_config(session.situation())
         text = file_text(config, session, target)
         _show(session, config, text, target)
@@ -63,10 +67,7 @@ def file_text(config: Config, session: Session, target: Target) -> str:
     """The file's text: an edited one keeps its own comments and order, a new one has the schema's."""
     text = files.dump(config) if target.former is None else edit.edited(target.former, config)
     spec = session.given.get("model")
-    if spec is None:
-        return text
-    model = session.start.model
-    return comment.write(text, spec, model.text if model is not None else "")
+    return text if spec is None else comment.write(text, spec)
 
 
 def save(text: str, target: Target) -> None:

@@ -1,5 +1,6 @@
 """`shardkit config` with a person at the keyboard: from the first question to the saved file."""
 
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -8,13 +9,13 @@ from typing import Any
 
 from shardkit import env
 from shardkit.config import files
-from shardkit.config.hardware import detect
+from shardkit.config.command import command_for
+from shardkit.config.hardware import Hardware, detect
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_INTERRUPTED, ConfigError, UsageError
 from shardkit.model import comment
 from shardkit.wizard import draft
 from shardkit.wizard.answers import from_config, to_config
-from shardkit.wizard.command import equal_command
 from shardkit.wizard.loop import Session, ask_all
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
@@ -64,20 +65,28 @@ def run_wizard(options: WizardOptions) -> int:
     return converse(options, _prompter(plain))
 
 
-def converse(options: WizardOptions, prompter: Prompter) -> int:
-    """The whole conversation, on any prompter."""
+class _Left(Exception):
+    """The person wants nothing done."""
+
+
+def converse(options: WizardOptions, prompter: Prompter, hardware: Hardware | None = None) -> int:
+    """The whole conversation, on any prompter; on this machine unless another's hardware is given."""
     path = options.output or (files.user_path() if options.user else options.folder / "shardkit.yaml")
     if not options.user:
         check_writable(path)
     try:
-        session, target, is_resumed = _begin(options, prompter, path)
+        session, target, is_resumed = _begin(options, prompter, path, hardware or detect())
         ask_all(session, skip_given=is_resumed)
         saved = review(session, target)
     except KeyboardInterrupt:
-        print("shardkit config: stopped, nothing was written; the next run offers to resume.", file=sys.stderr)
+        more = "; the next run offers to resume" if draft.find(path) else ""
+        print(f"shardkit config: stopped, nothing was written{more}.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except _Left:
+        saved = None
     if saved is None:
-        print("Nothing was written; the next run offers your answers again.", file=sys.stderr)
+        more = "; the next run offers your answers again" if draft.find(path) else ""
+        print(f"Nothing was written{more}.", file=sys.stderr)
         return 0
     draft.discard()
     _say_what_next(session, options, saved)
@@ -87,7 +96,7 @@ def converse(options: WizardOptions, prompter: Prompter) -> int:
 def _check_that_somebody_answers(options: WizardOptions, plain: bool) -> None:
     reasons = {
         "--no-input was given": options.no_input,
-        "this is a CI job ($CI is set)": env.is_true("CI"),
+        "$CI is set": bool(env.get("CI")),
         "stdin is not a terminal": sys.stdin is None or not sys.stdin.isatty(),
         "stdout is not a terminal": not plain and not sys.stdout.isatty(),
     }
@@ -108,16 +117,14 @@ def _prompter(plain: bool) -> Prompter:
     return QuestionaryPrompter()
 
 
-def _begin(options: WizardOptions, prompter: Prompter, path: Path) -> tuple[Session, Target, bool]:
+def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Hardware) -> tuple[Session, Target, bool]:
     """The session with what is known before the first question, where its file goes, and whether it is resumed."""
-    hardware = detect()
     situation = Situation(hardware, base=options.start or Config(), folder=options.folder)
     _greet(prompter, situation, path, options)
     resumed = _resumed(prompter, path)
     former, config = _former(prompter, path, options)
-    if config is not None and options.start is None:
-        situation = Situation(hardware, base=config, folder=options.folder)
-    known = config or options.start
+    known = options.start or config
+    situation = Situation(hardware, base=known or Config(), folder=options.folder)
     given = from_config(known, situation) if known is not None else {}
     spec = options.model or (comment.read(former) if former else None)
     given |= resumed | ({"model": spec} if spec else {})
@@ -164,8 +171,8 @@ def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str
     choices += (Option("stop", "leave it as it is", "or choose another with --output"),)
     chosen = _choose(prompter, Prompt(title), choices, choices[0].value)
     if chosen == "stop":
-        raise KeyboardInterrupt
-    return (path.read_text(encoding="utf-8"), config) if chosen == "edit" else (None, None)
+        raise _Left
+    return (files.text_of_file(path), config) if chosen == "edit" else (None, None)
 
 
 def _in_words(config: Config) -> str:
@@ -183,11 +190,17 @@ def _choose(prompter: Prompter, prompt: Prompt, options: tuple[Option, ...], def
 
 
 def _say_what_next(session: Session, options: WizardOptions, saved: Target) -> None:
-    s = session.situation()
-    output = None if saved.path == options.folder / "shardkit.yaml" else saved.path
-    command = equal_command(to_config(s), s.hardware, session.given.get("model"), output)
     if not saved.dry_run:
         print(f"Saved {saved.shown}.")
         print("Run it:    shardkit launch train.py")
         print("Plan it:   shardkit plan")
+    command = _command(to_config(session.situation()), session.given.get("model"), options, saved)
     print(f"The same without questions:\n{command}", file=sys.stderr if saved.dry_run else sys.stdout)
+
+
+def _command(config: Config, model: str | None, options: WizardOptions, saved: Target) -> str:
+    """The line that gives the same file where nobody is asked."""
+    usual = options.user or saved.path == options.folder / "shardkit.yaml"
+    command = command_for(config, None if usual else saved.path)
+    command += f" --model {shlex.quote(model)}" if model else ""
+    return command + (" --user" if options.user else "")

@@ -1,0 +1,366 @@
+"""The wizard, key by key: every path through the questions, the review, editing, stopping and resuming."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardkit.cli.main import run
+from shardkit.config import files
+from shardkit.config.hardware import Hardware, Scheduler
+from shardkit.config.schema import ShardingStrategy
+from tests.wizard_talk import (
+    BACK,
+    CPU_ONLY,
+    DOWN,
+    EIGHT_GPUS,
+    ENTER,
+    OLD_GPUS,
+    SMALL_GPT,
+    STOP,
+    UP,
+    project,
+    talk,
+    talk_plainly,
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    return project(tmp_path, monkeypatch)
+
+
+def saved(folder: Path) -> dict:
+    return yaml.safe_load((folder / "shardkit.yaml").read_text())
+
+
+# --- the way to the review ---
+
+
+@pytest.mark.requirement("D1")
+def test_enter_all_the_way_takes_at_most_six_screens_and_gives_a_file_that_loads(folder):
+    assert talk(ENTER * 6) == 0
+    config = files.read(folder / "shardkit.yaml").config
+    assert (config.num_processes, config.mixed_precision) == (8, "bf16")
+    assert config.fsdp.sharding_strategy is ShardingStrategy.FULL_SHARD
+
+
+def test_with_a_model_given_there_are_five(folder):
+    assert talk(ENTER * 5, model=SMALL_GPT) == 0
+    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+    assert f"# model: {SMALL_GPT}" in (folder / "shardkit.yaml").read_text()
+
+
+@pytest.mark.requirement("A1")
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+def test_each_strategy_is_chosen_by_its_number(folder, strategy):
+    machines = ENTER + "4" + ENTER + "2" + ENTER + "node-a:29501" + ENTER + ENTER
+    assert talk(machines + ENTER + ENTER + f"{strategy.number}" + ENTER + ENTER) == 0
+    config = files.read(folder / "shardkit.yaml").config
+    assert config.fsdp.sharding_strategy is strategy
+    assert (config.num_machines, config.num_processes, config.rdzv_backend) == (2, 16, "c10d")
+    assert (config.main_process_ip, config.main_process_port) == ("node-a", 29501)
+
+
+def test_arrows_and_first_letters_choose_too(folder):
+    assert talk(ENTER + ENTER + ENTER + "F" + ENTER + DOWN + DOWN + UP + ENTER + ENTER) == 0
+    assert saved(folder)["mixed_precision"] == "fp16"
+    assert saved(folder)["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
+
+
+def test_on_a_cpu_it_offers_two_processes_and_no_fp16(folder):
+    assert talk(ENTER * 3 + "2" + ENTER + ENTER + ENTER, CPU_ONLY) == 0
+    assert saved(folder)["use_cpu"] is True
+    assert saved(folder)["num_processes"] == 2
+    assert saved(folder)["mixed_precision"] == "no"
+
+
+def test_gpus_without_bf16_get_fp16(folder):
+    assert talk(ENTER * 6, OLD_GPUS) == 0
+    assert saved(folder)["mixed_precision"] == "fp16"
+
+
+def test_one_process_is_not_asked_how_to_split(folder):
+    assert talk(ENTER * 2 + "1" + ENTER + ENTER + ENTER) == 0
+    assert saved(folder)["distributed_type"] == "NO"
+
+
+def test_another_machine_is_asked_for_its_gpus(folder):
+    assert talk(ENTER + "2" + ENTER + "g" + ENTER + "4" + ENTER + ENTER * 3, CPU_ONLY) == 0
+    assert saved(folder)["use_cpu"] is False
+    assert saved(folder)["num_processes"] == 4
+
+
+def test_a_slurm_job_is_recognised(folder):
+    job = Scheduler("SLURM", machines=4, machine_rank=1, main_address="node03", job="17")
+    hardware = Hardware(EIGHT_GPUS.devices, 64, EIGHT_GPUS.memory_bytes, job)
+    assert talk(ENTER * 8, hardware) == 0
+    config = files.read(folder / "shardkit.yaml").config
+    assert (config.num_machines, config.num_processes, config.main_process_ip) == (4, 32, "node03")
+    assert config.machine_rank == 0
+
+
+@pytest.mark.requirement("A10")
+def test_a_tpu_pod_has_its_keys_and_none_of_fsdps(folder):
+    asked = ["", "tpu", "4", "", "yes", "my-pod", "us-central1-a", ""]
+    wanted = ["advanced", "downcast", "y", "tpu env", "A=1, B=2", "commands", "ls -l; echo a", "done", "save"]
+    assert talk_plainly([*asked, *wanted]) == 0
+    written = saved(folder)
+    assert written["distributed_type"] == "XLA" and written["xla"] is True and written["num_processes"] == 4
+    assert written["tpu_use_cluster"] is True and written["tpu_name"] == "my-pod" and written["downcast_bf16"] is True
+    assert (written["tpu_env"], written["commands"]) == (["A=1", "B=2"], ["ls -l", "echo a"])
+    assert "fsdp_config" not in written
+
+
+# --- advanced ---
+
+
+@pytest.mark.requirement("D1")
+def test_advanced_asks_for_offload_wrapping_prefetch_and_state_dict_type_by_name(folder):
+    asked = ["", "", "", "", "FULL_SHARD"]
+    wanted = ["advanced", "offload params", "yes", "auto wrap", "SIZE_BASED_WRAP", "min num params", "50M"]
+    wanted += ["backward prefetch", "NO_PREFETCH", "forward prefetch", "y", "state dict type", "FULL_STATE_DICT"]
+    assert talk_plainly([*asked, *wanted, "done", "save"]) == 0
+    fsdp = saved(folder)["fsdp_config"]
+    assert fsdp["fsdp_offload_params"] is True
+    assert fsdp["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP"
+    assert fsdp["fsdp_min_num_params"] == 50_000_000
+    assert fsdp["fsdp_backward_prefetch"] == "NO_PREFETCH"
+    assert fsdp["fsdp_forward_prefetch"] is True
+    assert fsdp["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+
+
+@pytest.mark.requirement("A3")
+def test_block_classes_are_a_list_of_what_the_model_has(folder, capsys):
+    asked = ["", "", "", "1"]
+    assert talk_plainly([*asked, "advanced", "transformer", "?", "1", "done", "save"], model=SMALL_GPT) == 0
+    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+    shown = capsys.readouterr().out
+    assert re.search(r"1\. Block +4 x 789,760, 8\d% of parameters \(chosen\)", shown)
+
+
+def test_block_classes_are_typed_where_there_is_no_model(folder, capsys):
+    asked = ["", "", "", "", "1"]
+    assert talk_plainly([*asked, "advanced", "transformer", "Bert-Layer", "BertLayer, T5Block", "done", "save"]) == 0
+    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "BertLayer,T5Block"
+    assert "not a class name (got 'Bert-Layer'); give names with commas" in capsys.readouterr().out
+
+
+def test_the_checkbox_of_classes_takes_space(folder):
+    menu = "3" + ENTER + DOWN + DOWN + ENTER
+    keys = ENTER * 3 + "1" + ENTER + menu + DOWN + " " + ENTER + BACK + ENTER
+    assert talk(keys, model=SMALL_GPT) == 0
+    chosen = saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"].split(",")
+    assert len(chosen) == 2 and chosen[0] == "Block"
+
+
+# --- the model's numbers ---
+
+
+def test_with_a_model_memory_fit_and_traffic_stand_beside_each_strategy(folder, capsys):
+    assert talk_plainly(["", "", "", "", ""], model="gpt:layers=32,hidden=4096,heads=32") == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[1]: line for line in shown.splitlines() if line.strip()[:3] in {"1. ", "2. ", "3. "}}
+    assert "NO" in rows["NO_SHARD"] and "GiB  yes" in rows["FULL_SHARD"]
+    assert "<- suggested (default)" in rows["SHARD_GRAD_OP"]
+    assert "least traffic of those that fit with 20% to spare" in shown
+    assert "activations NOT counted" in shown
+
+
+def test_where_nothing_fits_offload_is_on_and_the_review_says_so(folder, capsys):
+    assert talk_plainly(["several", "4", "", "", "", "", "", ""], model="gpt-175b") == 0
+    assert saved(folder)["fsdp_config"]["fsdp_offload_params"] is True
+    shown = capsys.readouterr().out
+    assert "least memory; nothing fits with 20% to spare" in shown
+    assert "CPU offload is on" in shown
+
+
+def test_a_model_that_cannot_be_read_is_asked_for_again_and_can_be_left_out(folder, capsys):
+    assert talk_plainly(["", "", "", "", "", "", "", "", ""], model="nowhere:model") == 0
+    shown = capsys.readouterr().out
+    assert "! " in shown and "nowhere" in shown
+    assert "# model:" not in (folder / "shardkit.yaml").read_text()
+
+
+def test_what_is_not_a_model_is_said_at_once(folder, capsys):
+    assert talk_plainly(["my model", "", "", "", "", "", "save"]) == 0
+    assert "not a model (got 'my model'); give module:function" in capsys.readouterr().out
+
+
+# --- back, review, edit, stop, resume ---
+
+
+def test_back_shows_the_former_answer_selected(folder):
+    keys = ENTER * 2 + "4" + ENTER + BACK + BACK + ENTER + ENTER + ENTER * 3
+    assert talk(keys) == 0
+    assert saved(folder)["num_processes"] == 4
+
+
+def test_back_at_the_first_question_asks_it_again(folder):
+    assert talk(BACK * 3 + ENTER * 6) == 0
+
+
+def test_an_answer_is_changed_in_the_review_and_what_depends_on_it_is_asked(folder):
+    change = "2" + ENTER + DOWN + ENTER + "4" + ENTER
+    new = ENTER + "node-a" + ENTER + ENTER
+    assert talk(ENTER * 5 + change + new + BACK + ENTER) == 0
+    config = files.read(folder / "shardkit.yaml").config
+    assert (config.num_machines, config.num_processes, config.main_process_ip) == (2, 16, "node-a")
+
+
+def test_back_while_changing_leaves_everything_as_it_was(folder):
+    change = "2" + ENTER + DOWN + ENTER + "4" + ENTER
+    assert talk(ENTER * 5 + change + BACK + BACK + ENTER) == 0
+    assert saved(folder)["num_machines"] == 1
+
+
+def test_an_answer_that_is_not_possible_any_more_is_asked_again(folder):
+    several = ["", "several", "2", "", "", "", "", "HYBRID_SHARD"]
+    alone = ["change", "where", "this machine", "NO_SHARD", "done", "save"]
+    assert talk_plainly([*several, *alone]) == 0
+    assert saved(folder)["fsdp_config"]["fsdp_sharding_strategy"] == "NO_SHARD"
+
+
+def test_it_saves_elsewhere_and_refuses_a_folder_that_is_not_there(folder, capsys):
+    assert talk_plainly([""] * 5 + ["elsewhere", "no/where.yaml", "other.yaml", "save"]) == 0
+    assert (folder / "other.yaml").exists() and not (folder / "shardkit.yaml").exists()
+    captured = capsys.readouterr().out
+    assert "no/where.yaml: its folder does not exist; create it" in captured
+    assert "-o other.yaml" in captured
+
+
+def test_quitting_writes_nothing(folder, capsys):
+    assert talk(ENTER * 5 + "5" + ENTER) == 0
+    assert list(folder.iterdir()) == []
+    assert "Nothing was written" in capsys.readouterr().err
+
+
+OURS = """# chosen by the team on Monday
+distributed_type: FSDP
+num_processes: 8   # one node
+mixed_precision: bf16
+fsdp_config:
+  fsdp_sharding_strategy: FULL_SHARD  # see issue 12
+shardkit:
+  checkpoint:
+    keep_last: 7
+"""
+
+
+def test_editing_keeps_comments_and_other_settings_shows_a_diff_and_leaves_a_backup(folder, capsys):
+    (folder / "shardkit.yaml").write_text(OURS)
+    assert talk(ENTER + ENTER * 4 + "2" + ENTER + ENTER) == 0
+    text = (folder / "shardkit.yaml").read_text()
+    assert "# chosen by the team on Monday" in text and "# one node" in text
+    assert "fsdp_sharding_strategy: SHARD_GRAD_OP  # see issue 12" in text
+    assert files.read(folder / "shardkit.yaml").config.shardkit.checkpoint.keep_last == 7
+    assert (folder / "shardkit.yaml.bak").read_text() == OURS
+    shown = capsys.readouterr().out
+    assert "-  fsdp_sharding_strategy: FULL_SHARD" in shown
+    assert "+  fsdp_sharding_strategy: SHARD_GRAD_OP" in shown
+    assert "+num_processes" not in shown
+
+
+def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
+    (folder / "shardkit.yaml").write_text(OURS)
+    assert talk(ENTER * 7) == 0
+    assert (folder / "shardkit.yaml").read_text() == OURS
+
+
+def test_starting_over_keeps_the_old_file_beside_it(folder):
+    (folder / "shardkit.yaml").write_text(OURS)
+    assert talk("2" + ENTER + ENTER * 6) == 0
+    assert "Monday" not in (folder / "shardkit.yaml").read_text()
+    assert (folder / "shardkit.yaml.bak").read_text() == OURS
+
+
+def test_a_file_that_cannot_be_read_is_not_lost(folder, capsys):
+    (folder / "shardkit.yaml").write_text("num_procesess: 8\n")
+    assert talk("2" + ENTER) == 0
+    assert "num_procesess" in capsys.readouterr().out
+    assert (folder / "shardkit.yaml").read_text() == "num_procesess: 8\n"
+
+
+def test_ctrl_c_writes_nothing_and_the_next_run_resumes(folder, capsys):
+    assert talk(ENTER * 2 + "4" + ENTER + STOP) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "shardkit config: stopped, nothing was written; the next run offers to resume.\n"
+    assert list(folder.iterdir()) == []
+    assert talk(ENTER + ENTER * 3) == 0
+    assert saved(folder)["num_processes"] == 4
+    assert talk(ENTER + STOP) == 130
+
+
+def test_a_resumed_run_can_start_fresh(folder):
+    assert talk(ENTER * 2 + "4" + ENTER + STOP) == 130
+    assert talk("2" + ENTER + ENTER * 6) == 0
+    assert saved(folder)["num_processes"] == 8
+
+
+def test_a_dry_run_prints_the_file_and_writes_nothing(folder, capsys):
+    assert talk(ENTER * 6, dry_run=True) == 0
+    assert list(folder.iterdir()) == []
+    assert "fsdp_sharding_strategy: FULL_SHARD" in capsys.readouterr().out
+
+
+def test_the_user_file_goes_to_the_user_folder_only_when_asked(folder):
+    assert talk(ENTER * 6, user=True) == 0
+    assert files.user_path().is_file()
+    assert list(folder.iterdir()) == []
+
+
+# --- the command that gives the same file ---
+
+
+@pytest.mark.parametrize("model", [None, SMALL_GPT])
+def test_the_printed_command_gives_the_same_file(folder, capsys, model):
+    asked = ["several", "2", "node-a", "", "4", "fp16", "HYBRID_SHARD"]
+    wanted = ["advanced", "seed", "7", "reduce dtype", "bf16", "backward", "BACKWARD_POST", "done", "save"]
+    assert talk_plainly([*([] if model else [""]), *asked, *wanted], model=model) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    first = (folder / "shardkit.yaml").read_text()
+    (folder / "shardkit.yaml").unlink()
+    assert run(shlex.split(command)[1:]) == 0
+    assert (folder / "shardkit.yaml").read_text() == first
+
+
+# --- nobody to ask ---
+
+
+@pytest.mark.parametrize("arguments", [[], ["--no-input"], ["--plain"]])
+def test_without_a_terminal_it_never_asks_and_names_the_flags(folder, arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit", "config", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--defaults" in done.stderr and "--set" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+FIRST_PROMPT = """
+import sys
+from tests.wizard_talk import talk, ENTER, STOP
+assert talk(STOP) == 130
+assert talk(ENTER * 3 + STOP, model="gpt:layers=4,hidden=256,heads=4") == 130
+assert "questionary" in sys.modules
+assert "torch" not in sys.modules, "torch was loaded"
+"""
+
+
+def test_the_wizards_process_does_not_load_torch(folder):
+    here = Path(__file__).parent.parent
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(here)!r})" + FIRST_PROMPT],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
