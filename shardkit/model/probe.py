@@ -52,7 +52,7 @@ def build_factory(spec: str) -> nn.Module:
     if isinstance(model, (tuple, list)) and model:
         model = model[0]
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{spec} gives a {type(model).__name__}, not a torch.nn.Module")
+        raise TypeError(f"{spec} gives an object of type {type(model).__name__}, not a torch.nn.Module")
     return model
 
 

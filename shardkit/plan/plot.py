@@ -36,7 +36,7 @@ _PATTERNS = [
     "M0 4H8M4 0V8",
 ]
 _HATCHES = ["", "--", "||", "//", "\\\\", "++"]
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP = 960, 720, 170, 30, 96
+_WIDTH, _LEFT, _RIGHT, _TOP = 960, 170, 30, 96
 _TIMELINE_HEIGHT = 250
 _BAR_HEIGHT, _BAR_GAP = 26, 12
 
@@ -77,7 +77,8 @@ def svg(answer: Answer) -> str:
     height = _TOP + _TIMELINE_HEIGHT + 60 + bars_height
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'font-family="sans-serif" font-size="13" role="img" aria-label="{escape(_title(answer), quote=True)}">',
+        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13" role="img" '
+        f'aria-label="{escape(_title(answer), quote=True)}">',
         _definitions(),
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(20, 28, _title(answer), size=17, weight="bold"),
@@ -129,17 +130,27 @@ def _legend() -> list[str]:
     return parts
 
 
-def _maximum(answer: Answer, rows: Sequence[Row]) -> float:
-    """The scale's end: the largest peak, and the device's limit where it is not far beyond."""
-    peak = max(row.memory.peak.total for row in rows)
+def _maximum(answer: Answer) -> float:
+    """The timeline's end: its peak, and the device's limit where it is not far beyond."""
+    peak = answer.chosen_row.memory.peak.total
     limit = answer.request.device.memory_bytes or 0
-    return 1.08 * max(peak, limit if limit < 4 * peak else 0, 1)
+    return 1.12 * max(peak, limit if limit < 4 * peak else 0, 1)
+
+
+def _bars_maximum(answer: Answer) -> float:
+    """The bars' end: the largest peak, but never so far that the limit and the chosen strategy become too small.
+
+    Longer bars are cut off there, with a mark.
+    """
+    largest = max(row.memory.peak.total for row in answer.rows)
+    matters = max(answer.chosen_row.memory.peak.total, answer.request.device.memory_bytes or 0)
+    return float(max(1, min(largest, 3 * matters)))
 
 
 def _timeline(answer: Answer, top: float, height: float) -> list[str]:
     row = answer.chosen_row
     moments = row.memory.timeline
-    vertical = Axis(top + height, -height, _maximum(answer, [row]))
+    vertical = Axis(top + height, -height, _maximum(answer))
     step = (_WIDTH - _LEFT - _RIGHT) / len(moments)
     parts = _ruler(vertical, top)
     base = [0.0] * len(moments)
@@ -232,10 +243,10 @@ def _peak_mark(row: Row, index: int, step: float, vertical: Axis) -> list[str]:
 
 
 def _bars(answer: Answer, top: float) -> list[str]:
-    horizontal = Axis(_LEFT, _WIDTH - _LEFT - _RIGHT - 90, _maximum(answer, answer.rows))
+    horizontal = Axis(_LEFT, _WIDTH - _LEFT - _RIGHT - 150, _bars_maximum(answer))
     parts: list[str] = []
     for index, row in enumerate(answer.rows):
-        parts += _bar(answer, row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
+        parts += _bar(row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
     bottom = top + len(answer.rows) * (_BAR_HEIGHT + _BAR_GAP)
     limit = answer.request.device.memory_bytes
     if limit and limit <= horizontal.maximum:
@@ -246,27 +257,48 @@ def _bars(answer: Answer, top: float) -> list[str]:
         )
         name = f"{answer.request.device.name}: {_amount(limit)}"
         parts.append(_text(x, bottom + 16, name, anchor="middle" if x > _LEFT + 80 else "start", weight="bold"))
+    for index, row in enumerate(answer.rows):
+        parts += _bar_labels(answer, row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
     return parts
 
 
-def _bar(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[str]:
+def _bar(row: Row, horizontal: Axis, y: float) -> list[str]:
     parts, done = [], 0
     for name in CATEGORIES:
         size = getattr(row.memory.peak, name)
-        if size:
-            x, width = horizontal.at(done), horizontal.at(size) - horizontal.start
+        x, end = (horizontal.at(min(at, horizontal.maximum)) for at in (done, done + size))
+        if end > x:
             parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{_BAR_HEIGHT}" '
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{end - x:.1f}" height="{_BAR_HEIGHT}" '
                 f'fill="url(#{name})" stroke="black" stroke-width="0.5"/>'
             )
-            done += size
-    mark = "" if row.fits is None else "  fits" if row.fits else "  too big"
+        done += size
+    end = horizontal.at(min(done, horizontal.maximum))
+    if done > horizontal.maximum:
+        parts.append(_cut_mark(end, y))
+    return parts
+
+
+def _bar_labels(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[str]:
+    """The strategy's name on the left of its bar, the peak on the right, over everything else."""
+    peak = row.memory.peak.total
+    mark = "" if row.fits is None else ", fits" if row.fits else ", too big"
     weight = "bold" if row.strategy is answer.chosen else "normal"
     middle = y + _BAR_HEIGHT / 2 + 5
     name = f"{row.strategy.number} {row.strategy.value}"
-    parts.append(_text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight))
-    parts.append(_text(horizontal.at(done) + 6, middle, f"{_amount(done)}{mark}"))
-    return parts
+    end = horizontal.at(min(peak, horizontal.maximum))
+    return [
+        _text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight),
+        '<g paint-order="stroke" stroke="white" stroke-width="5">',
+        _text(end + 8, middle, f"{_amount(peak)}{mark}", weight=weight),
+        "</g>",
+    ]
+
+
+def _cut_mark(x: float, y: float) -> str:
+    """Two slanted white lines near the end of a bar that is longer than drawn."""
+    strokes = "".join(f"M{x - back:.1f} {y + _BAR_HEIGHT + 3:.1f}l8 {-_BAR_HEIGHT - 6}" for back in (26, 16))
+    return f'<path d="{strokes}" stroke="white" stroke-width="5"/>'
 
 
 def _amount(count: int) -> str:
@@ -297,12 +329,15 @@ def _draw_timeline(answer: Answer, axes: Any) -> None:
     for area, hatch in zip(areas, _HATCHES, strict=True):
         area.set(hatch=hatch, edgecolor="white")
     axes.set(title=_subtitle(answer), ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
+    at = max(range(len(moments)), key=lambda index: moments[index].memory.total)
     peak = row.memory.peak.total / GIB
-    axes.axhline(peak, color="black", linewidth=0.7)
-    axes.annotate(f"peak {peak:,.1f} GiB, {row.memory.moment}", (0, peak), va="bottom")
+    axes.plot([at + 0.5], [peak], marker="v", color="black")
+    text = f"peak {_amount(row.memory.peak.total)}, {row.memory.moment}  "
+    axes.annotate(text, (at + 0.5, peak), va="bottom", ha="left" if at < len(moments) / 2 else "right")
+    axes.margins(y=0.12)
     if answer.request.device.memory_bytes:
         axes.axhline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
-    axes.legend(loc="center left", fontsize="small")
+    axes.figure.legend(loc="outside lower center", ncols=len(CATEGORIES), fontsize="small")
 
 
 def _draw_bars(answer: Answer, axes: Any) -> None:
@@ -315,4 +350,9 @@ def _draw_bars(answer: Answer, axes: Any) -> None:
     if answer.request.device.memory_bytes:
         axes.axvline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
     axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * _bars_maximum(answer) / GIB)
+    for row in answer.rows:
+        end = min(row.memory.peak.total, _bars_maximum(answer)) / GIB
+        name = f"{row.strategy.number} {row.strategy.value}"
+        axes.annotate(f"  {_amount(row.memory.peak.total)}", (end, name), va="center", backgroundcolor="white")
     axes.set(xlabel=f"GiB a rank; dashed: {answer.request.device.name}")

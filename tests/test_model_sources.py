@@ -1,0 +1,277 @@
+"""Where a model can come from, and what is known of it then."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardkit.errors import ModelError
+from shardkit.model import comment, gpt
+from shardkit.model.describe import count_text, from_json, to_json
+from shardkit.model.gpt_module import GPT
+from shardkit.model.probe import build_factory, build_transformers, transformer_facts, tree_of
+from shardkit.model.sources import describe
+from shardkit.model.tree import ModuleNode
+
+SMALL = "gpt:layers=2,hidden=16,heads=4,vocab=50,seq=8"
+
+
+def shapes(tree: ModuleNode) -> list[tuple[str, tuple[int, ...], str | None]]:
+    return [(f"{n.fqn}.{p.name}", p.shape, p.tied_to) for n in tree.walk() for p in n.parameters]
+
+
+@pytest.mark.requirement("B5")
+@pytest.mark.parametrize(
+    ("name", "billions", "shape"),
+    [("gpt-175b", 175, (96, 12288, 96)), ("gpt-1t", 1008, (128, 25600, 160))],
+)
+def test_the_notes_models_are_built_in(name, billions, shape):
+    found = describe(name)
+    assert found.numel / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert (found.facts.layers, found.facts.hidden, found.facts.heads) == shape
+    assert found.suggested_classes == ["Block"]
+
+
+def test_the_head_tied_gives_the_notes_1008_billion():
+    assert round(describe("gpt:layers=128,hidden=25600,heads=160,tied=true").numel / 1e9) == 1008
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_formula_is_the_torch_model(tied):
+    shape = gpt.GptShape(layers=2, hidden=16, heads=4, vocab=50, seq=8, tied=tied)
+    with torch.device("meta"):
+        model = GPT(shape)
+    built, formula = tree_of(model), gpt.tree(shape)
+    assert shapes(built) == shapes(formula)
+    assert [n.class_name for n in built.walk() if n.parameters] == [
+        n.class_name for n in formula.walk() if n.parameters
+    ]
+    assert formula.numel == sum(p.numel() for p in model.parameters())
+
+
+def test_the_torch_model_computes():
+    model = GPT(gpt.parse("layers=2,hidden=16,heads=4,vocab=50,seq=8"))
+    assert model(torch.zeros(3, 8, dtype=torch.long)).shape == (3, 8, 50)
+
+
+def test_a_wrong_formula_names_everything_that_is_wrong():
+    with pytest.raises(ModelError) as caught:
+        describe("gpt:layers=x,hiden=3,heads=5")
+    text = str(caught.value)
+    assert "layers: not a positive whole number (got 'x')" in text
+    assert "hiden: unknown" in text
+    assert "hidden: missing" in text
+    assert "write gpt:layers=" in text
+
+
+def test_hidden_is_a_multiple_of_heads():
+    with pytest.raises(ModelError, match=r"hidden: not a multiple of heads \(got 10 and 4\)"):
+        describe("gpt:layers=1,hidden=10,heads=4")
+
+
+def test_a_description_survives_json():
+    found = describe(SMALL)
+    assert from_json(json.loads(json.dumps(to_json(found)))) == found
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("gpt-175", "did you mean gpt-175b?"),
+        ("nowhere/config.json", "no such file or folder; check the path"),
+        ("what", "not a model; give module:function"),
+    ],
+)
+def test_an_unknown_model_says_what_can_be_given(spec, text):
+    with pytest.raises(ModelError) as caught:
+        describe(spec)
+    assert text in str(caught.value)
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+print("this must not reach anybody")
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(8, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.embed.weight.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros(3))
+
+
+def build():
+    return Model(), {"batch": 1}
+
+
+def broken():
+    return nn.Linear(2, "three")
+"""
+
+
+@pytest.mark.slow
+def test_a_factory_is_built_in_a_child_on_the_meta_device(tmp_path, capfd):
+    write(tmp_path, "mine.py", MODEL)
+    found = describe("mine:build", folder=tmp_path)
+    assert found.name == "Model"
+    assert found.numel == 100 * 8 + 3 * (8 * 32 + 32 + 32 * 8 + 8)
+    assert found.suggested_classes == ["Layer"]
+    assert [c.count for c in found.block_classes] == [3]
+    assert found.tree.children[0].parameters[0].trainable is False
+    assert found.tree.children[-1].parameters[0].tied_to == "embed.weight"
+    assert [b.name for b in found.tree.buffers] == ["steps"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_factory_gives_a_module():
+    with pytest.raises(TypeError, match="time:time gives an object of type float, not a torch.nn.Module"):
+        build_factory("time:time")
+
+
+@pytest.mark.slow
+def test_the_users_error_names_the_line(tmp_path):
+    write(tmp_path, "mine.py", MODEL)
+    line = MODEL.splitlines().index('    return nn.Linear(2, "three")') + 1
+    with pytest.raises(ModelError) as caught:
+        describe("mine:broken", folder=tmp_path)
+    expected = f"mine.py:{line}: the model mine:broken cannot be built on the meta device (TypeError"
+    assert str(caught.value).startswith(expected)
+    assert "gpt:layers=" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_code_that_does_not_parse_names_the_line(tmp_path):
+    write(tmp_path, "mine.py", "import torch\ndef build(:\n")
+    with pytest.raises(ModelError, match=r"^mine\.py:2: .*SyntaxError"):
+        describe("mine:build", folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_child_that_dies_is_reported(tmp_path):
+    write(tmp_path, "mine.py", "import os\ndef build():\n    os._exit(7)\n")
+    with pytest.raises(ModelError, match="ended with exit code 7"):
+        describe("mine:build", folder=tmp_path)
+
+
+def test_a_factory_that_takes_too_long_is_ended(tmp_path):
+    write(tmp_path, "mine.py", "import time\ntime.sleep(600)\n")
+    with pytest.raises(ModelError, match=r"mine:build: not built after 0\.5 s"):
+        describe("mine:build", timeout_s=0.5, folder=tmp_path)
+
+
+def transformers_configs() -> dict[str, object]:
+    from transformers import GPT2Config, LlamaConfig, T5Config, ViTConfig
+
+    return {"gpt2": GPT2Config(), "llama": LlamaConfig(), "t5": T5Config(), "vit": ViTConfig()}
+
+
+# Class, parameters, blocks, and facts at the real sizes: GPT-2 124 M, Llama 7 B, T5 small 60.5 M, ViT base 85.8 M.
+REAL = {
+    "gpt2": ("GPT2LMHeadModel", 124_439_808, ["GPT2Block"], (12, 768, 12, 3072, 50257, 1024, False)),
+    "llama": ("LlamaForCausalLM", 6_738_415_616, ["LlamaDecoderLayer"], (32, 4096, 32, 11008, 32000, 2048, True)),
+    "t5": ("T5ForConditionalGeneration", 60_506_624, ["T5Block"], (12, 512, 8, 2048, 32128, None, False)),
+    "vit": ("ViTForImageClassification", 85_800_194, ["ViTLayer"], (12, 768, 12, 3072, None, 197, False)),
+}
+
+
+@pytest.mark.requirement("B3")
+@pytest.mark.parametrize("family", list(REAL))
+def test_transformers_models_at_their_real_sizes(tmp_path, family):
+    name, numel, classes, facts = REAL[family]
+    transformers_configs()[family].save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = build_transformers(str(tmp_path))
+    found = transformer_facts(model.config)
+    from shardkit.model.units import repeated_classes
+
+    tree = tree_of(model)
+    assert (type(model).__name__, tree.numel, repeated_classes(tree)) == (name, numel, classes)
+    assert all(p.dtype == "float32" for node in tree.walk() for p in node.parameters)
+    shown = (found.layers, found.hidden, found.heads, found.feed_forward, found.vocabulary, found.seq_len)
+    assert (*shown, found.is_gated) == facts
+
+
+@pytest.mark.slow
+def test_a_config_json_through_the_child(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    ).save_pretrained(tmp_path / "small")
+    found = describe("small/config.json", folder=tmp_path)
+    assert found.name == "LlamaForCausalLM"
+    assert found.facts.key_value_heads == 2
+    assert "fp32" in found.notes[0]
+
+
+def test_weights_are_described_by_their_headers_alone(tmp_path):
+    model = GPT(gpt.parse("layers=12,hidden=16,heads=4,vocab=50,seq=8"))
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    names = sorted(state)
+    save_file({name: state[name] for name in names[:30]}, tmp_path / "model-00001.safetensors")
+    save_file({name: state[name] for name in names[30:]}, tmp_path / "model-00002.safetensors")
+    found = describe(str(tmp_path))
+    assert found.numel == sum(p.numel() for p in model.parameters())
+    assert found.suggested_classes == ["blocks[*]"]
+    assert not found.has_class_names
+    assert found.facts is None
+    blocks = next(child for child in found.tree.children if child.fqn == "blocks")
+    assert [child.fqn for child in blocks.children] == [f"blocks.{index}" for index in range(12)]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"])
+def test_a_file_that_is_no_safetensors_file(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
+        describe("model.safetensors", folder=tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path):
+    with pytest.raises(ModelError, match=r"no \.safetensors file in this folder"):
+        describe(str(tmp_path))
+
+
+def test_describing_by_formula_or_weights_loads_no_torch(tmp_path):
+    save_file({"layer.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    code = (
+        "import sys; from shardkit.model.sources import describe; describe('gpt-175b'); "
+        f"describe({str(tmp_path)!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_comment_that_names_the_model():
+    text = "# shardkit.yaml\nmixed_precision: bf16\n"
+    assert comment.read(text) is None
+    named = comment.write(text, "mine:build", "6.74 B parameters")
+    assert named == "# shardkit.yaml\n# model: mine:build   6.74 B parameters\nmixed_precision: bf16\n"
+    assert comment.read(named) == "mine:build"
+    again = comment.write(named, r"other\1:build")
+    assert comment.read(again) == r"other\1:build"
+    assert again.count("# model:") == 1
+
+
+@pytest.mark.parametrize(("count", "text"), [(6_738_415_616, "6.74 B"), (124_439_808, "124 M"), (8192, "8,192")])
+def test_counts_as_people_say_them(count, text):
+    assert count_text(count) == text
