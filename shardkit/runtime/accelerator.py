@@ -225,7 +225,8 @@ class Accelerator:
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def autocast(self, *_: Any, **__: Any) -> AbstractContextManager:
-        """Compute in the run's precision inside, for what is outside of a prepared model's forward, such as a loss."""
+        """The precision of a prepared model's forward, for other code under DDP or in one process. FSDP's units cast by
+        themselves: nothing is done there."""
         return precision.autocast(self.config, self.device)
 
     @property

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit.errors import UsageError
-from shardkit.runtime import optim
+from shardkit.runtime import optim, precision
 from shardkit.runtime.accumulate import AcceleratedOptimizer
 from shardkit.runtime.data import PreparedLoader, prepare_loader
 from shardkit.runtime.parallel import parallelize
@@ -97,6 +97,7 @@ def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | N
         return model
     names = optim.ParameterNames.of(model)
     path = None if weights is None else Path(weights)
+    precision.autocast_forward(model, accelerator.config, accelerator.device)
     parallel = parallelize(model, accelerator.config, accelerator.mesh, accelerator.process, path)
     accelerator.models.append(parallel)
     accelerator.names_before.append((names, parallel))

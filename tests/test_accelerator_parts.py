@@ -1,0 +1,470 @@
+"""What the Accelerator's single methods give on live ranks: prepare, fp16, gathering, turns, stopping."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shardkit import Accelerator, ProjectConfiguration, env
+from shardkit.config import files
+from shardkit.config.schema import Config, DistributedType
+from shardkit.errors import ConfigError, Preempted, UsageError
+from shardkit.runtime import preemption, summary
+from tests.test_accelerator import FULL, Model, Points, loss_of, parts, plain, weights_of
+
+DDP = {"distributed_type": "MULTI_CPU"}
+BOTH = [pytest.param(FULL, id="full"), pytest.param(DDP, id="ddp")]
+
+
+def one_step(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    accelerator.backward(loss_of(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- prepare ----
+
+
+def prepared_in_pieces(config: dict, order: str) -> list[torch.Tensor]:
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, scheduler = parts(16, 4)
+    for batch in loader:  # the optimizer has state before it is prepared
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        break
+    if order == "model first":
+        model, optimizer = accelerator.prepare_model(model), accelerator.prepare_optimizer(optimizer)
+    else:
+        optimizer, model = accelerator.prepare_optimizer(optimizer), accelerator.prepare_model(model)
+    loader, scheduler = accelerator.prepare_data_loader(loader), accelerator.prepare_scheduler(scheduler)
+    assert accelerator.prepare(model, optimizer, loader, scheduler) == (model, optimizer, loader, scheduler)
+    for batch in loader:
+        one_step(accelerator, model, optimizer, batch)
+        scheduler.step()
+    assert accelerator.counters.step == 2
+    return weights_of(model)
+
+
+def by_hand() -> list[torch.Tensor]:
+    model, optimizer, loader, scheduler = parts(16, 4)
+    first = next(iter(loader))
+    for batch in [first, *DataLoader(Points(16), batch_size=8)]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if batch is not first:
+            scheduler.step()
+    return weights_of(model)
+
+
+@pytest.mark.requirement("D3")
+@pytest.mark.parametrize("config", BOTH)
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_objects_may_be_prepared_one_by_one_and_an_optimizer_keeps_its_state(ranks, config, order):
+    for found in ranks.run(2, prepared_in_pieces, config, order):
+        torch.testing.assert_close(found, by_hand(), rtol=1e-5, atol=1e-6)
+
+
+def two_models(config: dict) -> tuple[int, int, list[torch.Tensor]]:
+    accelerator = Accelerator(config=config)
+    torch.manual_seed(1)
+    student, teacher = Model(), Model().requires_grad_(False)
+    other = Model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (student, other)]
+    student, teacher, nothing, other, first, second = accelerator.prepare(student, teacher, None, other, *optimizers)
+    assert nothing is None
+    loader = accelerator.prepare(DataLoader(Points(16), batch_size=4))
+    for batch in loader:
+        with accelerator.accumulate(student, other):
+            target = teacher(batch["x"])
+            accelerator.backward(nn.functional.mse_loss(student(batch["x"]), target))
+            first.step()
+            accelerator.backward(nn.functional.mse_loss(other(batch["x"]), target))
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+    return accelerator.counters.step, accelerator.counters.samples_seen, weights_of(student) + weights_of(other)
+
+
+def two_models_by_hand() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    student, teacher = Model(), Model().requires_grad_(False)
+    other = Model()
+    for model in (student, other):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(Points(16), batch_size=8):
+            nn.functional.mse_loss(model(batch["x"]), teacher(batch["x"])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(student) + weights_of(other)
+
+
+@pytest.mark.requirement("N4")
+@pytest.mark.parametrize("config", BOTH)
+def test_several_models_and_one_without_an_optimizer(ranks, config):
+    for steps, samples, weights in ranks.run(2, two_models, config):
+        assert (steps, samples) == (2, 16)
+        torch.testing.assert_close(weights, two_models_by_hand(), rtol=1e-5, atol=1e-6)
+
+
+def refusals() -> list[str]:
+    accelerator = Accelerator(config=FULL)
+    model, other = Model(), Model()
+    early = list(model.parameters())
+    messages = []
+    with pytest.raises(UsageError) as caught:
+        accelerator.prepare(model, {"lr": 1}, "text")
+    messages.append(str(caught.value))
+    model = accelerator.prepare(model)
+    with pytest.raises(UsageError) as caught:
+        accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1))
+    messages.append(str(caught.value))
+    with pytest.raises(UsageError) as caught:
+        accelerator.clip_grad_norm_(early, 1.0)
+    messages.append(str(caught.value))
+    with pytest.raises(UsageError) as caught:
+        accelerator.register_for_checkpointing(object())
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_prepared_is_refused_in_words(ranks):
+    for kinds, strangers, stale, registered in ranks.run(2, refusals):
+        assert kinds.splitlines() == [
+            "prepare: argument 2 is neither model, optimizer, data loader nor scheduler (got dict); leave it out.",
+            "prepare: argument 3 is neither model, optimizer, data loader nor scheduler (got str); leave it out.",
+        ]
+        assert strangers.startswith("prepare: SGD trains parameters of no prepared model (got 10 of 10")
+        assert stale.startswith("clip: these are no parameters of a prepared model (got 10, taken before prepare?)")
+        assert "no state_dict and load_state_dict (got object)" in registered
+
+
+# ---- accumulation by hand, clipping, fp16 ----
+
+
+def unsynced_by_hand(config: dict) -> list[torch.Tensor]:
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, scheduler = parts(24, 4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    batches = list(loader)
+    for batch in batches[:-1]:
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, batch) / 3)
+    accelerator.backward(loss_of(model, batches[-1]) / 3)
+    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_no_sync_gives_the_same_sums(ranks, config):
+    expected = plain(24, 8, 3, 1)["weights"]
+    for found in ranks.run(2, unsynced_by_hand, config):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def clamped() -> float:
+    accelerator = Accelerator(config=FULL)
+    model, optimizer, loader, _ = parts(8, 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch) * 100)
+        accelerator.clip_grad_value_(model.parameters(), 0.25)
+    return max(float(p.grad.full_tensor().abs().max()) for p in model.parameters())
+
+
+def test_values_are_clamped(ranks):
+    assert ranks.run(2, clamped) == [0.25, 0.25]
+
+
+def fp16(config: dict, init_scale: float) -> dict[str, Any]:
+    config = config | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": init_scale}}}
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, scheduler = parts(160, 8)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    before, skipped, unchanged, norms = weights_of(model), 0, True, []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        skipped += accelerator.optimizer_step_was_skipped
+        if accelerator.counters.step == 0:
+            now = weights_of(model)
+            unchanged = unchanged and all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    return {
+        "skipped": skipped,
+        "steps": accelerator.counters.step,
+        "scheduler": scheduler.scheduler.last_epoch,
+        "scale": accelerator.scaler.get_scale(),
+        "unchanged": unchanged,
+        "norm": norms[-1],
+    }
+
+
+@pytest.mark.requirement("A9")
+@pytest.mark.parametrize("config", BOTH)
+def test_fp16_skips_overflows_on_all_ranks_and_the_schedule_waits(ranks, config):
+    first, second = ranks.run(2, fp16, config, 2.0**19)
+    assert first == second
+    assert first["skipped"] >= 1 and first["unchanged"]
+    assert first["steps"] == first["scheduler"] == 10 - first["skipped"] >= 1
+    assert first["scale"] == 2.0 ** (19 - first["skipped"])
+    assert 0 < first["norm"] < 50, "the norm is that of unscaled gradients"
+
+
+def overflow_on_one_rank() -> tuple[bool, float]:
+    accelerator = Accelerator(config=FULL | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 8}}})
+    model, optimizer, loader, _ = parts(8, 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        if dist.get_rank() == 1:
+            next(model.parameters()).grad.to_local().fill_(float("inf"))
+        optimizer.step()
+    return accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(ranks):
+    assert ranks.run(2, overflow_on_one_rank) == [(True, 4.0), (True, 4.0)]
+
+
+# ---- gathering, turns, flags ----
+
+
+def evaluated(length: int) -> list[int]:
+    accelerator = Accelerator(config=FULL)
+    loader = accelerator.prepare(DataLoader(Points(length), batch_size=2))
+    found: list[int] = []
+    for _ in accelerator.prepare(DataLoader(Points(4), batch_size=2)):  # an evaluation inside of a training loop
+        for batch in loader:
+            indices, values = accelerator.gather_for_metrics((batch["index"], batch["x"]))
+            assert len(indices) == len(values)
+            found += indices.tolist()
+        assert accelerator.gather_for_metrics(torch.ones(2)).tolist() == [1, 1, 1, 1]
+    return found
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_gather_for_metrics_has_every_sample_once(ranks, length):
+    assert ranks.run(2, evaluated, length) == [list(range(length))] * 2
+
+
+def turns_and_flags(folder: str) -> dict[str, Any]:
+    accelerator = Accelerator(config=DDP)
+    path = Path(folder) / "made"
+    with accelerator.main_process_first():
+        seen = path.exists()
+        path.touch()
+    flags = [accelerator.check_trigger()]
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    flags += [accelerator.check_trigger(), accelerator.check_trigger()]
+    with accelerator.split_between_processes([1, 2, 3], apply_padding=True) as part:
+        pass
+    with accelerator.split_between_processes({"a": torch.arange(3), "b": "xyz"}) as parts_of_dict:
+        pass
+    return {
+        "seen": seen,
+        "flags": flags,
+        "part": part,
+        "dict": (parts_of_dict["a"].tolist(), parts_of_dict["b"]),
+        "main": accelerator.on_main_process(lambda: "main")(),
+        "second": accelerator.on_process(process_index=1)(lambda: "second")(),
+        "last": accelerator.on_last_process(lambda: "last")(),
+        "sum": accelerator.reduce(torch.tensor([1.0])).tolist(),
+        "who": (accelerator.process_index, accelerator.num_processes, accelerator.is_main_process),
+    }
+
+
+def test_turns_flags_and_parts(ranks, tmp_path):
+    first, second = ranks.run(2, turns_and_flags, str(tmp_path))
+    assert (first["seen"], second["seen"]) == (False, True)
+    assert first["flags"] == second["flags"] == [False, True, False]
+    assert (first["part"], second["part"]) == ([1, 2], [3, 3])
+    assert (first["dict"], second["dict"]) == (([0, 1], "xy"), ([2], "z"))
+    assert (first["main"], second["main"]) == ("main", None)
+    assert (first["second"], second["second"]) == (None, "second")
+    assert (first["last"], second["last"]) == (None, "last")
+    assert first["sum"] == [2.0]
+    assert (first["who"], second["who"]) == ((0, 2, True), (1, 2, False))
+
+
+def saved(folder: str) -> None:
+    accelerator = Accelerator(config=FULL)
+    model = accelerator.prepare(parts(8, 4)[0])
+    accelerator.save(dict(model.named_parameters()), f"{folder}/weights.safetensors")
+    accelerator.save({"step": 3}, f"{folder}/step.json")
+    with pytest.raises(UsageError, match=r"safetensors and JSON only \(got safe_serialization=False\)"):
+        accelerator.save({}, f"{folder}/x", safe_serialization=False)
+    if accelerator.is_main_process:
+        with pytest.raises(UsageError, match=r"only a dict of tensors .* can be saved \(got set"):
+            accelerator.save({1}, f"{folder}/set.json")
+
+
+def test_save_writes_safetensors_or_json(ranks, tmp_path):
+    ranks.run(2, saved, str(tmp_path))
+    torch.testing.assert_close(
+        list(load_file(tmp_path / "weights.safetensors").values()), weights_of_new(), rtol=0, atol=0
+    )
+    assert json.loads((tmp_path / "step.json").read_text()) == {"step": 3}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step.json", "weights.safetensors"]
+
+
+def weights_of_new() -> list[torch.Tensor]:
+    named = dict(parts(8, 4)[0].named_parameters())
+    return [named[name].detach() for name in sorted(named)]
+
+
+# ---- configuration ----
+
+
+def different_configurations() -> str:
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(config=FULL, gradient_accumulation_steps=1 + dist.get_rank())
+    return str(caught.value)
+
+
+def test_ranks_with_different_configurations_all_stop(ranks):
+    first, second = ranks.run(2, different_configurations)
+    assert first == second
+    assert first.startswith("configuration: ranks have different ones (got ") and " on ranks 0, " in first
+
+
+def other_world() -> tuple[str, int]:
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(config=FULL | {"num_processes": 3})
+    return str(caught.value), caught.value.exit_code
+
+
+@pytest.mark.requirement("B2")
+def test_another_world_than_the_configured_one_is_an_error(ranks):
+    for message, code in ranks.run(2, other_world):
+        assert code == 2
+        assert message == (
+            "Accelerator(config=...): num_processes: 3 asked for (got 2 launched); start as many ranks as the "
+            "configuration says, or change it: shardkit launch --num-processes 2 ..."
+        )
+
+
+@pytest.mark.requirement("A6")
+def test_the_state_dict_type_is_set_for_the_rest_of_the_run():
+    accelerator = Accelerator(config=Config(distributed_type=DistributedType.NO, use_cpu=True))
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin.state_dict_type.value == "SHARDED_STATE_DICT"
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert accelerator.config.fsdp.state_dict_type.value == "FULL_STATE_DICT" == plugin.state_dict_type.value
+    with pytest.raises(ConfigError, match=r"unknown kind \(got 'HALF'\); use SHARDED_STATE_DICT or FULL_STATE_DICT"):
+        plugin.set_state_dict_type("HALF")
+    assert accelerator.state.distributed_type is DistributedType.NO
+    assert "rank 0 of 1" in repr(accelerator.state)
+
+
+def test_code_replaces_the_file_and_the_table_says_so(tmp_path, capsys):
+    path = tmp_path / "shardkit.yaml"
+    path.write_text("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: bf16\n")
+    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=4, config=path)
+    assert accelerator.mixed_precision == "no" and accelerator.gradient_accumulation_steps == 4
+    lines = summary.text(accelerator).splitlines()
+    assert any(line.strip() == "Accelerator(mixed_precision=...): mixed_precision no" for line in lines)
+    assert any("use_cpu True" in line and str(path) in line for line in lines)
+    assert "mixed_precision: no from Accelerator(mixed_precision=...) replaces bf16 from" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"unknown precision \(got 'fp8'\); use no, fp16 or bf16"):
+        Accelerator(mixed_precision="fp8", config=path)
+    with pytest.raises(ConfigError, match=r"must be a whole number from 1 on \(got 0\)"):
+        accelerator.gradient_accumulation_steps = 0
+
+
+def test_a_script_started_by_hand_is_one_process_and_says_so(tmp_path, capsys):
+    path = tmp_path / "shardkit.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 4\n")
+    accelerator = Accelerator(config=path)
+    assert accelerator.num_processes == 1 and accelerator.distributed_type is DistributedType.NO
+    assert "num_processes: 4 asked for, but this script was started by hand: one process" in capsys.readouterr().err
+
+
+def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():
+    with pytest.raises(UsageError) as caught:
+        Accelerator(log_with="wandb", kwargs_handlers=[1], mixed_precison="no", fsdp_plugin=None)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("Accelerator(log_with=...): not taken (got 'wandb'); shardkit has no trackers")
+    assert lines[2].endswith("unknown argument (got 'no'); did you mean mixed_precision?")
+    accelerator = Accelerator(config=Config(distributed_type=DistributedType.NO, use_cpu=True), device_placement=True)
+    with pytest.raises(AttributeError, match="init_trackers is not part of shardkit; shardkit has no trackers"):
+        accelerator.init_trackers("run")
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        accelerator.nonsense()
+    with pytest.raises(UsageError, match="resume: auto needs a project folder"):
+        Accelerator(config={"distributed_type": "NO", "shardkit": {"checkpoint": {"resume": "auto"}}}).resume()
+    assert accelerator.resume() is False
+
+
+def table(config: dict) -> list[str]:
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=2)
+    model = Model()
+    model.head.requires_grad_(False)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    accelerator.prepare(model, DataLoader(Points(16), batch_size=4))
+    return summary.text(accelerator).splitlines()
+
+
+def test_the_table_says_what_runs(ranks):
+    config = FULL | {"mixed_precision": "bf16", "fsdp_config": {"fsdp_sharding_strategy": 2}}
+    lines = ranks.run(2, table, config)[0]
+    text = "\n".join(lines)
+    assert lines[:3] == ["what runs", "  world      2 ranks, cpu, gloo", "  strategy   SHARD_GRAD_OP, mesh shard 2"]
+    assert "Model: 213 parameters, 9.9% frozen" in text
+    assert "blocks.0.up.weight = blocks.1.up.weight" in text
+    assert "parameters fp32, compute bf16, gradients reduced in fp32, outputs fp32" in text
+    assert "4 x 2 ranks x 2 micro-batches = 16 samples a step" in text
+    assert "units" in text and "root (" in text
+    assert "fsdp.sharding_strategy SHARD_GRAD_OP" in text
+
+
+# ---- stopping ----
+
+
+def run_epoch(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> None:
+    """In the second batch, rank 1 gets a signal."""
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            if number == 1 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def told_to_stop(path: str) -> tuple[str, int, int, float]:
+    env.update({env.RESOLVED: path})
+    try:
+        accelerator = Accelerator(project_config=ProjectConfiguration(project_dir=None))
+        model, optimizer, loader, scheduler = parts(32, 4)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        with pytest.raises(Preempted) as caught:
+            run_epoch(accelerator, model, optimizer, loader, scheduler)
+        return str(caught.value), caught.value.exit_code, accelerator.counters.step, scheduler.scheduler.last_epoch
+    finally:
+        preemption.uninstall()
+
+
+@pytest.mark.requirement("A9")
+def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
+    path = tmp_path / "resolved.yaml"
+    files.write(files.read_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n").config, path)
+    for message, code, step, scheduled in ranks.run(2, told_to_stop, str(path)):
+        assert message.startswith("launch: told to stop after step 2; nothing was saved, because the script names no")
+        assert (code, step, scheduled) == (75, 2, 2)
