@@ -1,0 +1,217 @@
+"""Other tools' files: every key is accounted for, and what cannot be had is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardkit.config import files
+from shardkit.config.schema import Config
+from shardkit.convert.read import convert
+from shardkit.convert.report import Conversion, in_words
+from shardkit.convert.to_accelerate import to_accelerate
+
+DATA = Path(__file__).parent / "data" / "config"
+
+FSDP1 = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+  fsdp_transformer_layer_cls_to_wrap: [BertLayer, BertEmbeddings]
+  fsdp_wrap_polcy: NO_WRAP
+  fsdp_version: 1
+num_processes: 2
+tpu_env: []
+deepspeed_config: {}
+"""
+
+FSDP2 = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_backward_prefetch: BACKWARD_POST
+  fsdp_activation_checkpointing: true
+num_processes: 8
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+  parallelism_config_tp_size: 1
+dynamo_config:
+  dynamo_backend: INDUCTOR
+"""
+
+
+def converted(text: str, tmp_path: Path) -> Conversion:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    return convert(path)
+
+
+def account(conversion: Conversion) -> dict[str, tuple[str, str]]:
+    return {line.key: (line.verdict, line.text) for line in conversion.lines}
+
+
+def test_every_key_of_a_version_1_file_is_accounted_for(tmp_path):
+    conversion = converted(FSDP1, tmp_path)
+    lines = account(conversion)
+    written = yaml.safe_load(FSDP1)
+    fsdp = written.pop("fsdp_config")
+    assert list(lines) and set(lines) == {*written, *(f"fsdp_config.{key}" for key in fsdp)}
+    assert lines["num_processes"] == ("kept", "num_processes: 2")
+    assert lines["fsdp_config.fsdp_reshard_after_forward"] == (
+        "changed",
+        "is read as fsdp_sharding_strategy: SHARD_GRAD_OP; Accelerate ignores it and runs FULL_SHARD",
+    )
+    assert lines["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] == (
+        "kept",
+        'fsdp_transformer_layer_cls_to_wrap: "BertLayer,BertEmbeddings"; Accelerate takes the whole list for one name',
+    )
+    assert lines["fsdp_config.fsdp_wrap_polcy"][0] == "refused"
+    assert "Accelerate ignores it without a word" in lines["fsdp_config.fsdp_wrap_polcy"][1]
+    assert lines["deepspeed_config"] == ("left out", "says nothing")
+    assert conversion.config.fsdp.sharding_strategy.value == "SHARD_GRAD_OP"
+    assert "8 kept, 1 changed, 1 left out, 1 refused" in in_words(conversion)
+
+
+def test_a_version_2_file_with_a_mesh_and_compile(tmp_path):
+    conversion = converted(FSDP2, tmp_path)
+    lines = account(conversion)
+    assert conversion.refused == []
+    assert conversion.config.fsdp.sharding_strategy.value == "HYBRID_SHARD"
+    assert (conversion.config.shardkit.mesh.replicate_size, conversion.config.shardkit.compile) == (2, True)
+    assert lines["parallelism_config"][0] == lines["dynamo_config"][0] == "changed"
+    assert lines["fsdp_config.fsdp_backward_prefetch"] == (
+        "kept",
+        "fsdp_backward_prefetch: BACKWARD_POST; Accelerate does not use it with fsdp_version 2",
+    )
+
+
+def test_the_documents_example_is_kept_but_for_two_spellings():
+    conversion = convert(DATA / "example.yaml")
+    changed = {line.key: line.text for line in conversion.lines if line.verdict != "kept"}
+    assert changed == {
+        "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_backward_prefetch: BACKWARD_PRE; "
+        "Accelerate ignores this spelling without a word",
+        "fsdp_config.fsdp_sharding_strategy": "fsdp_sharding_strategy: FULL_SHARD",
+    }
+
+
+def test_several_cpu_processes_without_mpirun_are_said_to_have_been_one(tmp_path):
+    lines = account(converted("distributed_type: MULTI_CPU\nnum_processes: 4\n", tmp_path))
+    assert lines["num_processes"] == (
+        "kept",
+        "num_processes: 4; Accelerate starts one process, not 4, where mpirun is not configured",
+    )
+
+
+def test_problems_without_a_key_of_their_own_are_refused_too(tmp_path):
+    conversion = converted("num_processes: 2\nnum_processes: 4\nnum_machines: 3\n", tmp_path)
+    texts = " ".join(line.text for line in conversion.refused)
+    assert "is given twice (first in line 1)" in texts and "does not divide over the machines" in texts
+
+
+@pytest.mark.requirement("N1")
+@pytest.mark.requirement("N2")
+def test_a_nemo_model_configuration():
+    conversion = convert(DATA / "nemo.yaml")
+    config = conversion.config
+    assert conversion.refused == []
+    assert (config.mode, config.fsdp.sharding_strategy.value) == ("fsdp", "FULL_SHARD")
+    assert config.shardkit.precision.reduce_dtype == "bf16"
+    assert (config.fsdp.state_dict_type.value, config.fsdp.use_orig_params) == ("FULL_STATE_DICT", False)
+    assert account(conversion)["optim.name"] == (
+        "left out",
+        "your script makes the optimizer: torch.optim.AdamW(..., fused=True)",
+    )
+    assert files.read_text(files.dump(config)).config == config
+
+
+@pytest.mark.requirement("N1")
+@pytest.mark.parametrize(
+    ("written", "strategy"), [("full", "FULL_SHARD"), ("hybrid", "HYBRID_SHARD"), ("grad", "SHARD_GRAD_OP")]
+)
+def test_a_whole_nemo_file(written, strategy, tmp_path):
+    conversion = converted(
+        "trainer:\n  devices: 8\n  num_nodes: 2\n  precision: bf16-mixed\n  max_steps: 100\n"
+        f"model:\n  fsdp: True\n  fsdp_sharding_strategy: {written}\n  fsdp_sharded_checkpoint: True\n"
+        "  activations_checkpoint_granularity: full\n  hidden_size: 4096\n  seed: 5\n  tensor_model_parallel_size: 1\n",
+        tmp_path,
+    )
+    config = conversion.config
+    assert conversion.refused == []
+    assert (config.fsdp.sharding_strategy.value, config.mixed_precision) == (strategy, "bf16")
+    assert (config.num_machines, config.num_processes, config.shardkit.seed) == (2, 16, 5)
+    assert config.fsdp.state_dict_type.value == "SHARDED_STATE_DICT" and config.fsdp.activation_checkpointing
+    assert account(conversion)["trainer.max_steps, model.hidden_size"][0] == "left out"
+
+
+@pytest.mark.requirement("N3")
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("megatron_amp_O2: True\nfsdp: True\n", "megatron_amp_O2", "megatron_amp_O2 does not work with FSDP"),
+        ("fsdp: True\noptim:\n  name: distributed_fused_adam\n", "optim.name", "use fused_adam"),
+        ("fsdp: True\noptim:\nname: distributed_fused_adam\n", "optim.name", "does not work with FSDP"),
+        ("fsdp: True\nfsdp_sharding_strategy: most\n", "fsdp_sharding_strategy", "not one of full, hybrid and grad"),
+        ("model:\n  fsdp: True\n  tensor_model_parallel_size: 2\n", "model.tensor_model_parallel_size", "write 1"),
+    ],
+)
+def test_what_nemo_has_and_fsdp_has_not_is_refused_by_name(text, key, words, tmp_path):
+    refused = converted(text, tmp_path).refused
+    assert [line.key for line in refused] == [key] and words in refused[0].text
+
+
+def test_a_file_for_accelerate_says_the_same_in_its_words():
+    config = Config(
+        num_machines=2,
+        num_processes=16,
+        mixed_precision="bf16",
+        main_process_ip="node-a",
+        fsdp={"sharding_strategy": 5, "transformer_layer_cls_to_wrap": ["A", "B"], "forward_prefetch": True},
+        shardkit={"seed": 3, "compile": True},
+    )
+    text, lost = to_accelerate(config)
+    data = yaml.safe_load(text)
+    assert "shardkit" not in data and data["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert data["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "A,B"
+    assert data["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    assert lost == [
+        "fsdp_config.fsdp_forward_prefetch: true: Accelerate has no such setting.",
+        "shardkit.seed: 3: Accelerate has no such setting.",
+    ]
+    back = files.read_text(text).config
+    assert back.fsdp.sharding_strategy is config.fsdp.sharding_strategy and back.shardkit.compile
+    assert back.fsdp.transformer_layer_cls_to_wrap == ["A", "B"] and back.main_process_ip == "node-a"
+
+
+def test_no_shard_and_cpu_are_ddp_for_accelerate():
+    text, lost = to_accelerate(Config(num_processes=2, use_cpu=True, fsdp={"sharding_strategy": 3}))
+    data = yaml.safe_load(text)
+    assert data["distributed_type"] == "MULTI_CPU" and "fsdp_config" not in data
+    assert len(lost) == 2 and "starts one process" in lost[0] and "is written as distributed_type" in lost[1]
+    _, lost = to_accelerate(Config(num_processes=2, use_cpu=True))
+    assert lost == ["use_cpu: true: Accelerate has no FSDP on the CPU."]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_accelerate_itself_reads_what_we_write_for_it(tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    for name, config in {
+        "fsdp": Config(num_processes=2, mixed_precision="bf16", debug=True),
+        "hybrid": Config(num_processes=4, num_machines=2, fsdp={"sharding_strategy": 4}, shardkit={"compile": True}),
+        "ddp": Config(num_processes=2, distributed_type="MULTI_GPU"),
+        "one": Config(distributed_type="NO", tpu_name="t"),
+    }.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(to_accelerate(config)[0])
+        loaded = load_config_from_file(str(path))
+        assert loaded.num_processes == config.num_processes
+    path = tmp_path / "ours.yaml"
+    files.write(Config(num_processes=2), path)
+    assert load_config_from_file(str(path)).fsdp_config["fsdp_sharding_strategy"] == "FULL_SHARD"
