@@ -94,8 +94,9 @@ def _like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     )
 
 
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+FUSED = (torch.optim.Adam, torch.optim.AdamW)  # the only ones whose fused operator knows sharded tensors
 FOREACH = (
+    torch.optim.SGD,
     torch.optim.Adagrad,
     torch.optim.Adadelta,
     torch.optim.Adamax,

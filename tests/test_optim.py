@@ -1,0 +1,226 @@
+"""Optimizers that were built before, their path over sharded parameters, and the norm of all gradients."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from shardkit.config.schema import Config
+from shardkit.errors import ModelError
+from shardkit.runtime import optim, process
+from shardkit.runtime.mesh import build_mesh
+from shardkit.runtime.parallel import parallelize
+from tests import models
+
+
+def config_for(world: int, strategy: int = 1, **fsdp: Any) -> Config:
+    machines = 2 if world == 4 else 1
+    settings = {"fsdp_sharding_strategy": strategy, **fsdp}
+    return Config(num_processes=world, num_machines=machines, use_cpu=True, fsdp_config=settings)
+
+
+def parallel(model: nn.Module, config: Config) -> nn.Module:
+    here = process.start(config)
+    return parallelize(model, config, build_mesh(config, here), here)
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, 19, (4, 9), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Losses over all ranks; each takes its part of the same batches."""
+    losses = []
+    for step in steps:
+        world = dist.get_world_size() if isinstance(next(model.parameters()), DTensor) else 1
+        mine = tokens(step).chunk(world)[dist.get_rank() if world > 1 else 0]
+        loss = models.next_token_loss(model, mine)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    return [
+        {"params": wide, "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def rebound(warm: bool, tied: bool, strategy: int, fast: bool) -> tuple[list[float], list[float], list[str]]:
+    """(losses, losses in one process, what is wrong) of an optimizer with two groups, built before sharding."""
+    torch.manual_seed(0)
+    model = models.Gpt(tied=tied)
+    # The large epsilon: see test_equivalence.
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2, eps=1e-4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    if warm:
+        train(model, optimizer, range(2))
+        schedule.step()
+    twin = copy.deepcopy(model)
+    twin_optimizer = torch.optim.AdamW(two_groups(twin), lr=1e-2, eps=1e-4)
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    names = optim.ParameterNames.of(model)
+    sharded = parallel(model, config_for(dist.get_world_size(), strategy))
+    optim.rebind(optimizer, names, sharded)
+    if fast:
+        optim.use_fast_step(optimizer)
+    found = train(sharded, optimizer, range(2, 6))
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    problems = [fqn for fqn, p in sharded.named_parameters() if id(p) not in held]
+    problems += [f"state of {k}" for p, s in optimizer.state.items() for k, v in s.items() if not fits(p, k, v)]
+    problems += ["groups"] * (schedule.optimizer.param_groups is not optimizer.param_groups)
+    return found, train(twin, twin_optimizer, range(2, 6)), problems
+
+
+def fits(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
+    return key == "step" or (isinstance(value, DTensor) and value.placements == parameter.placements)
+
+
+@pytest.mark.requirement("D3")
+@pytest.mark.parametrize(
+    ("warm", "tied", "strategy", "world"),
+    [(False, False, 1, 2), (True, True, 1, 2), (True, False, 4, 4), (False, True, 2, 2)],
+)
+def test_an_optimizer_built_before_goes_on(ranks, warm, tied, strategy, world):
+    for found, expected, problems in ranks.run(world, rebound, warm, tied, strategy, True):
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert problems == []
+
+
+def shaped_otherwise() -> str:
+    model = models.Gpt()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    train(model, optimizer, range(1))
+    names = optim.ParameterNames.of(model)
+    sharded = parallel(model, config_for(2))
+    try:
+        optim.rebind(optimizer, names, sharded)
+    except ModelError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_state_of_another_shape_is_refused(ranks):
+    text = ranks.run(2, shaped_otherwise)[0]
+    assert text.startswith("optimizer: Adafactor keeps 'row_var' of embed.weight in another shape than the parameter")
+    assert "build the optimizer after prepare" in text
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-4),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-3),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3, eps=1e-3),
+}
+
+
+def fast_and_slow(name: str) -> tuple[list[float], list[float], list[str]]:
+    """(losses on the fast path, losses one by one, operators of a fast step)."""
+    losses, operators = [], []
+    for fast in (True, False):
+        torch.manual_seed(0)
+        model = models.Gpt()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        names = optim.ParameterNames.of(model)
+        sharded = parallel(model, config_for(2))
+        optim.rebind(optimizer, names, sharded)
+        if fast:
+            optim.use_fast_step(optimizer)
+        losses.append(train(sharded, optimizer, range(3)))
+        if fast:
+            models.next_token_loss(sharded, tokens(0)).backward()
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                optimizer.step()
+            operators = sorted({event.name for event in trace.events() if "_f" in event.name})
+    return losses[0], losses[1], operators
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_the_fast_path_is_taken_with_equal_results(ranks, name):
+    fused = {"AdamW": "aten::_fused_adamw_", "Adam": "aten::_fused_adam_"}
+    for fast, slow, operators in ranks.run(2, fast_and_slow, name):
+        assert fast == pytest.approx(slow, abs=1e-5)
+        assert fused.get(name, "aten::_foreach_") in " ".join(operators)
+
+
+def test_a_choice_of_the_user_is_kept():
+    parameters = [nn.Parameter(torch.zeros(3))]
+    for option in ({"foreach": True}, {"fused": False}, {"foreach": False}):
+        optimizer = torch.optim.AdamW(parameters, **option)
+        optim.use_fast_step(optimizer)
+        assert {key: optimizer.param_groups[0][key] for key in option} == option
+        assert optimizer.param_groups[0]["fused"] is not True
+
+
+def test_a_loaded_state_does_not_change_the_path():
+    slow = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
+    slow.param_groups[0]["params"][0].grad = torch.ones(3)
+    slow.step()
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
+    optim.use_fast_step(optimizer)
+    optim.use_fast_step(optimizer)
+    optimizer.load_state_dict(slow.state_dict())
+    assert optimizer.param_groups[0]["fused"] is True
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    optimizer.step()
+
+
+# The norm of all gradients
+
+
+def norms(strategy: int, norm_type: float, with_plain: bool) -> tuple[float, float, float, int, str]:
+    """(norm, norm in one process, largest difference of clipped gradients, all-reduces, type)."""
+    torch.manual_seed(0)
+    model: nn.Module = models.Scaled() if with_plain else models.Gpt()
+    twin = copy.deepcopy(model)
+    wrap = {"fsdp_transformer_layer_cls_to_wrap": "Sequential" if with_plain else "Block"}
+    sharded = parallel(model, config_for(dist.get_world_size(), strategy, **wrap))
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)) if with_plain else tokens(0)
+    for module in (sharded, twin):
+        (module(data).square().mean() * 5).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        found = optim.clip_grad_norm_(sharded.parameters(), 0.1, norm_type)
+    count = sum(event.name == "gloo:all_reduce" for event in trace.events())
+    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
+    difference = 0.0
+    for mine, theirs in zip(sharded.parameters(), twin.parameters(), strict=True):
+        whole = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        difference = max(difference, (whole - theirs.grad).abs().max().item())
+    return found.item(), expected.item(), difference, count, type(found).__name__
+
+
+@pytest.mark.parametrize(
+    ("strategy", "norm_type", "with_plain", "world"),
+    [(1, 2.0, False, 2), (1, 2.0, True, 4), (4, 2.0, True, 4), (5, float("inf"), True, 4), (2, 1.0, False, 2)],
+)
+def test_the_norm_is_global_with_one_all_reduce(ranks, strategy, norm_type, with_plain, world):
+    for found, expected, difference, count, kind in ranks.run(world, norms, strategy, norm_type, with_plain):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert difference < 1e-6
+        assert count == 1 and kind == "Tensor"
+
+
+def test_without_ranks_it_is_torchs():
+    model = models.Gpt()
+    twin = copy.deepcopy(model)
+    for module in (model, twin):
+        models.next_token_loss(module, tokens(0)).backward()
+    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    assert optim.clip_grad_norm_(model.parameters(), 0.1) == pytest.approx(expected.item(), rel=1e-6)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert optim.clip_grad_norm_([], 1.0) == 0

@@ -1,0 +1,210 @@
+"""Dtypes: in compute, in gradient reduction, of outputs and of what is kept."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit.config.schema import Config
+from shardkit.runtime import optim, precision, process
+from shardkit.runtime.mesh import build_mesh
+from shardkit.runtime.optim import unwrapped
+from shardkit.runtime.parallel import parallelize
+from tests import models
+
+
+def config_for(world: int, strategy: int = 1, mixed_precision: str = "no", dtypes: Any = None, **fsdp: Any) -> Config:
+    return Config(
+        num_processes=world,
+        use_cpu=True,
+        mixed_precision=mixed_precision,
+        shardkit={"precision": dtypes or {}},
+        fsdp_config={"fsdp_sharding_strategy": strategy, **fsdp},
+    )
+
+
+def parallel(model: nn.Module, config: Config) -> nn.Module:
+    here = process.start(config)
+    return parallelize(model, config, build_mesh(config, here), here)
+
+
+def test_what_a_config_means():
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert precision.of(config_for(1)) == precision.Precision(None, fp32, None)
+    assert precision.of(config_for(1, mixed_precision="bf16")) == precision.Precision(bf16, fp32, fp32)
+    chosen = config_for(1, mixed_precision="fp16", dtypes={"reduce_dtype": "bf16", "output_dtype": "fp16"})
+    assert precision.of(chosen) == precision.Precision(torch.float16, bf16, torch.float16)
+
+
+def test_bf16_falls_back_where_the_device_has_none(monkeypatch, caplog):
+    monkeypatch.setattr(precision, "has_bf16", lambda device: False)
+    monkeypatch.setattr(precision.log, "propagate", True)
+    monkeypatch.setattr(precision.log.parent, "propagate", True)
+    config = precision.supported(config_for(1, mixed_precision="bf16"), torch.device("cpu"))
+    assert precision.of(config).param is None and config.mixed_precision == "no"
+    assert "cpu does not compute in bf16 (got bf16); training in fp32 instead" in caplog.text
+    assert precision.supported(config_for(1, mixed_precision="fp16"), torch.device("cpu")).mixed_precision == "fp16"
+
+
+def one_rank_without_bf16() -> str:
+    here = process.start(config_for(2))
+    if here.rank == 1:
+        precision.has_bf16 = lambda device: False  # type: ignore[assignment]
+    try:
+        return precision.supported(config_for(2, mixed_precision="bf16"), here.device).mixed_precision
+    finally:
+        precision.has_bf16 = _HAS_BF16
+
+
+_HAS_BF16 = precision.has_bf16
+
+
+@pytest.mark.requirement("B4")
+def test_one_rank_without_bf16_decides_for_all(ranks):
+    assert ranks.run(2, one_rank_without_bf16) == ["no", "no"]
+
+
+def dtypes_seen(strategy: int, mixed_precision: str, reduce_dtype: str | None) -> dict[str, Any]:
+    """Dtypes in forward, in what is reduced (as the backend gets it), and of what remains."""
+    config = config_for(2, strategy, mixed_precision, {"reduce_dtype": reduce_dtype})
+    here = process.start(config)
+    model = parallel(models.Gpt(), config)
+    seen: dict[str, Any] = {}
+    unwrapped(model).blocks[0].up.register_forward_hook(lambda m, a, out: seen.update(compute=str(out.dtype)))
+    with Reductions() as reductions:
+        with precision.autocast(config, here.device):
+            output = model(torch.zeros(2, 5, dtype=torch.long))
+        output.float().square().mean().backward()
+    seen.update(output=str(output.dtype), reduced=sorted(set(reductions.dtypes)))
+    parameters = list(model.parameters())
+    seen.update(kept=str(parameters[0].dtype), gradient=str(parameters[0].grad.dtype))
+    return seen
+
+
+class Reductions(TorchDispatchMode):
+    """Records the dtypes in which gradients are reduced over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("c10d::") and "reduce" in func._schema.name:
+            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            self.dtypes.append(str(first.dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.requirement("B4")
+def test_fsdp_computes_in_bf16_and_reduces_in_fp32(ranks):
+    expected = {"compute": "torch.bfloat16", "reduced": ["torch.float32"], "gradient": "torch.float32"}
+    for seen in ranks.run(2, dtypes_seen, 1, "bf16", None):
+        assert seen == {**expected, "kept": "torch.float32", "output": "torch.float32"}
+
+
+@pytest.mark.requirement("N2")
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_the_reduction_dtype_is_chosen_on_its_own(ranks, strategy, mixed_precision):
+    for seen in ranks.run(2, dtypes_seen, strategy, mixed_precision, "bf16"):
+        assert seen["compute"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[mixed_precision]
+        assert seen["reduced"] == ["torch.bfloat16"]
+        assert seen["kept"] == seen["gradient"] == "torch.float32"
+
+
+def batch_norm(strategy: int) -> dict[str, Any]:
+    config = config_for(2, strategy, "bf16", fsdp_transformer_layer_cls_to_wrap="ConvBlock")
+    here = process.start(config)
+    torch.manual_seed(0)
+    model = models.ConvNet()
+    reference = copy.deepcopy(model)
+    sharded = parallel(model, config)
+    inner = unwrapped(sharded)
+    seen: dict[str, Any] = {}
+    norm = inner.blocks[0].norm
+    norm.register_forward_pre_hook(lambda m, args: seen.update(weight=str(m.weight.dtype)))
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    with precision.autocast(config, here.device):
+        loss = sharded(images).float().square().mean()
+    loss.backward()
+    expected = reference(images).square().mean()
+    expected.backward()
+    grad = inner.head.weight.grad
+    grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    seen["loss"] = (loss - expected).abs().item()
+    seen["gradient"] = ((grad - reference.head.weight.grad).norm() / reference.head.weight.grad.norm()).item()
+    seen["statistics"] = str(norm.running_mean.dtype)
+    seen["mean"] = (norm.running_mean - reference.blocks[0].norm.running_mean).abs().max().item()
+    return seen
+
+
+@pytest.mark.requirement("B4")
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_batch_norm_stays_in_fp32(ranks, strategy):
+    for seen in ranks.run(2, batch_norm, strategy):
+        assert seen["weight"] == seen["statistics"] == "torch.float32"
+        assert seen["loss"] < 0.02 and seen["gradient"] < 0.05 and seen["mean"] < 0.01
+
+
+def fp16_steps(strategy: int, overflow_on: int | None) -> tuple[list[float], list[float], bool]:
+    """(losses, scales, whether all ranks have the same weights) of a model with a parameter that is not sharded."""
+    config = config_for(2, strategy, "fp16", {"init_scale": 256.0}, fsdp_transformer_layer_cls_to_wrap="Sequential")
+    here = process.start(config)
+    torch.manual_seed(0)
+    model = models.Scaled()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    names = optim.ParameterNames.of(model)
+    model = parallel(model, config)
+    optim.rebind(optimizer, names, model)
+    optim.use_fast_step(optimizer)
+    scaler = optim.make_scaler(config, here.device)
+    assert scaler is not None
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(here.rank))
+    losses, scales = [], []
+    for step in range(4):
+        with precision.autocast(config, here.device):
+            loss = (model(data).float() - 1).square().mean()
+        scaler.scale(loss).backward()
+        if step == 1 and here.rank == overflow_on:
+            grad = unwrapped(model).inner[0][0].weight.grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        optim.clip_grad_norm_(model.parameters(), 10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    scale = unwrapped(model).scale.detach().clone()
+    dist.all_reduce(scale)
+    return losses, scales, bool((scale / 2 - unwrapped(model).scale).abs() < 1e-6)
+
+
+@pytest.mark.requirement("A9")
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_fp16_trains_with_loss_scaling(ranks, strategy):
+    for losses, scales, equal in ranks.run(2, fp16_steps, strategy, None):
+        assert losses[-1] < losses[0] and equal
+        assert scales == [256.0] * 4
+
+
+def test_an_overflow_on_one_rank_is_everyones(ranks):
+    for _, scales, equal in ranks.run(2, fp16_steps, 1, 1):
+        assert scales == [256.0, 128.0, 128.0, 128.0] and equal
+
+
+def loaded_in_bf16() -> tuple[str, str]:
+    model = models.Gpt().to(torch.bfloat16)
+    model.embed.weight.requires_grad_(False)
+    model = parallel(model, config_for(2, 1, "bf16"))
+    return str(model.head.weight.dtype), str(model.embed.weight.dtype)
+
+
+@pytest.mark.requirement("B4")
+def test_a_model_loaded_in_bf16_trains_on_fp32_weights(ranks):
+    assert ranks.run(2, loaded_in_bf16) == [("torch.float32", "torch.bfloat16")] * 2
