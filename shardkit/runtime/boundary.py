@@ -72,6 +72,9 @@ def end(accelerator: "Accelerator") -> None:
     """Waits for all ranks, then leaves the process group that this run started. Collective."""
     if accelerator.config.shardkit.checkpoint.resume != "never" and not accelerator.is_resumed:
         log.warning("checkpoint.resume: the script never called accelerator.resume() or load_state().")
+    from shardkit.runtime import saving
+
+    saving.close(accelerator)
     wait_for_everyone()
     progress.pause("done", accelerator.counters.step)
     if accelerator.process.owns_group:

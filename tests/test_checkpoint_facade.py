@@ -1,0 +1,251 @@
+"""save_state and load_state as a script uses them: folders by step, exact data position, replacement, saving beside."""
+
+import json
+import logging
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardkit import Accelerator, ProjectConfiguration
+from shardkit.checkpoint import folder, manifest, retention
+from shardkit.errors import CheckpointError, UsageError
+from shardkit.runtime import saving
+
+
+def run_of(project, workers=0, limit=None, seed=3, **settings):
+    """A small run over 40 numbered samples, shuffled, with dropout; the accelerator, its parts and nothing trained."""
+    wrap = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    given = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": wrap, "shardkit": {"seed": seed, **settings}}
+    naming = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, total_limit=limit)
+    accelerator = Accelerator(config=given, project_config=naming)
+    model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.2), nn.Linear(9, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    numbers = torch.arange(40)
+    data = TensorDataset(numbers, torch.sin(numbers[:, None] * torch.arange(1, 5) / 7))
+    loader = DataLoader(data, batch_size=12 // accelerator.num_processes, shuffle=True, num_workers=workers)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def train(run, steps):
+    """Train that many optimizer steps, over the ends of epochs; (samples seen in order, loss) of each."""
+    accelerator, model, optimizer, loader, scheduler = run
+    seen = []
+    while True:
+        for numbers, inputs in loader:
+            with accelerator.accumulate(model):
+                loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            seen.append((accelerator.gather_for_metrics(numbers).sort().values.tolist(), loss.item()))
+            if len(seen) == steps:
+                return seen
+
+
+def uninterrupted(project, steps):
+    return train(run_of(project), steps)
+
+
+def in_parts(project, parts, workers):
+    """Train in parts, each a run of its own that resumes the one before."""
+    multiprocessing.current_process()._config["daemon"] = workers == 0  # the pool's ranks may have children here
+    seen = []
+    for number, steps in enumerate(parts):
+        run = run_of(project, workers, seed=3 if number == 0 else 100 + number)
+        assert run[0].resume() is False if number == 0 else (run[0].load_state() is None)
+        assert run[0].counters.step == sum(parts[:number])
+        seen += train(run, steps)
+        run[0].save_state()
+        saving.close(run[0])
+    multiprocessing.current_process()._config["daemon"] = True
+    return seen
+
+
+@pytest.mark.requirement("A5")
+@pytest.mark.fault_row(20)
+@pytest.mark.parametrize("parts", [(1, 3, 4), (4, 1, 3), (5, 2, 1)], ids=str)
+def test_a_resume_of_a_resume_goes_on_exactly(ranks, tmp_path, parts):
+    expected = ranks.run(2, uninterrupted, tmp_path / "whole", 8)
+    assert ranks.run(2, in_parts, tmp_path / "parts", parts, 0) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.fault_row(20)
+def test_workers_that_read_ahead_lose_nothing(ranks, tmp_path):
+    expected = ranks.run(2, uninterrupted, tmp_path / "whole", 6)
+    assert ranks.run(2, in_parts, tmp_path / "parts", (3, 3), 2) == expected
+
+
+def part_of(project, steps, first):
+    run = run_of(project, seed=3)
+    if not first:
+        run[0].load_state()
+    seen = [samples for samples, _ in train(run, steps)]
+    run[0].save_state()
+    saving.close(run[0])
+    return seen
+
+
+@pytest.mark.requirement("D4")
+@pytest.mark.fault_row(20)
+def test_over_other_numbers_of_ranks_each_sample_comes_once(ranks, tmp_path):
+    expected = [samples for samples, _ in ranks.run(2, uninterrupted, tmp_path / "whole", 8)[0]]
+    seen = []
+    for number, (size, steps) in enumerate([(2, 2), (1, 3), (3, 3)]):
+        seen += ranks.run(size, part_of, tmp_path / "parts", steps, number == 0)[0]
+    assert seen == expected
+
+
+def skip_by_hand(project):
+    run = run_of(project)
+    train(run, 2)
+    run[0].save_state()
+    position = run[3].state_dict()
+    run[0].load_state(data_position=False)
+    alone = run[3].state_dict()
+    run[0].load_state()
+    loader = run[0].skip_first_batches(run[3], 2)
+    rest = [run[0].gather_for_metrics(numbers).tolist() for numbers, _ in loader]
+    return position["samples_seen"], alone == position, len(rest)
+
+
+def test_skipping_by_hand_after_loading_does_not_skip_twice(ranks, tmp_path):
+    assert ranks.run(2, skip_by_hand, tmp_path) == [(24, True, 2)] * 2
+
+
+def both_kinds(project):
+    run = run_of(project)
+    train(run, 1)
+    sharded = run[0].save_state()
+    run[0].state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    train(run, 1)
+    full = run[0].save_state()
+    whole = run[0].get_state_dict(run[1])
+    assert (run[0].is_main_process and {"0.weight", "2.bias"} < set(whole)) or not whole
+    return [(path.name, manifest.read(path).kind) for path in (sharded, full)]
+
+
+@pytest.mark.requirement("D4")
+@pytest.mark.requirement("A6")
+def test_the_kind_can_change_during_a_run(ranks, tmp_path):
+    found = ranks.run(2, both_kinds, tmp_path)
+    assert found == [[("step-00000001", "sharded"), ("step-00000002", "full")]] * 2
+    assert (tmp_path / "checkpoints/step-00000002/model/model.safetensors").exists()
+
+
+def beside(project):
+    run = run_of(project)
+    train(run, 1)
+    weights = {name: tensor.clone() for name, tensor in run[1].state_dict().items()}
+    path = run[0].save_state(blocking=False)
+    train(run, 2)
+    path_after = run[0].save_state(blocking=False)
+    saving.wait(run[0])
+    run[0].load_state(path)
+    same = all(torch.equal(a.to_local(), weights[n].to_local()) for n, a in run[1].state_dict().items())
+    latest = folder.read_latest(path.parent)
+    saving.close(run[0])
+    return same, path.name, path_after.name, latest
+
+
+def test_saving_beside_training_saves_what_was(ranks, tmp_path):
+    assert ranks.run(2, beside, tmp_path) == [(True, "step-00000001", "step-00000003", "step-00000003")] * 2
+
+
+def replace_one(project):
+    run = run_of(project)
+    train(run, 1)
+    run[0].save_state(project / "mine")
+    train(run, 2)
+    run[0].save_state(project / "mine")
+    run[0].save_state(project / "mine")
+    step = manifest.read(project / "mine").step
+    run[0].load_state(project / "mine")
+    return step, sorted(path.name for path in project.iterdir())
+
+
+def test_a_named_checkpoint_is_replaced_as_a_whole(ranks, tmp_path):
+    assert ranks.run(2, replace_one, tmp_path) == [(3, ["mine"])] * 2
+
+
+def refuse_things(project):
+    run = run_of(project / "a")
+    with pytest.raises(CheckpointError, match="no checkpoint here yet; call save_state"):
+        run[0].load_state()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        run[0].load_state(project / "nothing")
+    train(run, 1)
+    run[0].save_state()
+    assert run[0].save_state() == project / "a/checkpoints/step-00000001"
+    with pytest.raises(CheckpointError, match=r"a folder of checkpoints; name one of them, such as .*step-00000001"):
+        run[0].load_state(project / "a/checkpoints")
+    (project / "other").mkdir(exist_ok=True)
+    (project / "other/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="a folder with other things in it"):
+        run[0].save_state(project / "other")
+    run[0].project.automatic_checkpoint_naming = False
+    with pytest.raises(UsageError, match="no folder is given"):
+        run[0].save_state()
+
+
+def test_what_cannot_be_done_is_said(ranks, tmp_path):
+    ranks.run(1, refuse_things, tmp_path)
+    assert (tmp_path / "other/notes.txt").read_text() == "mine"
+
+
+def keep_some(project, limit):
+    run = run_of(project, limit=limit, checkpoint={"keep_every": 4})
+    root = project / "checkpoints"
+    for step in range(1, 8):
+        train(run, 1)
+        run[0].save_state()
+        if step == 3 and run[0].is_main_process:
+            retention.pin(root / "step-00000003")
+        run[0].wait_for_everyone()
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_retention_keeps_the_newest_the_multiples_and_the_pinned(ranks, tmp_path):
+    names = ["step-00000003", "step-00000003.PIN", "step-00000004", "step-00000006", "step-00000007"]
+    assert ranks.run(2, keep_some, tmp_path, 2)[0] == [".lock", "LATEST", *names]
+
+
+def save_config(project):
+    run = run_of(project)
+    train(run, 1)
+    return str(run[0].save_state())
+
+
+def test_the_configuration_is_saved_with_every_checkpoint(ranks, tmp_path):
+    (path,) = ranks.run(1, save_config, tmp_path)
+    assert "seed: 3" in (Path(path) / "config.yaml").read_text()
+    record = json.loads((Path(path) / "MANIFEST.json").read_text())
+    assert (record["step"], record["samples_seen"], record["world_size"]) == (1, 12, 1)
+
+
+def resume_on_another_world(project):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardkit.checkpoint").addHandler(handler)
+    try:
+        run = run_of(project)
+        run[0].load_state()
+    finally:
+        logging.getLogger("shardkit.checkpoint").removeHandler(handler)
+    return torch.initial_seed(), [line for line in lines if "seeded anew" in line]
+
+
+@pytest.mark.fault_row(21)
+def test_random_streams_are_derived_on_another_world_with_a_warning(ranks, tmp_path):
+    ranks.run(2, in_parts, tmp_path, (1,), 0)
+    first, second = ranks.run(3, resume_on_another_world, tmp_path), ranks.run(3, resume_on_another_world, tmp_path)
+    assert [seed for seed, _ in first] == [seed for seed, _ in second]
+    assert len({seed for seed, _ in first}) == 3
+    assert "saved by 2 ranks, loading on 3" in first[0][1][0] and not first[1][1]
