@@ -1,5 +1,6 @@
 """`shardkit config` by flags, and its commands; `shardkit env`."""
 
+import io
 import json
 import shlex
 from pathlib import Path
@@ -19,6 +20,7 @@ def _here(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
 
 
 def shardkit(capsys, *arguments: str, code: int = 0) -> tuple[str, str]:
