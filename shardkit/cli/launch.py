@@ -146,6 +146,9 @@ def start(
         has_prefix=has_prefix,
         measure=measure,
         variables=env.copy(),
+        origins={
+            name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")
+        },
     )
     if dry_run:
         print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched))

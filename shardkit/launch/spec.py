@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class LaunchSpec:
     environment: dict[str, str]
     config: Config
     has_prefix: bool = True
+    origins: dict[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -77,8 +78,10 @@ def launch_spec(
     has_prefix: bool = True,
     measure: bool = False,
     variables: dict[str, str] | None = None,
+    origins: dict[str, str] | None = None,
 ) -> LaunchSpec:
-    """The launch that a valid configuration asks for; `variables` are those that the ranks would inherit."""
+    """The launch that a valid configuration asks for; `variables` are those that the ranks would inherit, `origins`
+    where the settings that somebody chose come from."""
     device = device_of(config)
     ranks_here = config.num_processes // config.num_machines
     return LaunchSpec(
@@ -99,6 +102,7 @@ def launch_spec(
         environment=rank_variables(config, device, ranks_here, cores, measure, variables or {}),
         config=config,
         has_prefix=has_prefix and config.num_processes > 1,
+        origins=origins or {},
     )
 
 

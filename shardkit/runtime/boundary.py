@@ -69,7 +69,10 @@ def resume(accelerator: "Accelerator") -> bool:
 
 
 def end(accelerator: "Accelerator") -> None:
-    """Waits for all ranks, then leaves the process group that this run started. Collective."""
+    """Waits for a save in flight and for all ranks, then leaves the process group that this run started. Collective."""
+    from shardkit.runtime import saving
+
+    saving.close(accelerator)
     if accelerator.config.shardkit.checkpoint.resume != "never" and not accelerator.is_resumed:
         log.warning("checkpoint.resume: the script never called accelerator.resume() or load_state().")
     from shardkit.runtime import saving

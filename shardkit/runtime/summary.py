@@ -149,13 +149,23 @@ def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
         value = value_of(config, name)
         if value == value_of(default, name) and not where.startswith("Accelerator("):
             continue
-        place, _, line = where.partition(":")
-        at = f" (line {line.partition(':')[0]})" if line else ""
+        place, line = _place(where)
+        at = f" (line {line})" if line else ""
         by_place.setdefault(place, []).append(f"{name} {_shown(value)}{at}")
     if not by_place:
         yield "all defaults"
     for place, entries in by_place.items():
         yield f"{place}: {', '.join(entries)}"
+
+
+def _place(where: str) -> tuple[str, str]:
+    """(the file, the command line, the environment or the code; the line in a file)."""
+    if where.startswith("--"):
+        return "command line", ""
+    if where.startswith("$"):
+        return "environment", ""
+    place, _, rest = where.partition(":")
+    return place, rest.partition(":")[0]
 
 
 def _shown(value: Any) -> str:
