@@ -1,0 +1,206 @@
+"""First values: from a file by slices, from the modules themselves, equal on any number of ranks, and never garbage."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardkit
+from shardkit.config.schema import Config
+from shardkit.runtime import init, process
+from shardkit.runtime.mesh import build_mesh
+from shardkit.runtime.optim import unwrapped
+from shardkit.runtime.parallel import parallelize
+from tests import models
+from tests.ranks import RankError
+
+
+def config_for(world: int, strategy: int = 1, **fsdp: Any) -> Config:
+    settings = {"fsdp_sharding_strategy": strategy, **fsdp}
+    return Config(
+        num_processes=world,
+        num_machines=2 if world == 4 else 1,
+        use_cpu=True,
+        shardkit={"seed": 7},
+        fsdp_config=settings,
+    )
+
+
+def parallel(model: nn.Module, config: Config, weights: Path | None = None) -> nn.Module:
+    here = process.start(config)
+    return parallelize(model, config, build_mesh(config, here), here, weights)
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    """All parameters and buffers, whole, as plain lists. Collective."""
+    states = [*model.named_parameters(), *model.named_buffers()]
+    return {fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().double().tolist() for fqn, t in states}
+
+
+def empty(tied: bool = False) -> models.Gpt:
+    with shardkit.init_empty_weights():
+        return models.Gpt(tied=tied)
+
+
+def test_empty_weights_have_shapes_and_no_memory():
+    model = empty(tied=True)
+    assert all(p.is_meta for p in model.parameters())
+    assert model.head.weight is model.embed.weight
+    assert not model.position.is_meta and torch.equal(model.position, models.Gpt().position)
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def saved(folder: Path, tied: bool, split: bool) -> dict[str, Any]:
+    """A model's weights in `folder`, in one file or in two with an index; and its values."""
+    torch.manual_seed(5)
+    model = models.Gpt(tied=tied)
+    model.norm.weight.data.uniform_()
+    state = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    if not split:
+        save_file(state, folder / "model.safetensors")
+        return values(model)
+    names = sorted(state)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, mine in files.items():
+        save_file({fqn: state[fqn] for fqn in mine}, folder / file)
+    index = {"weight_map": {fqn: file for file, mine in files.items() for fqn in mine}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return values(model)
+
+
+def loaded(strategy: int, folder: Path, tied: bool) -> tuple[dict[str, Any], bool]:
+    model = unwrapped(parallel(empty(tied), config_for(dist.get_world_size(), strategy), folder))
+    models.next_token_loss(model, torch.zeros(1, 4, dtype=torch.long)).backward()
+    return values(model), model.head.weight is model.embed.weight
+
+
+@pytest.mark.requirement("A7")
+@pytest.mark.parametrize(
+    ("strategy", "world", "tied", "split"), [(1, 2, True, False), (4, 4, False, True), (3, 2, True, True)]
+)
+def test_each_rank_reads_its_rows(ranks, tmp_path, strategy, world, tied, split):
+    expected = saved(tmp_path, tied, split)
+    for found, still_tied in ranks.run(world, loaded, strategy, tmp_path, tied):
+        assert found == expected
+        assert still_tied == tied
+
+
+def bytes_read(folder: Path) -> list[int]:
+    """Elements of each tensor that this rank copied."""
+    sizes: list[int] = []
+    found = init.put
+
+    def counting(target: torch.Tensor, read: init.Reader) -> None:
+        found(target, lambda rows: (sizes.append((piece := read(rows)).numel()), piece)[1])
+
+    init.put = counting  # type: ignore[assignment]
+    try:
+        parallel(empty(), config_for(2), folder / "model.safetensors")
+    finally:
+        init.put = found
+    return sizes
+
+
+@pytest.mark.requirement("A7")
+def test_no_rank_reads_the_whole(ranks, tmp_path):
+    saved(tmp_path, tied=False, split=False)
+    total = sum(p.numel() for p in models.Gpt().parameters())
+    read = [sum(sizes) for sizes in ranks.run(2, bytes_read, tmp_path)]
+    assert sum(read) == total and max(read) < 0.55 * total
+
+
+def initialised(strategy: int) -> dict[str, Any]:
+    return values(unwrapped(parallel(empty(), config_for(dist.get_world_size(), strategy))))
+
+
+@pytest.mark.requirement("A7")
+def test_own_initialisation_is_equal_for_any_world_and_strategy(ranks):
+    expected = ranks.run(1, initialised, 1)[0]
+    weights = torch.tensor(expected["blocks.0.up.weight"])
+    assert 0.2 < weights.abs().max() <= 12**-0.5 and weights.unique().numel() == weights.numel()
+    assert set(expected["norm.weight"]) == {1.0} and set(expected["norm.bias"]) == {0.0}
+    for world, strategy in ((2, 1), (4, 4), (2, 3)):
+        for found in ranks.run(world, initialised, strategy):
+            if strategy != 3:
+                assert found == expected
+            assert found.keys() == expected.keys()
+
+
+def batch_norm_on_meta() -> dict[str, Any]:
+    with torch.device("meta"):
+        model = models.ConvNet()
+    return values(parallel(model, config_for(2, fsdp_transformer_layer_cls_to_wrap="ConvBlock")))
+
+
+def test_buffers_on_meta_are_reset_by_their_module(ranks):
+    for found in ranks.run(2, batch_norm_on_meta):
+        assert set(found["blocks.0.norm.running_var"]) == {1.0}
+        assert found["blocks.1.norm.num_batches_tracked"] == 0
+
+
+def garbage(weights: Path | None) -> None:
+    with torch.device("meta"):
+        model = models.Gpt()
+    parallel(model, config_for(2), weights)
+
+
+def test_what_has_no_value_is_named(ranks, tmp_path):
+    """`position` is a non-persistent buffer that only the constructor computes."""
+    with pytest.raises(RankError, match=r"ModelError: model: position has no value after initialisation; build that"):
+        ranks.run(2, garbage, None)
+    saved(tmp_path, tied=False, split=False)
+    with pytest.raises(RankError, match=r"ModelError: model: position has no value after initialisation"):
+        ranks.run(2, garbage, tmp_path)
+
+
+def wrong_weights(folder: Path) -> str:
+    try:
+        parallel(empty(), config_for(2), folder)
+    except shardkit.ShardkitError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_weights_that_do_not_fit_are_all_named(ranks, tmp_path):
+    torch.manual_seed(0)
+    state = {fqn: p.detach().clone() for fqn, p in models.Gpt().named_parameters()}
+    del state["head.weight"], state["norm.bias"]
+    state["embed.weight"] = torch.zeros(20, 12)
+    save_file(state, tmp_path / "model.safetensors")
+    for text in ranks.run(2, wrong_weights, tmp_path):
+        assert "embed.weight has another shape than in the model (got (20, 12), the model has (19, 12))" in text
+        assert "has no head.weight, and the model has no values for it" in text
+        assert "has no norm.bias" in text and len(text.splitlines()) == 3
+
+
+def one_rank_cannot_read(folder: Path) -> str:
+    return wrong_weights(folder if dist.get_rank() == 0 else folder / "missing")
+
+
+def test_a_file_that_one_rank_cannot_read_stops_all(ranks, tmp_path):
+    saved(tmp_path, tied=False, split=False)
+    first, second = ranks.run(2, one_rank_cannot_read, tmp_path)
+    assert first == second and "missing: cannot be read as safetensors" in first
+
+
+def test_a_broken_file_is_said_so(ranks, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
+    assert "cannot be read as safetensors (got model.safetensors:" in ranks.run(1, wrong_weights, tmp_path)[0]
+
+
+def real_on_rank_0() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = models.Gpt() if dist.get_rank() == 0 else empty()
+    return values(parallel(model, config_for(2)))
+
+
+def test_ranks_without_weights_get_rank_0s(ranks):
+    torch.manual_seed(0)
+    expected = values(models.Gpt())
+    assert ranks.run(2, real_on_rank_0) == [expected, expected]
