@@ -159,7 +159,7 @@ def _config(s: Situation) -> Config:
 def _wrapping(s: Situation) -> dict[str, object]:
     default = FsdpConfig()
     as_given = s.base.fsdp.auto_wrap_policy is not default.auto_wrap_policy or s.base.fsdp.transformer_layer_cls_to_wrap
-    if as_given or s.model is None or s.model.suggested_classes:
+    if as_given or s.model is None or suggested_classes(s.model):
         return {}
     return {"auto_wrap_policy": WrapPolicy.SIZE_BASED_WRAP, "min_num_params": max(1, s.model.numel // 4)}
 
@@ -183,6 +183,16 @@ class _Model:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Model) and other.description is self.description
+
+
+def suggested_classes(model: Description) -> list[str]:
+    """The model's repeated block classes; a large tree is walked once."""
+    return _suggested_classes(_Model(model))
+
+
+@lru_cache(maxsize=16)
+def _suggested_classes(model: _Model) -> list[str]:
+    return model.description.suggested_classes
 
 
 @lru_cache(maxsize=256)

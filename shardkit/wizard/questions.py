@@ -265,12 +265,12 @@ def _class_default(s: Situation) -> Default:
         return Default([], "the repeated block classes are found in the model when training starts")
     if not s.model.has_class_names:
         return Default([], "a file of weights has no class names; they are found when training starts")
-    classes = s.model.suggested_classes
+    classes = numbers.suggested_classes(s.model)
     return Default(classes, "the model's repeated block classes" if classes else "no class repeats in the model")
 
 
 def _wrap_default(s: Situation) -> Default:
-    if s.model is not None and not s.model.suggested_classes:
+    if s.model is not None and not numbers.suggested_classes(s.model):
         return Default("SIZE_BASED_WRAP", "no class repeats in the model")
     return Default("TRANSFORMER_BASED_WRAP", "units that are a model's blocks are the right size")
 

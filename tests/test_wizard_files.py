@@ -1,0 +1,127 @@
+"""Every file that the wizard can write loads, says the same again, and is valid: sampled over all answers."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardkit.config import checks, edit, files
+from shardkit.config.command import settings_of
+from shardkit.config.hardware import Hardware, Scheduler
+from shardkit.config.schema import Config
+from shardkit.model.sources import describe
+from shardkit.wizard.answers import from_config, settle, to_config
+from shardkit.wizard.questions import QUESTIONS, is_asked
+from shardkit.wizard.reference import questions_page
+from shardkit.wizard.situation import Situation
+from tests.wizard_talk import CPU_ONLY, EIGHT_GPUS, OLD_GPUS, SMALL_GPT
+
+IN_A_JOB = Hardware(EIGHT_GPUS.devices, 64, EIGHT_GPUS.memory_bytes, Scheduler("SLURM", 4, 1, "node03", "17"))
+TYPED = {
+    "model": ["none"],
+    "num_machines": ["2", "3", "16"],
+    "address": ["node-a", "node-a:29501", "[::1]:29500", "10.0.0.1:1"],
+    "processes_per_machine": ["1", "2", "8"],
+    "fsdp.transformer_layer_cls_to_wrap": ["none", "BertLayer", "T5Block, ViTLayer"],
+    "fsdp.min_num_params": ["1", "1e8", "50M"],
+    "tpu_name": ["none", "my-pod", "null: yes"],
+    "tpu_zone": ["none", "us-central1-a"],
+    "shardkit.gradient_accumulation_steps": ["1", "4"],
+    "shardkit.seed": ["none", "0", "1e6"],
+    "shardkit.launch.max_restarts": ["0", "3"],
+    "machine_rank": ["launch", "1"],
+    "main_training_function": ["main", "train"],
+    "tpu_vm": ["none", "vm-1, vm-2"],
+    "tpu_env": ["none", "A=1, B=x y"],
+    "commands": ["none", "ls -l; echo '#, no: comment'"],
+}
+
+
+@st.composite
+def answered(draw):
+    """A situation in which every question that applies got one of its possible answers."""
+    hardware = draw(st.sampled_from([CPU_ONLY, EIGHT_GPUS, OLD_GPUS, IN_A_JOB]))
+    situation = Situation(hardware, model=draw(st.sampled_from([None, describe(SMALL_GPT)])))
+    given_answers = {}
+    for question in QUESTIONS:
+        here = settle(situation, given_answers, until=question.key)
+        if not question.applies(here):
+            continue
+        options = [option.value for option in question.options(here) if not option.disabled]
+        if question.kind == "choose":
+            given_answers[question.key] = draw(st.sampled_from(options))
+        elif options:
+            given_answers[question.key] = draw(st.lists(st.sampled_from(options), unique=True))
+        else:
+            given_answers[question.key] = question.check(here, draw(st.sampled_from(TYPED[question.key])))
+    return settle(situation, given_answers), given_answers
+
+
+SAMPLED = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.requirement("D1")
+@SAMPLED
+@given(answered())
+def test_every_file_loads_and_says_what_was_answered(sample):
+    situation, answers = sample
+    config = to_config(situation)
+    assert checks.problems(config) == []
+    assert files.read_text(files.dump(config)).config == config
+    assert files.read_text(files.dump(config, comments=False)).config == config
+    kept = {key: value for key, value in situation.answers.items() if key in answers}
+    assert kept == answers, "an answer that was possible is not in the file"
+
+
+@SAMPLED
+@given(answered())
+def test_every_file_can_be_edited_without_a_change(sample):
+    situation, _ = sample
+    config = to_config(situation)
+    base = Situation(situation.hardware, model=situation.model, base=config)
+    assert to_config(settle(base, from_config(config, base))) == config
+    assert edit.edited(files.dump(config), config) == files.dump(config)
+
+
+@SAMPLED
+@given(answered())
+def test_the_settings_of_the_printed_command_give_the_same_configuration(sample):
+    config = to_config(sample[0])
+    assert files.suggest(settings_of(config)).config == config
+
+
+def test_every_typed_answer_is_sampled():
+    free = {question.key for question in QUESTIONS if question.kind != "choose"}
+    assert free == set(TYPED)
+
+
+@pytest.mark.parametrize("hardware", [CPU_ONLY, EIGHT_GPUS, OLD_GPUS])
+def test_the_defaults_are_those_of_the_flags(hardware):
+    """Enter all the way gives what `--defaults` gives on the same machine."""
+    from shardkit.config import suggested
+
+    config = to_config(settle(Situation(hardware), {}))
+    flags = {".".join(path): value for path, value in suggested.for_hardware(hardware).items()}
+    expected = files.overlaid(Config(), {name: str(value) for name, value in flags.items()})
+    assert config == expected
+
+
+def test_one_machine_takes_at_most_six_screens():
+    for hardware in (CPU_ONLY, EIGHT_GPUS):
+        situation = settle(Situation(hardware), {})
+        on_the_way = [q.key for q in QUESTIONS if q.key in situation.answers and is_asked(q, situation)]
+        assert len(on_the_way) + 1 <= 6, on_the_way
+
+
+def test_every_question_has_help_and_every_option_a_consequence():
+    base = settle(Situation(EIGHT_GPUS), {"where": "several"})
+    for question in QUESTIONS:
+        assert question.help, question.key
+        for option in question.options(base):
+            assert option.consequence or option.disabled, (question.key, option.value)
+
+
+def test_the_page_of_questions_is_up_to_date():
+    page = Path(__file__).parent.parent / "docs" / "reference" / "questions.md"
+    assert page.read_text() == questions_page(), "write it anew: python -m shardkit.wizard.reference"
