@@ -4,6 +4,7 @@ import pytest
 
 from shardkit.config import files
 from shardkit.config.schema import Config
+from shardkit.config.validation import settled
 from shardkit.errors import ConfigError
 
 
@@ -116,6 +117,14 @@ def test_plain_configurations_have_nothing_to_say(kind):
 def test_a_rule_is_silent_about_a_value_that_is_wrong_itself():
     text = complaint("num_machines: none\nnum_processes: 7\nmachine_rank: 3\n")
     assert text.count("\n") == 0 and "num_machines: is not a whole number" in text
+
+
+def test_resharding_said_in_python_is_a_strategy():
+    assert settled(Config()) == Config()
+    keeps = settled(Config(fsdp={"reshard_after_forward": False}))
+    assert (keeps.fsdp.sharding_strategy.value, keeps.fsdp.reshard_after_forward) == ("SHARD_GRAD_OP", None)
+    with pytest.raises(ConfigError, match="means SHARD_GRAD_OP, but sharding_strategy says FULL_SHARD"):
+        settled(Config(fsdp={"reshard_after_forward": False, "sharding_strategy": 1}))
 
 
 def test_a_configuration_made_in_python_is_checked_when_settings_are_laid_over_it():

@@ -149,6 +149,18 @@ def test_a_whole_nemo_file(written, strategy, tmp_path):
     assert account(conversion)["trainer.max_steps, model.hidden_size"][0] == "left out"
 
 
+def test_nemos_batches_give_the_accumulation_and_no_fsdp_is_ddp(tmp_path):
+    conversion = converted(
+        "trainer: {devices: 4, num_nodes: 2, precision: 16}\n"
+        "model: {megatron_amp_O2: False, micro_batch_size: 2, global_batch_size: 64, native_amp_init_scale: 4096}\n",
+        tmp_path,
+    )
+    config = conversion.config
+    assert (config.mode, config.num_processes, config.shardkit.gradient_accumulation_steps) == ("ddp", 8, 4)
+    assert (config.mixed_precision, config.shardkit.precision.init_scale) == ("fp16", 4096.0)
+    assert account(conversion)["fsdp"] == ("changed", "is not there: distributed_type: MULTI_GPU (DDP)")
+
+
 @pytest.mark.requirement("N3")
 @pytest.mark.parametrize(
     ("text", "key", "words"),

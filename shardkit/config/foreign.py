@@ -53,6 +53,10 @@ REFUSED_VALUES: dict[Path, dict[str, str]] = {
 }
 
 
+# What tells a NeMo model configuration from ours.
+NEMO_KEYS = {"megatron_amp_O2", "fsdp_grad_reduce_dtype", "fsdp_sharded_checkpoint"}
+
+
 def is_foreign(section: Path, key: str) -> bool:
     """Whether a key is known, but not one of ours."""
     return key in _TRANSLATIONS.get(section, {})
@@ -64,9 +68,11 @@ def translate(section: Path, key: str, value: Any) -> Outcome:
 
 
 def hint(section: Path, key: str) -> str | None:
-    """What to say about keys that people look for, but that no tool has."""
+    """What to say about keys that belong somewhere else."""
     if section == () and key in {"lr", "learning_rate", "batch_size", "epochs"}:
-        return "it belongs into your training script"
+        return "it belongs into your training script."
+    if section == () and key in NEMO_KEYS:
+        return "it is NeMo's; convert the file: shardkit config convert FILE"
     return None
 
 

@@ -14,6 +14,7 @@ Path = tuple[str, ...]
 
 # Other spellings that are read; canonical ones are written. By section, as the YAML names it.
 SYNONYMS: dict[str, dict[str, str]] = {
+    "": {"command": "commands"},
     "fsdp_config": {
         "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
         "backward_prefetch_policy": "fsdp_backward_prefetch",

@@ -14,6 +14,7 @@ from shardkit.config.foreign import REFUSED_VALUES
 from shardkit.config.keys import Path, all_keys, names_in, nearest, sections
 from shardkit.config.layers import DEFAULT, STRENGTH, Entry, Layer, Origin, with_value
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy, read_bool, read_strategy
+from shardkit.errors import ConfigError
 
 _RESHARD = ("fsdp", "reshard_after_forward")
 _STRATEGY = ("fsdp", "sharding_strategy")
@@ -33,6 +34,20 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
     layer.notes += [_located(layer, finding) for finding in checks.notes(config) if not broken & set(finding.keys)]
     origins = {key.name: entries[path].origin if path in entries else DEFAULT for path, key in all_keys().items()}
     return config, origins
+
+
+def settled(config: Config) -> Config:
+    """A configuration built in Python, with `reshard_after_forward` told by `sharding_strategy` alone, as in one that
+    was read. Raises ConfigError where the two contradict each other."""
+    reshards, strategy = config.fsdp.reshard_after_forward, config.fsdp.sharding_strategy
+    if reshards is None:
+        return config
+    meant = _resharding(strategy, reshards)
+    if meant is not strategy and "sharding_strategy" in config.fsdp.model_fields_set:
+        what = f"means {meant.value}, but sharding_strategy says {strategy.value}"
+        raise ConfigError(f"fsdp.reshard_after_forward: {what} (got {reshards}); keep one of them.")
+    fsdp = config.fsdp.model_copy(update={"sharding_strategy": meant, "reshard_after_forward": None})
+    return config.model_copy(update={"fsdp": fsdp})
 
 
 def settle(layer: Layer) -> None:

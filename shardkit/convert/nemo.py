@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardkit.config import document, validation
+from shardkit.config.foreign import NEMO_KEYS
 from shardkit.config.keys import Path
 from shardkit.config.layers import Entry, Layer, Origin
 from shardkit.config.schema import ShardingStrategy, StateDictType, read_bool, read_count
 from shardkit.convert.report import Conversion, Line
 
-_MARKS = {"megatron_amp_O2", "fsdp_grad_reduce_dtype", "fsdp_sharded_checkpoint"}
 _STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,
     "hybrid": ShardingStrategy.HYBRID_SHARD,
@@ -33,7 +33,7 @@ def is_nemo(data: Any) -> bool:
     """Whether this is one of NeMo's files: its own keys, at the top or in its `model` block."""
     blocks = [data, data.get("model")]
     return any(
-        bool(_MARKS & set(block)) or isinstance(read_bool(block.get("fsdp")), bool)
+        bool(NEMO_KEYS & set(block)) or isinstance(read_bool(block.get("fsdp")), bool)
         for block in blocks
         if isinstance(block, Mapping)
     )
@@ -51,7 +51,8 @@ def from_nemo(text: str, name: str) -> Conversion:
         line, found = _read(key, value, reading)
         lines.append(line)
         layer.entries |= {path: Entry(said, Origin("file", name), key) for path, said in found.items()}
-    _count_processes(data, layer)
+    _count(data, layer)
+    lines += _without_fsdp(layer)
     config, _ = validation.build(layer)
     lines += [Line("", "refused", problem) for problem in layer.problems]
     return Conversion(name, config, [*lines, *_left_out(others)])
@@ -98,6 +99,9 @@ def _readings() -> dict[str, Callable[[Any], tuple[Found, str]]]:
         "trainer.accumulate_grad_batches": _accumulation,
         "trainer.devices": _counted,
         "trainer.num_nodes": _counted,
+        "micro_batch_size": _batched,
+        "global_batch_size": _batched,
+        "native_amp_init_scale": _init_scale,
         "seed": _seed,
         **dict.fromkeys(_PARALLEL, _parallel),
     }
@@ -185,17 +189,42 @@ def _counted(value: Any) -> tuple[Found, str]:
     return {}, "counted in num_processes and num_machines"
 
 
-def _count_processes(data: Mapping[str, Any], layer: Layer) -> None:
-    """NeMo counts devices per machine; num_processes is the total."""
-    trainer = data.get("trainer")
-    if not isinstance(trainer, Mapping):
-        return
-    machines, devices = read_count(trainer.get("num_nodes") or "1"), read_count(trainer.get("devices"))
+def _batched(value: Any) -> tuple[Found, str]:
+    return {}, "the data loader's batch; their ratio over all processes is shardkit.gradient_accumulation_steps"
+
+
+def _init_scale(value: Any) -> tuple[Found, str]:
+    return {("shardkit", "precision", "init_scale"): value}, f"shardkit.precision.init_scale: {value}"
+
+
+def _count(data: Mapping[str, Any], layer: Layer) -> None:
+    """NeMo counts devices per machine, num_processes is the total; and it derives the accumulation from the batches."""
+    trainer, model = (block if isinstance(block, Mapping) else {} for block in (data.get("trainer"), data.get("model")))
+    machines, devices = _number(trainer, "num_nodes") or 1, _number(trainer, "devices")
     origin = Origin("file", "trainer.num_nodes")
-    if isinstance(machines, int):
+    if machines > 1:
         layer.entries[("num_machines",)] = Entry(machines, origin, "trainer.num_nodes")
-    if isinstance(machines, int) and isinstance(devices, int):
-        layer.entries[("num_processes",)] = Entry(machines * devices, origin, "trainer.devices")
+    if not devices:
+        return
+    layer.entries[("num_processes",)] = Entry(machines * devices, origin, "trainer.devices")
+    micro, whole = (_number(model, f"{name}_batch_size") or 0 for name in ("micro", "global"))
+    steps, rest = divmod(whole, micro * machines * devices) if micro else (0, 0)
+    if steps > 1 and not rest:
+        path = ("shardkit", "gradient_accumulation_steps")
+        layer.entries[path] = Entry(steps, Origin("file", "model.global_batch_size"), "model.global_batch_size")
+
+
+def _number(block: Mapping[str, Any], key: str) -> int | None:
+    number = read_count(block.get(key))
+    return number if isinstance(number, int) and number > 0 else None
+
+
+def _without_fsdp(layer: Layer) -> list[Line]:
+    """A file that says nothing about FSDP means data parallelism with whole copies."""
+    if ("distributed_type",) in layer.entries or ("fsdp", "sharding_strategy") in layer.entries:
+        return []
+    layer.entries[("distributed_type",)] = Entry("MULTI_GPU", Origin("file", "fsdp"), "fsdp")
+    return [Line("fsdp", "changed", "is not there: distributed_type: MULTI_GPU (DDP)")]
 
 
 def _left_out(keys: list[str]) -> list[Line]:
