@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from shardkit import env
 from shardkit.config import files
 from shardkit.config.schema import Config, MixedPrecision, read_precision
+from shardkit.config.validation import settled
 from shardkit.errors import ConfigError
 from shardkit.log import get_logger
 from shardkit.runtime.collectives import exchange
@@ -110,7 +111,7 @@ def _from_outside() -> Settings:
 
 def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
     if isinstance(given, Config):
-        found = Settings(given, dict.fromkeys(_set_names(given), "Accelerator(config=...)"))
+        found = Settings(settled(given), dict.fromkeys(_set_names(given), "Accelerator(config=...)"))
     elif isinstance(given, Mapping):
         # The rules between keys need the world, which is the launcher's to say where the code does not.
         whole = {"num_processes": launched().world_size, **given}
