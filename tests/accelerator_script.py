@@ -1,0 +1,33 @@
+"""A training script for tests of the launched Accelerator: trains, stops where it is told, resumes."""
+
+import os
+import signal
+import sys
+
+import torch
+
+from shardkit import Accelerator, ProjectConfiguration
+from tests.test_accelerator import loss_of, parts
+
+folder, stop_at = sys.argv[1], int(sys.argv[2])
+accelerator = Accelerator(
+    gradient_accumulation_steps=2,
+    project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True),
+)
+torch.manual_seed(accelerator.process_index)
+model, optimizer, loader, scheduler = accelerator.prepare(*parts(56, 4))
+is_resumed = accelerator.resume()
+accelerator.print(f"resumed {is_resumed} at step {accelerator.counters.step}")
+while loader.epoch < 2:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            accelerator.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and accelerator.counters.step == stop_at and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+accelerator.save(dict(model.named_parameters()), f"{folder}/weights.safetensors")
+accelerator.print(f"trained {accelerator.counters.step} steps, {accelerator.counters.samples_seen} samples")
+accelerator.end_training()

@@ -1,0 +1,49 @@
+"""A script under `shardkit launch`: the table, stopping at an agreed step, resuming, equal weights at the end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardkit import env
+from tests.test_accelerator import parts, plain
+
+SCRIPT = Path(__file__).parent / "accelerator_script.py"
+
+
+def launch(folder: Path, ranks: int, stop_at: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The script on so many ranks; stdout and stderr together."""
+    command = [sys.executable, "-m", "shardkit", "launch", "-n", str(ranks), "--cpu", "--logs", str(folder / "logs")]
+    return subprocess.run(
+        [*command, *flags, str(SCRIPT), str(folder), str(stop_at)],
+        env=env.copy() | {"PYTHONPATH": str(SCRIPT.parent.parent)},
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("D3")
+@pytest.mark.fault_row(32)
+def test_a_launched_run_stops_resumes_and_ends_as_if_nothing_had_happened(tmp_path):
+    (tmp_path / "shardkit.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 2\n")
+    stopped = launch(tmp_path, 2, 3)
+    assert stopped.returncode == 75, stopped.stdout
+    assert "strategy   SHARD_GRAD_OP, mesh shard 2" in stopped.stdout
+    assert "shardkit.yaml: fsdp.sharding_strategy SHARD_GRAD_OP (line 3)" in stopped.stdout
+    assert "command line: num_processes 2" in stopped.stdout
+    assert "told to stop after step 3; saved in" in stopped.stdout
+
+    finished = launch(tmp_path, 2, 99, "--resume", "auto", "--set", "fsdp.sharding_strategy=1")
+    assert finished.returncode == 0, finished.stdout
+    assert "resumed True at step 3" in finished.stdout
+    assert "trained 8 steps, 112 samples" in finished.stdout
+    weights = load_file(tmp_path / "weights.safetensors")
+    expected = dict(zip(dict(parts(8, 4)[0].named_parameters()), plain(56, 8, 2, 2)["weights"], strict=True))
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
