@@ -279,17 +279,16 @@ def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
 def initialise(model: nn.Module, units: Iterable[Unit], wanted: set[str], device: torch.device, seed: int) -> list[str]:
     """Fill the tensors named in `wanted` by the modules' own initialisation; fqns that no module fills come back.
 
-    Unit by unit: its modules get whole tensors for a moment, initialise them with generators seeded alike on every
-    rank, and each rank keeps its rows. So the values do not depend on how many ranks there are. A module's own
-    initialisation is `_init_weights` of the Transformers model around it, else its reset_parameters().
+    Unit by unit: its modules get whole tensors for a moment, initialise them with generators seeded by `seed` and the
+    module's name, and each rank keeps its rows. So the values depend neither on the ranks nor on the units. A module's
+    own initialisation is `_init_weights` of the Transformers model around it, else its reset_parameters().
     """
     areas = _areas(model, units)
     devices = [device] if device.type == "cuda" else []
     left: list[str] = []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        torch.manual_seed(seed)
         for area in areas:
-            left += _initialise_area(model, area, wanted, device)
+            left += _initialise_area(model, area, wanted, device, seed)
     return left
 
 
@@ -312,7 +311,9 @@ def _areas(model: nn.Module, units: Iterable[Unit]) -> list[dict[str, nn.Module]
     return list(areas.values())
 
 
-def _initialise_area(model: nn.Module, area: dict[str, nn.Module], wanted: set[str], device: torch.device) -> list[str]:
+def _initialise_area(
+    model: nn.Module, area: dict[str, nn.Module], wanted: set[str], device: torch.device, seed: int
+) -> list[str]:
     """One unit's part of `initialise`. Tensors that are not wanted are put aside, so that nothing overwrites them."""
     if not any(_full(fqn, name) in wanted for fqn, m in area.items() for name in [*m._parameters, *m._buffers]):
         return []
@@ -334,6 +335,7 @@ def _initialise_area(model: nn.Module, area: dict[str, nn.Module], wanted: set[s
                         mine[name] = stand_in(tensor)  # type: ignore[assignment]
         before = {identity: tensor._version for identity, tensor in scratch.items()}
         for fqn, module in area.items():
+            torch.manual_seed(int.from_bytes(sha256(f"{seed} {fqn}".encode()).digest()[:7], "little"))
             _call_initialiser(model, fqn, module)
         made = {fqn: {**module._parameters, **module._buffers} for fqn, module in area.items()}
     finally:
