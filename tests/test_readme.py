@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from shardkit import templates
+from shardkit import Accelerator, ProjectConfiguration, templates
 from shardkit.cli.main import run
 from shardkit.config.files import read_text
 
@@ -30,9 +31,19 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
 
 
+def leave_a_checkpoint(folder):
+    """What a run of the starter script leaves, of a smaller model."""
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True}, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state()
+    accelerator.end_training()
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder as the pages assume it: the starter script is there."""
+def folder(tmp_path, monkeypatch, ranks):
+    """A folder as the pages assume it: the starter script is there, and has run."""
+    ranks.run(1, leave_a_checkpoint, str(tmp_path / "runs" / "gpt"))
     for name in ("train.py", "gpt.py"):
         shutil.copy(templates.folder() / name, tmp_path)
     (tmp_path / ".git").mkdir()  # the search for a configuration stops here
