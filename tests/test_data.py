@@ -406,7 +406,9 @@ def test_the_rest_of_a_loader_is_as_the_user_made_it():
     assert batch["x"][0].tolist() == [0, 1, 2, 3]
     assert batch["x"][1] == "text"
     assert loader.dataset.length == 40
-    assert (loader.total_batch_size, len(loader)) == (8, 5)
+    assert (loader.total_batch_size, loader.batch_size, len(loader)) == (8, 4, 5)
+    assert isinstance(loader.sampler, SequentialSampler)
+    assert prepared(0, 2, split_batches=True).batch_size == 2
     assert prepare_loader(loader, 0, 2, CPU, 7) is loader
     with pytest.raises(UsageError, match=r"not a torch DataLoader \(got list\)"):
         prepare_loader([1, 2], 0, 1, CPU, 7)

@@ -49,6 +49,7 @@ class Source(Protocol):
     """Where batches come from: a map-style dataset or a stream."""
 
     loader: DataLoader
+    layout: Layout
     total_batch_size: int
     dataset_length: int | None
 
@@ -85,7 +86,7 @@ def prepare_loader(
         )
     layout = _layout(loader, rank, world_size, split_batches, even_batches)
     source = _source(loader, layout, split_batches)
-    return PreparedLoader(source, device, _agreed_seed(loader, world_size, seed))
+    return PreparedLoader(source, loader, device, _agreed_seed(loader, world_size, seed))
 
 
 def _layout(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> Layout:
@@ -282,7 +283,7 @@ class PreparedLoader:
     the loop leaves early is over: the next iteration starts the next one, as with any DataLoader.
     """
 
-    def __init__(self, source: Source, device: torch.device | None, seed: int) -> None:
+    def __init__(self, source: Source, users: DataLoader, device: torch.device | None, seed: int) -> None:
         self.epoch = 0
         self.samples_seen = 0
         self.end_of_loader = False
@@ -294,6 +295,7 @@ class PreparedLoader:
         self.after_batch: Callable[[PreparedLoader], None] | None = None
         """Called when the loop comes back for more: all that belongs to the batch before is done."""
         self._source = source
+        self._users = users
         self._device = device
         self._seed = seed
         self._is_positioned = False
@@ -334,12 +336,13 @@ class PreparedLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._source.loader, name)
+        return getattr(self._users, name)
 
     @property
-    def dataset(self) -> Any:
-        """The user's dataset."""
-        return getattr(self._source, "stream", self._source.loader).dataset
+    def batch_size(self) -> int | None:
+        """Samples in this rank's batches; None where the dataset or a batch sampler of the user's makes them."""
+        size = _batch_size(self._users)
+        return None if size is None else self._source.layout.global_batch // self._source.layout.world_size
 
     @property
     def total_batch_size(self) -> int:
