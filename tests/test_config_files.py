@@ -252,6 +252,10 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         ("debug: \x07\n", "shardkit.yaml:1:8: a character that YAML does not allow"),
         ("fsdp_config: 3\n", "shardkit.yaml:1:14: fsdp_config: is a block of keys (got '3'); indent its keys"),
         ("debug: {a: 1}\n", "shardkit.yaml:1:8: debug: is not yes or no (got \"{'a': '1'}\")"),
+        (
+            "fsdp_config:\n  fsdp_backward_prefetch: {a: 1}\n  fsdp_reshard_after_forward: [a]\n",
+            "shardkit.yaml:2:27: fsdp_config.fsdp_backward_prefetch: is not one of the choices",
+        ),
         ("? [a, b]\n: 1\n", "shardkit.yaml:1:3: a key must be a plain name."),
         ("debug: !!python/object/apply:os.system [echo]\n", "shardkit.yaml:1:8: tags are not read (got !!python/"),
         ("debug: !secret x\n", "shardkit.yaml:1:8: tags are not read (got !secret)"),

@@ -142,7 +142,7 @@ def read_prefetch(value: Any) -> Any:
     if value is None or value is False:
         return BackwardPrefetch.NO_PREFETCH
     name = read_name(value)
-    return BackwardPrefetch.NO_PREFETCH if name in {"NONE", "NO", "FALSE"} else name
+    return BackwardPrefetch.NO_PREFETCH if name in ("NONE", "NO", "FALSE") else name
 
 
 def read_names(value: Any) -> Any:

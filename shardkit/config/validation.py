@@ -93,7 +93,7 @@ def _meaning(value: Any, base: Any) -> ShardingStrategy | None:
     if isinstance(read_bool(value), bool):
         return _resharding(base, bool(read_bool(value)))
     name = read_strategy(value)
-    return ShardingStrategy(name) if name in set(ShardingStrategy) else None
+    return ShardingStrategy(name) if name in list(ShardingStrategy) else None
 
 
 def _resharding(base: Any, reshards: bool) -> ShardingStrategy:
