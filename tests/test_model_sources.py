@@ -145,7 +145,7 @@ def test_a_factory_is_built_in_a_child_on_the_meta_device(tmp_path, capfd):
 
 
 def test_a_factory_gives_a_module():
-    with pytest.raises(TypeError, match="time:time gives an object of type float, not a torch.nn.Module"):
+    with pytest.raises(TypeError, match="time:time gives an object of type float, not a torch"):
         build_factory("time:time")
 
 
@@ -210,19 +210,6 @@ def test_transformers_models_at_their_real_sizes(tmp_path, family):
     assert all(p.dtype == "float32" for node in tree.walk() for p in node.parameters)
     shown = (found.layers, found.hidden, found.heads, found.feed_forward, found.vocabulary, found.seq_len)
     assert (*shown, found.is_gated) == facts
-
-
-@pytest.mark.slow
-def test_a_config_json_through_the_child(tmp_path):
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    ).save_pretrained(tmp_path / "small")
-    found = describe("small/config.json", folder=tmp_path)
-    assert found.name == "LlamaForCausalLM"
-    assert found.facts.key_value_heads == 2
-    assert "fp32" in found.notes[0]
 
 
 def test_weights_are_described_by_their_headers_alone(tmp_path):

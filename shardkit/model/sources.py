@@ -24,7 +24,7 @@ FORMS = "module:function, a Transformers config.json, a .safetensors file or fol
 CLOSED_FORM_HINT = "or describe its sizes: --model gpt:layers=..,hidden=..,heads=.. needs no code"
 
 
-def describe(spec: str, timeout_s: float = 120.0, folder: Path | None = None) -> Description:
+def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) -> Description:
     """What is known of the model that `spec` names; relative paths and modules are looked up in `folder` (here).
 
     Raises ModelError, with what to do, for a model that is not there, fails to build or takes too long.

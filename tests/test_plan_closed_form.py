@@ -1,0 +1,320 @@
+"""Memory in closed form, against numbers worked out by hand."""
+
+from dataclasses import asdict
+from math import ceil
+
+import pytest
+import torch
+
+from shardkit.config.schema import Config, FsdpConfig, MeshConfig, PrecisionConfig, ShardingStrategy, ShardkitConfig
+from shardkit.errors import ModelError, UsageError
+from shardkit.model.describe import TransformerFacts
+from shardkit.model.sources import describe
+from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.plan import activations
+from shardkit.plan.closed_form import Estimate, Memory, estimate, for_strategies
+from shardkit.plan.optimizers import state_numel
+
+GIB = 2**30
+
+
+def linear(fqn: str, inputs: int, outputs: int, trainable: bool = True, dtype: str = "float32") -> ModuleNode:
+    return ModuleNode(fqn, "Linear", (Parameter("weight", (outputs, inputs), dtype, trainable),))
+
+
+def model(layers: int = 3, rows: int = 64, trainable: bool = True, head: ModuleNode | None = None) -> ModuleNode:
+    """An embedding and a head of rows x 8 each, around blocks of 512 parameters each."""
+    blocks = tuple(
+        ModuleNode(
+            f"layers.{i}",
+            "Block",
+            children=(
+                linear(f"layers.{i}.up", 8, 32, trainable),
+                linear(f"layers.{i}.down", 32, 8, trainable),
+            ),
+        )
+        for i in range(layers)
+    )
+    stack = ModuleNode("layers", "ModuleList", children=blocks, is_container=True)
+    return ModuleNode("", "Model", children=(linear("embed", 8, rows), stack, head or linear("head", 8, rows)))
+
+
+def configuration(strategy: int = 1, precision: str = "bf16", **fsdp: object) -> Config:
+    return Config(mixed_precision=precision, fsdp=FsdpConfig(sharding_strategy=strategy, **fsdp))
+
+
+def planned(tree: ModuleNode, config: Config, world_size: int = 4, **known: object) -> Estimate:
+    return estimate(tree, config, world_size=world_size, **known)
+
+
+# 5 x 512 = 2,560 parameters on 4 ranks: 2,560 bytes of fp32 shards, twice that for AdamW.
+SHARDS = {"parameters": 2560, "optimizer_state": 5120}
+ROOT, BLOCK = 2 * 1024, 2 * 512  # gathered in bf16
+
+
+@pytest.mark.requirement("A1")
+def test_full_shard_by_hand():
+    """At the middle block: its parameters and the next ones gathered; the head's and its own gradients in bf16, the
+    last block's in the fp32 input of its reduce-scatter, and its reduced shard."""
+    found = planned(model(), configuration(1)).memory
+    expected = Memory(**SHARDS, gradients=512, gathered=ROOT + 2 * BLOCK, reduction=1024 + 1024 + 2048)
+    assert (found.moment, found.peak) == ("backward of layers.1", expected)
+    assert found.peak.total == 16384
+    assert not found.activations_known
+
+
+def test_every_moment_of_full_shard_by_hand():
+    totals = [(m.phase, m.unit, m.memory.total) for m in planned(model(), configuration(1)).memory.timeline]
+    persistent = 2560 + 5120
+    forward = persistent + ROOT + 2 * BLOCK
+    assert totals == [
+        ("forward", "layers.0", forward),
+        ("forward", "layers.1", forward),
+        ("forward", "layers.2", forward),
+        ("loss", "", persistent + ROOT),
+        ("backward", "layers.2", persistent + ROOT + 2 * BLOCK + 1024 + 1024),
+        ("backward", "layers.1", 16384),
+        ("backward", "layers.0", persistent + 1024 + ROOT + BLOCK + 1024 + 1024 + 2048),
+        ("backward", "the root", persistent + 1536 + ROOT + 2048 + 2048),
+        ("reduction", "the root", persistent + 2560 + 2048 + 4096),
+        ("optimizer", "", persistent + 2560),
+    ]
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_POST", "NO_PREFETCH"])
+def test_without_prefetch_one_unit_less_is_gathered(prefetch):
+    ahead = planned(model(), configuration(1)).memory.timeline[5].memory
+    late = planned(model(), configuration(1, backward_prefetch=prefetch)).memory.timeline[5].memory
+    assert ahead.gathered - late.gathered == BLOCK
+
+
+def test_shard_grad_op_keeps_everything_gathered():
+    found = planned(model(), configuration(2)).memory
+    assert max(m.memory.gathered for m in found.timeline) >= 2 * 2560
+    assert found.timeline[5].memory.gathered == ROOT + 2 * BLOCK  # blocks 0 and 1; the last is done with
+    assert found.peak.parameters == 2560
+
+
+def test_no_shard_is_whole_on_every_rank():
+    found = planned(model(), configuration(3, "no")).memory
+    assert found.peak == Memory(parameters=4 * 2560, gradients=4 * 2560, optimizer_state=8 * 2560)
+    assert planned(model(), configuration(3)).memory.peak.gathered == 2 * 2560  # autocast's copies
+
+
+def test_hybrid_shards_inside_machines():
+    found = planned(model(), configuration(4), world_size=4, ranks_per_machine=2)
+    assert (found.axes.shards, found.axes.replicas) == (2, 2)
+    assert found.memory.peak.parameters == 2 * 2560
+
+
+def test_a_given_mesh_decides_the_hybrid_axes():
+    config = configuration(4).model_copy(update={"shardkit": ShardkitConfig(mesh=MeshConfig(replicate_size=4))})
+    assert planned(model(), config, world_size=16).axes.shards == 4
+    with pytest.raises(UsageError, match="6 ranks are not a whole number of copies"):
+        planned(model(), config, world_size=6)
+
+
+def test_one_rank_gathers_nothing():
+    found = planned(model(), configuration(1, "no"), world_size=1)
+    assert found.traffic.collectives == ()
+    assert found.memory.peak.parameters == 4 * 2560
+
+
+def test_the_process_alone():
+    config = Config(distributed_type="NO", mixed_precision="no")
+    found = planned(model(), config, world_size=1)
+    assert found.memory.peak == Memory(parameters=4 * 2560, gradients=4 * 2560, optimizer_state=8 * 2560)
+
+
+@pytest.mark.requirement("B1")
+def test_the_notes_order():
+    """FSDP with auto-wrap < FSDP < DDP."""
+    peaks = [
+        planned(model(layers=12), config).memory.peak.total
+        for config in (
+            configuration(1, "no"),
+            configuration(1, "no", auto_wrap_policy="NO_WRAP"),
+            configuration(3, "no"),
+        )
+    ]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == 3
+
+
+@pytest.mark.requirement("A2")
+def test_offload_moves_the_shards_to_the_host():
+    found = planned(model(), configuration(1, offload_params=True)).memory
+    assert (found.peak.parameters, found.peak.gradients, found.peak.optimizer_state) == (0, 0, 0)
+    assert found.host == Memory(parameters=2560, gradients=2560, optimizer_state=5120)
+    assert found.peak.gathered > 0
+
+
+@pytest.mark.parametrize(("optimizer", "times"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("AdamW", 2)])
+def test_optimizer_state(optimizer, times):
+    assert planned(model(), configuration(1), optimizer=optimizer).memory.peak.optimizer_state == times * 2560
+
+
+def test_adafactor_keeps_rows_and_columns():
+    assert state_numel("adafactor", (3, 5, 7)) == 3 * (5 + 7)
+    assert state_numel("adafactor", (9,)) == 9
+
+
+def test_an_unknown_optimizer_is_refused_with_a_suggestion():
+    with pytest.raises(UsageError, match=r"unknown \(got 'adamx'\); did you mean adam"):
+        planned(model(), configuration(1), optimizer="adamx")
+
+
+@pytest.mark.requirement("N4")
+def test_frozen_parameters_have_no_gradients_and_no_state():
+    found = planned(model(trainable=False), configuration(1)).memory
+    assert found.peak.parameters == 2560
+    assert found.timeline[-1].memory.gradients == 1024
+    assert found.timeline[-1].memory.optimizer_state == 2048
+
+
+def test_shards_are_padded_to_whole_rows():
+    found = planned(model(rows=101), configuration(1, "no")).memory
+    rows = ceil(101 / 4)
+    assert found.peak.parameters == 4 * (3 * 128 + 2 * rows * 8)
+
+
+@pytest.mark.requirement("N2")
+@pytest.mark.parametrize(("reduce_dtype", "bytes_each"), [(None, 4), ("bf16", 2)])
+def test_gradients_are_reduced_in_their_own_dtype(reduce_dtype, bytes_each):
+    section = ShardkitConfig(precision=PrecisionConfig(reduce_dtype=reduce_dtype))
+    config = configuration(1).model_copy(update={"shardkit": section})
+    found = planned(model(), config)
+    assert found.memory.timeline[5].memory.reduction == 1024 + 1024 + 512 * bytes_each
+    reduce_scatter = next(c for c in found.traffic.collectives if c.kind == "reduce_scatter")
+    assert reduce_scatter.payload_bytes == 2560 * bytes_each
+
+
+def test_a_tied_parameter_is_counted_once_and_lives_in_the_root():
+    head = ModuleNode("head", "Linear", (Parameter("weight", (64, 8), tied_to="embed.weight"),))
+    found = planned(model(head=head), configuration(1)).memory
+    assert found.peak.parameters == 4 * 2048 // 4
+    assert found.timeline[4].memory.reduction == 2 * 512 + 2 * 512  # the head's gradient is there first
+
+
+def test_a_unit_that_shares_a_parameter_with_another_goes_up():
+    """As the runtime: what two units share belongs to the root, and the smaller unit dissolves."""
+    tree = model(layers=2)
+    shared = linear("layers.1.up", 8, 32)
+    shared = ModuleNode(shared.fqn, "Linear", (Parameter("weight", (32, 8), tied_to="layers.0.up.weight"),))
+    stack = tree.children[1]
+    second = ModuleNode("layers.1", "Block", children=(shared, stack.children[1].children[1]))
+    blocks = ModuleNode("layers", "ModuleList", children=(stack.children[0], second), is_container=True)
+    tied = ModuleNode("", "Model", children=(tree.children[0], blocks, tree.children[2]))
+    assert planned(tied, configuration(1)).units == 2
+
+
+def test_16_bit_parameters_are_kept_in_fp32_under_mixed_precision():
+    tree = ModuleNode("", "Model", children=(linear("a", 8, 8, dtype="bfloat16"),))
+    config = configuration(1, auto_wrap_policy="NO_WRAP")
+    assert planned(tree, config, world_size=1).memory.peak.parameters == 4 * 64
+    plain = configuration(1, "no", auto_wrap_policy="NO_WRAP")
+    assert planned(tree, plain, world_size=1).memory.peak.parameters == 2 * 64
+
+
+@pytest.mark.requirement("B4")
+def test_batch_norm_is_a_unit_of_its_own_in_fp32():
+    norm = ModuleNode("norm", "BatchNorm2d", (Parameter("weight", (8,)), Parameter("bias", (8,))))
+    tree = ModuleNode("", "Model", children=(linear("a", 8, 8), norm))
+    mixed = planned(tree, configuration(1, auto_wrap_policy="NO_WRAP"))
+    assert mixed.units == 2
+    gathered = next(c for c in mixed.traffic.collectives if c.kind == "all_gather")
+    assert gathered.payload_bytes == 2 * 64 + 2 * 4 * 16  # bf16 once (the root), fp32 twice
+    assert planned(tree, configuration(1, "no", auto_wrap_policy="NO_WRAP")).units == 1
+
+
+def test_ignored_modules_stay_whole():
+    found = planned(model(), configuration(1, "no", ignored_modules="embed"))
+    assert found.memory.peak.parameters == 4 * (512 + 2048 // 4)
+    assert [c.payload_bytes for c in found.traffic.collectives if c.axis == "world"] == [4 * 512]
+
+
+def test_accumulation_keeps_gradients_through_the_whole_step():
+    section = ShardkitConfig(gradient_accumulation_steps=2)
+    config = configuration(1).model_copy(update={"shardkit": section})
+    assert {m.memory.gradients for m in planned(model(), config).memory.timeline} == {2560}
+
+
+def test_a_class_that_is_not_there_is_an_error():
+    with pytest.raises(ModelError, match="no module of class Blok"):
+        planned(model(), configuration(1, transformer_layer_cls_to_wrap="Blok"))
+
+
+FACTS = TransformerFacts(layers=3, hidden=8, heads=2, key_value_heads=1, feed_forward=32, vocabulary=64, seq_len=16)
+
+
+def test_activations_by_hand():
+    """8 tokens; 6 x 8 + 2 x 4 + 2 x 32 elements of 2 bytes, and 2 heads x 4 bytes, for each token and block."""
+    found = activations.of_transformer(FACTS, batch_size=2, seq_len=4, itemsize=2)
+    assert found.block_bytes == 8 * (120 * 2 + 8)
+    assert found.block_input_bytes == 8 * 8 * 2
+    assert (found.logits_bytes, found.output_bytes) == (8 * 64 * 12, 8 * 64 * 4)
+    gated = TransformerFacts(**{**asdict(FACTS), "is_gated": True})
+    assert activations.block_numel(gated) - activations.block_numel(FACTS) == 2 * 32
+
+
+def test_activation_checkpointing_keeps_inputs_and_one_block():
+    known = {"facts": FACTS, "batch_size": 2, "seq_len": 4}
+    block, output, inputs = 8 * (120 * 2 + 8), 8 * 64 * 4, 8 * 8 * 2
+    whole = planned(model(), configuration(1), **known).memory
+    assert whole.activations_known
+    assert whole.timeline[4].memory.activations == 3 * block + output
+    less = planned(model(), configuration(1, activation_checkpointing=True), **known).memory
+    assert less.timeline[4].memory.activations == 3 * inputs + block + output
+    without = planned(model(), configuration(1, auto_wrap_policy="NO_WRAP"), **known).memory
+    assert max(m.memory.activations for m in without.timeline) >= 3 * block
+
+
+@pytest.mark.requirement("B5")
+@pytest.mark.parametrize(
+    ("name", "world_size", "gib"),
+    # Peaks of a simulated step of the same models on fake tensors, AdamW, one sequence of 2,048, everything recomputed.
+    [("gpt-175b", 128, 41.0), ("gpt-1t", 512, 115.65)],
+)
+def test_the_notes_models_agree_with_a_simulation(name, world_size, gib):
+    found = describe(name)
+    config = configuration(1, activation_checkpointing=True)
+    memory = planned(found.tree, config, world_size, facts=found.facts, batch_size=1).memory
+    assert memory.peak.total / GIB == pytest.approx(gib, rel=0.03)
+
+
+@pytest.mark.requirement("B5")
+def test_the_notes_setting():
+    """fp16 and SGD: no optimizer state, the rest as under bf16."""
+    found = describe("gpt-175b")
+    config = configuration(1, "fp16", activation_checkpointing=True)
+    peak = planned(found.tree, config, 128, optimizer="sgd", facts=found.facts, batch_size=1).memory.peak
+    assert peak.optimizer_state == 0
+    assert peak.parameters / GIB == pytest.approx(4 * found.numel / 128 / GIB, rel=1e-3)
+
+
+@pytest.mark.requirement("B3")
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "vit"])
+def test_real_models_under_all_five_strategies(family):
+    import transformers
+
+    from shardkit.model.probe import transformer_facts, tree_of
+
+    config, auto = {
+        "gpt2": (transformers.GPT2Config(), transformers.AutoModelForCausalLM),
+        "llama": (transformers.LlamaConfig(), transformers.AutoModelForCausalLM),
+        "t5": (transformers.T5Config(), transformers.AutoModelForSeq2SeqLM),
+        "vit": (transformers.ViTConfig(), transformers.AutoModelForImageClassification),
+    }[family]
+    with torch.device("meta"):
+        tree = tree_of(auto.from_config(config, dtype=torch.float32))
+    found = for_strategies(
+        tree, configuration(1), world_size=16, facts=transformer_facts(config), batch_size=1, seq_len=128
+    )
+    assert list(found) == list(ShardingStrategy)
+    peaks = {strategy: f.memory.peak.total for strategy, f in found.items()}
+    assert min(peaks, key=lambda s: peaks[s]) is ShardingStrategy.FULL_SHARD
+    assert max(peaks, key=lambda s: peaks[s]) is ShardingStrategy.NO_SHARD
+    full = found[ShardingStrategy.FULL_SHARD]
+    layers = transformer_facts(config).layers
+    assert full.units == layers + 1
+    assert full.memory.peak.parameters == pytest.approx(4 * tree.numel / 16, rel=0.05)  # padding

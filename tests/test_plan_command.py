@@ -1,0 +1,288 @@
+"""`shardkit plan`: the report, JSON, the searches, the picture, and what it says when something is missing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from shardkit.cli.main import run
+from shardkit.config.schema import Config, FsdpConfig, ShardingStrategy
+from shardkit.errors import UsageError
+from shardkit.model.sources import describe
+from shardkit.plan import devices, plot, roofline
+from shardkit.plan.answer import Request, row
+from shardkit.plan.search import find
+from shardkit.plan.suggest import changes
+
+SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=32"
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """No configuration of this machine plays in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = run(["plan", *arguments])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = run(["plan", *arguments])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.requirement("B5")
+def test_the_report_for_gpt_175b(capsys):
+    out = plan(
+        capsys,
+        *("--model", "gpt-175b", "--world", "128", "--batch-size", "1", "--device", "h100-80"),
+        *("--set", "fsdp_config.fsdp_activation_checkpointing=true"),
+    )
+    assert out.startswith("gpt-175b, 175 B parameters, 96 x Block\n128 ranks on 16 machines, H100 80 GB, bf16, adamw")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if line[2:3].isdigit() and line.rstrip().endswith(("yes", "NO"))]
+    assert [line.split()[-1] for line in rows] == ["yes", "NO", "NO", "NO", "NO"]
+    assert rows[0].startswith("* 1 FULL_SHARD")
+    assert "Suggested: 1 FULL_SHARD (least traffic over the slowest link among those that" in out
+    assert "an estimate" in out
+    assert "60% of the device's peak arithmetic, 80% of its links" in out
+
+
+def test_what_is_configured_is_marked(capsys):
+    out = plan(capsys, "--model", SMALL, "--world", "2", "--strategy", "2", "--device", "l4")
+    marked = [line for line in out.splitlines() if line.startswith("* ")]
+    assert len(marked) == 2
+    assert all(line.startswith("* 2 SHARD_GRAD_OP") for line in marked)
+    assert "Activations are not counted: add --batch-size." in out
+
+
+def test_what_to_change_when_it_does_not_fit(capsys):
+    out = plan(capsys, "--model", "gpt-175b", "--world", "64", "--batch-size", "2", "--device", "a100-40")
+    assert "1 FULL_SHARD needs" in out
+    for change in ("fsdp_offload_params: true", "fsdp_activation_checkpointing: true", "--world 128", "--batch-size 1"):
+        line = next(line for line in out.splitlines() if change in line)
+        assert line.split()[0].startswith("-")
+        assert line.split()[1] == "GiB"
+        assert line.split()[2] in {"yes", "NO"}
+
+
+def test_each_change_alone_has_the_effect_that_is_said():
+    request = make_request(world_size=8, batch_size=4, strategy=3)
+    for change in changes(request):
+        if change.text == "fsdp_sharding_strategy: FULL_SHARD":
+            assert change.peak_bytes == row(request, ShardingStrategy.FULL_SHARD).memory.peak.total
+            return
+    pytest.fail("no other strategy was named")
+
+
+def make_request(
+    model: str = SMALL, world_size: int = 8, batch_size: int | None = 1, strategy: int = 1, device: str = "l4"
+) -> Request:
+    config = Config(mixed_precision="bf16", fsdp=FsdpConfig(sharding_strategy=strategy))
+    return Request(
+        description=describe(model),
+        config=config,
+        world_size=world_size,
+        ranks_per_machine=min(8, world_size),
+        device=devices.find(device),
+        batch_size=batch_size,
+    )
+
+
+def test_the_largest_batch_fits_and_the_next_one_does_not():
+    request = make_request("gpt:layers=24,hidden=1024,heads=16", world_size=8)
+    found = find("max-batch", request)
+    assert isinstance(found.value, int)
+    assert row(_with(request, batch_size=found.value)).fits
+    assert not row(_with(request, batch_size=found.value + 1)).fits
+    assert str(found.value) in found.text
+
+
+def _with(request: Request, **changed: object) -> Request:
+    from dataclasses import replace
+
+    return replace(request, **changed)
+
+
+def test_the_fewest_gpus_fit_and_fewer_do_not():
+    request = make_request("gpt:layers=32,hidden=4096,heads=32", world_size=8, device="a100-80", batch_size=None)
+    found = find("min-gpus", request)
+    assert isinstance(found.value, int)
+    assert row(_with(request, world_size=found.value)).fits
+    fewer = found.value - (8 if found.value > 8 else 1)
+    assert not row(_with(request, world_size=fewer)).fits
+
+
+def test_nothing_fits_is_said():
+    request = make_request("gpt:layers=8,hidden=25600,heads=160", device="l4")
+    fewest, largest = find("min-gpus", request), find("max-batch", request)
+    assert (fewest.value, largest.value) == (None, None)
+    assert "does not fit on any number" in fewest.text
+    assert "Not even one sequence a rank fits" in largest.text
+
+
+def test_find_strategy():
+    found = find("strategy", make_request(world_size=16))
+    assert found.value in {strategy.value for strategy in ShardingStrategy}
+    assert "least traffic over the slowest link" in found.text
+
+
+@pytest.mark.parametrize(
+    ("question", "changed", "text"),
+    [
+        ("cheapest", {}, r"--find: unknown \(got 'cheapest'\); use one of max-batch, min-gpus, strategy"),
+        ("min-gpus", {"device": devices.find("cpu")}, "memory is not known; add --memory"),
+    ],
+)
+def test_a_question_that_cannot_be_answered(question, changed, text):
+    with pytest.raises(UsageError, match=text):
+        find(question, _with(make_request(), **changed))
+
+
+def test_json(capsys):
+    out = plan(capsys, "--model", SMALL, "--world", "16", "--batch-size", "2", "--find", "max-batch", "--json")
+    data = json.loads(out)
+    assert data["model"]["parameters"] == describe(SMALL).numel
+    assert [r["number"] for r in data["strategies"]] == [1, 2, 3, 4, 5]
+    for found in data["strategies"]:
+        assert found["peak_bytes"] == sum(found["peak"].values())
+        traffic = found["traffic"]
+        assert traffic["sent_bytes"] == traffic["inside_bytes"] + traffic["between_bytes"]
+        assert found["step_time_estimate"]["fastest_s"] <= found["step_time_estimate"]["slowest_s"]
+    assert data["finding"]["question"] == "max-batch"
+    assert data["suggested"] in {s.value for s in ShardingStrategy}
+
+
+def test_the_file_names_the_model_and_the_settings(capsys):
+    Path("shardkit.yaml").write_text(
+        f"# model: {SMALL}\ndistributed_type: FSDP\nmixed_precision: fp16\nnum_processes: 4\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
+    )
+    out = plan(capsys, "--device", "4090")
+    assert "4 ranks, RTX 4090, fp16" in out
+    assert "* 2 SHARD_GRAD_OP" in out
+
+
+def test_no_model_is_refused_with_the_forms(capsys):
+    code, err = refused(capsys, "--world", "8")
+    assert code == 2
+    assert "--model: which model? (no configuration here names one); give module:function" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--device", "h1000"), "--device: unknown (got 'h1000'); did you mean h100-80?"),
+        (("--device", "abacus"), "use one of a100-40"),
+        (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
+        (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
+        (("--set", "mixed_precision"), "--set: not KEY=VALUE (got 'mixed_precision')"),
+        (("--plot", "picture.bmp"), "--plot: what kind of file? (got 'picture.bmp'); end it with .svg, .html or .png."),
+    ],
+)
+def test_wrong_flags_say_what_to_do(capsys, arguments, text):
+    code, err = refused(capsys, "--model", SMALL, "--world", "2", *arguments)
+    assert code == 2
+    assert text in err
+
+
+def test_a_device_by_its_memory(capsys):
+    assert "device of 40GiB" in plan(capsys, "--model", SMALL, "--world", "2", "--device", "40GiB")
+    assert "has 94.0 GiB" in plan(capsys, "--model", SMALL, "--world", "2", "--device", "h100", "--memory", "94GiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85_520_809_984, "H100 80 GB"),
+        ("NVIDIA A100-SXM4-40GB", 42_949_672_960, "A100 40 GB"),
+        ("NVIDIA GeForce RTX 4090", 25_757_220_864, "RTX 4090"),
+        ("NVIDIA GeForce GTX 1080", 8 * GIB, "NVIDIA GeForce GTX 1080"),
+    ],
+)
+def test_a_device_by_the_drivers_name(name, memory, expected):
+    found = devices.of_hardware(name, memory)
+    assert (found.name, found.memory_bytes) == (expected, memory)
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * GIB), ("24 gb", 24 * 10**9), ("1.5g", GIB * 3 // 2)])
+def test_sizes(text, size):
+    assert devices.read_bytes(text) == size
+
+
+def test_step_time_by_hand():
+    """24 x 2,048 tokens, 6 N + 12 layers x hidden x sequence flops each, at 60 % of 989 Tflop/s; one machine."""
+    request = make_request("gpt:layers=24,hidden=1024,heads=16", world_size=8, batch_size=24, device="h100")
+    found = row(request)
+    tree = request.description.tree
+    matrices = tree.numel - (50257 + 2048) * 1024
+    flops = 24 * 2048 * (6 * matrices + 12 * 24 * 1024 * 2048)
+    assert found.time is not None
+    assert found.time.model_flops == flops
+    assert found.time.compute_s == pytest.approx(flops / (989e12 * 0.6))
+    assert found.time.inside_s == pytest.approx(found.estimate.traffic.sent_bytes / (450e9 * 0.8))
+    assert found.time.between_s == 0
+    assert found.time.best_mfu == pytest.approx(0.6)
+    checkpointed = request.config.fsdp.model_copy(update={"activation_checkpointing": True})
+    slower = row(request.with_config(request.config.model_copy(update={"fsdp": checkpointed})))
+    assert slower.time is not None
+    assert slower.time.compute_s == pytest.approx(found.time.compute_s * 4 / 3)
+
+
+def test_a_tied_embedding_is_the_heads_matrix_too():
+    tied = describe("gpt:layers=2,hidden=16,heads=2,vocab=50,seq=8,tied=true")
+    apart = describe("gpt:layers=2,hidden=16,heads=2,vocab=50,seq=8")
+    assert roofline.flops_per_token(tied.tree, tied.facts, 8) == roofline.flops_per_token(apart.tree, apart.facts, 8)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "html"])
+def test_the_picture(capsys, suffix):
+    plan(
+        capsys,
+        *("--model", "gpt-175b", "--world", "128", "--batch-size", "1", "--device", "h100"),
+        *("--set", "fsdp_config.fsdp_activation_checkpointing=true", "--plot", f"plan.{suffix}"),
+    )
+    text = Path(f"plan.{suffix}").read_text()
+    svg = text[text.index("<svg") : text.index("</svg>") + 6]
+    picture = ElementTree.fromstring(svg)
+    words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "gpt-175b on 128 x H100 80 GB" in words
+    assert set(plot.NAMES.values()) <= set(words)
+    assert any(word.startswith("peak 4") for word in words)
+    assert words.count("H100 80 GB: 79.6 GiB") == 2
+    assert "2,943.0 GiB, too big" in words
+    patterns = picture.findall(".//{http://www.w3.org/2000/svg}pattern")
+    paths = ["".join(path.get("d", "") for path in p.iter("{http://www.w3.org/2000/svg}path")) for p in patterns]
+    assert len(set(paths)) == len(plot.CATEGORIES)  # tells them apart without colour
+
+
+@pytest.mark.slow
+def test_the_picture_as_png(capsys):
+    plan(capsys, "--model", SMALL, "--world", "2", "--device", "l4", "--plot", "plan.png")
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_png_without_matplotlib_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, err = refused(capsys, "--model", SMALL, "--world", "2", "--device", "l4", "--plot", "plan.png")
+    assert code == 4
+    assert "pip install matplotlib, or use .svg or .html" in err
+
+
+def test_the_closed_form_loads_no_torch():
+    code = (
+        "import sys; from shardkit.cli.main import run; "
+        "assert run(['plan', '--model', 'gpt-1t', '--world', '512', '--device', 'h100', '--plot', 'p.svg']) == 0; "
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
