@@ -20,8 +20,8 @@ from typing import Any
 
 TIMEOUT_S = 120.0
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     ["pytest", "torch.distributed.fsdp", "torch._dynamo", "tests.checkpoints", "shardkit.runtime.saving"]
 )
 
@@ -41,7 +41,7 @@ def run(world_size: int, function: Callable, *args: Any, fault: str | None = Non
     with tempfile.TemporaryDirectory(prefix="shardkit-forked-") as name:
         folder = Path(name)
         processes = [
-            _context.Process(target=_rank, args=(rank, world_size, folder, fault, function, args))
+            context.Process(target=_rank, args=(rank, world_size, folder, fault, function, args))
             for rank in range(world_size)
         ]
         for process in processes:
