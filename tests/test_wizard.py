@@ -51,7 +51,7 @@ def test_enter_all_the_way_takes_at_most_six_screens_and_gives_a_file_that_loads
 
 def test_with_a_model_given_there_are_five(folder):
     assert talk(ENTER * 5, model=SMALL_GPT) == 0
-    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+    assert "fsdp_transformer_layer_cls_to_wrap" not in saved(folder)["fsdp_config"], "sizes have no class names"
     assert f"# model: {SMALL_GPT}" in (folder / "shardkit.yaml").read_text()
 
 
@@ -134,13 +134,37 @@ def test_advanced_asks_for_offload_wrapping_prefetch_and_state_dict_type_by_name
     assert fsdp["fsdp_state_dict_type"] == "FULL_STATE_DICT"
 
 
+MODEL = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+def build():
+    return Net()
+"""
+
+
+@pytest.mark.slow
 @pytest.mark.requirement("A3")
 def test_block_classes_are_a_list_of_what_the_model_has(folder, capsys):
+    (folder / "my_model.py").write_text(MODEL)
     asked = ["", "", "", "1"]
-    assert talk_plainly([*asked, "advanced", "transformer", "?", "1", "done", "save"], model=SMALL_GPT) == 0
-    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+    wanted = ["advanced", "transformer", "?", "", "done", "save"]
+    assert talk_plainly([*asked, *wanted], model="my_model:build") == 0
+    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Layer"
     shown = capsys.readouterr().out
-    assert re.search(r"1\. Block +4 x 789,760, 75% of parameters \(chosen\)", shown)
+    assert re.search(r"1\. Layer +4 x 552, 97% of parameters \(chosen\)", shown)
+    assert re.search(r"2\. Sequential +1 x 72, 3% of parameters", shown)
 
 
 def test_block_classes_are_typed_where_there_is_no_model(folder, capsys):
@@ -150,12 +174,13 @@ def test_block_classes_are_typed_where_there_is_no_model(folder, capsys):
     assert "not a class name (got 'Bert-Layer'); give names with commas" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_checkbox_of_classes_takes_space(folder):
+    (folder / "my_model.py").write_text(MODEL)
     menu = "3" + ENTER + DOWN + DOWN + ENTER
     keys = ENTER * 3 + "1" + ENTER + menu + DOWN + " " + ENTER + BACK + ENTER
-    assert talk(keys, model=SMALL_GPT) == 0
-    chosen = saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"].split(",")
-    assert len(chosen) == 2 and chosen[0] == "Block"
+    assert talk(keys, model="my_model:build") == 0
+    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Layer,Sequential"
 
 
 # --- the model's numbers ---

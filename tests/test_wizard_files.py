@@ -1,5 +1,6 @@
 """Every file that the wizard can write loads, says the same again, and is valid: sampled over all answers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from shardkit.wizard.situation import Situation
 from tests.wizard_talk import CPU_ONLY, EIGHT_GPUS, OLD_GPUS, SMALL_GPT
 
 IN_A_JOB = Hardware(EIGHT_GPUS.devices, 64, EIGHT_GPUS.memory_bytes, Scheduler("SLURM", 4, 1, "node03", "17"))
+SIZES_ONLY = describe(SMALL_GPT)
+WITH_CLASSES = replace(SIZES_ONLY, spec="my_model:build")
 TYPED = {
     "model": ["none"],
     "num_machines": ["2", "3", "16"],
@@ -42,7 +45,7 @@ TYPED = {
 def answered(draw):
     """A situation in which every question that applies got one of its possible answers."""
     hardware = draw(st.sampled_from([CPU_ONLY, EIGHT_GPUS, OLD_GPUS, IN_A_JOB]))
-    situation = Situation(hardware, model=draw(st.sampled_from([None, describe(SMALL_GPT)])))
+    situation = Situation(hardware, model=draw(st.sampled_from([None, SIZES_ONLY, WITH_CLASSES])))
     given_answers = {}
     for question in QUESTIONS:
         here = settle(situation, given_answers, until=question.key)
@@ -58,9 +61,10 @@ def answered(draw):
     return settle(situation, given_answers), given_answers
 
 
-SAMPLED = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SAMPLED = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("D1")
 @SAMPLED
 @given(answered())
@@ -74,6 +78,7 @@ def test_every_file_loads_and_says_what_was_answered(sample):
     assert kept == answers, "an answer that was possible is not in the file"
 
 
+@pytest.mark.slow
 @SAMPLED
 @given(answered())
 def test_every_file_can_be_edited_without_a_change(sample):
@@ -84,6 +89,7 @@ def test_every_file_can_be_edited_without_a_change(sample):
     assert edit.edited(files.dump(config), config) == files.dump(config)
 
 
+@pytest.mark.slow
 @SAMPLED
 @given(answered())
 def test_the_settings_of_the_printed_command_give_the_same_configuration(sample):

@@ -36,13 +36,11 @@ def is_possible(question: Question, situation: Situation, value: Any) -> bool:
     """Whether an answer could be given to the question as things are."""
     if question.kind == "choose":
         return any(option.value == value and not option.disabled for option in question.options(situation))
-    if value is None or value == []:
-        return question.default(situation).value in (None, [])
     try:
-        question.check(situation, typed(question, value))
+        read = question.check(situation, typed(question, value))
     except ValueError:
         return False
-    return True
+    return read == value if value in (None, []) else True
 
 
 def typed(question: Question, value: Any) -> str:

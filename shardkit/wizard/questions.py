@@ -263,8 +263,8 @@ def _offload_options(s: Situation) -> Sequence[Option]:
 def _class_default(s: Situation) -> Default:
     if s.model is None:
         return Default([], "the repeated block classes are found in the model when training starts")
-    if not s.model.has_class_names:
-        return Default([], "a file of weights has no class names; they are found when training starts")
+    if not s.has_class_names:
+        return Default([], "a file of weights, or sizes, have no class names; they are found when training starts")
     classes = numbers.suggested_classes(s.model)
     return Default(classes, "the model's repeated block classes" if classes else "no class repeats in the model")
 
@@ -276,7 +276,7 @@ def _wrap_default(s: Situation) -> Default:
 
 
 def _class_options(s: Situation) -> Sequence[Option]:
-    if s.model is None or not s.model.has_class_names:
+    if s.model is None or not s.has_class_names:
         return ()
     return tuple(
         Option(c.name, c.name, f"{c.count} x {count_text(c.numel_each)}, {c.share:.0%} of parameters")

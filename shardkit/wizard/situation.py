@@ -7,6 +7,7 @@ from typing import Any
 
 from shardkit.config.hardware import Hardware
 from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.model.builtin import BUILTIN
 from shardkit.model.describe import Description
 
 HERE, CPU, ELSEWHERE, SEVERAL, SLURM, TPU = "here", "cpu", "elsewhere", "several", "slurm", "tpu"
@@ -68,3 +69,9 @@ class Situation:
     def shards(self) -> bool:
         """Whether FSDP runs: more than one process, and a strategy other than NO_SHARD."""
         return self.strategy not in (None, ShardingStrategy.NO_SHARD)
+
+    @property
+    def has_class_names(self) -> bool:
+        """Whether the model's class names are those of the training script: not where only sizes are known."""
+        by_formula = self.model is not None and (self.model.spec in BUILTIN or self.model.spec.startswith("gpt:"))
+        return self.model is not None and self.model.has_class_names and not by_formula
