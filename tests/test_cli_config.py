@@ -132,6 +132,9 @@ def test_validate(capsys):
     Path("shardkit.yaml").write_text("num_processes: 2\nfsdp_config: {fsdp_use_orig_params: no}\n")
     out, _ = shardkit(capsys, "config", "validate")
     assert "shardkit.yaml: valid. 2 processes, FULL_SHARD, mixed precision no.\nnote: " in out
+    Path("open.yaml").write_text("mixed_precision: bf16\n")
+    out, _ = shardkit(capsys, "config", "validate", "open.yaml")
+    assert out == "open.yaml: valid. one process a device, FULL_SHARD, mixed precision bf16.\n"
     Path("bad.yaml").write_text("num_procesess: 2\nmixed_precision: bf17\n")
     _, error = shardkit(capsys, "config", "validate", "bad.yaml", code=2)
     assert error == (

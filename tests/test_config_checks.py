@@ -119,6 +119,14 @@ def test_a_rule_is_silent_about_a_value_that_is_wrong_itself():
     assert text.count("\n") == 0 and "num_machines: is not a whole number" in text
 
 
+def test_no_rule_judges_by_a_number_of_processes_that_nobody_gave():
+    text = "num_machines: 2\nmain_process_ip: a\nfsdp_config: {fsdp_sharding_strategy: 4}\n"
+    text += "shardkit: {mesh: {shard_size: 8}}\n"
+    assert files.read_text(text).notes == []
+    with pytest.raises(ConfigError, match="does not divide num_processes"):
+        files.read_text(text + "num_processes: 4\n")
+
+
 def test_resharding_said_in_python_is_a_strategy():
     assert settled(Config()) == Config()
     keeps = settled(Config(fsdp={"reshard_after_forward": False}))

@@ -84,7 +84,7 @@ def validate(
     if as_json:
         print(json.dumps({"valid": True, "file": str(path), "problems": [], "notes": loaded.notes}, indent=2))
         return 0
-    print(f"{path}: valid. {_in_words(loaded.config)}.")
+    print(f"{path}: valid. {_in_words(loaded)}.")
     for note in loaded.notes:
         print(f"note: {note}")
     return 0
@@ -282,14 +282,14 @@ def _for_accelerate(file: Path) -> str:
     return text
 
 
-def _in_words(config: "Config") -> str:
-    plural = "es" if config.num_processes > 1 else ""
-    how = (
-        config.fsdp.sharding_strategy.value
-        if config.distributed_type.value == "FSDP"
-        else config.distributed_type.value
-    )
-    return f"{config.num_processes} process{plural}, {how}, mixed precision {config.mixed_precision}"
+def _in_words(loaded: "Loaded") -> str:
+    config = loaded.config
+    count = f"{config.num_processes} process{'es' if config.num_processes > 1 else ''}"
+    if loaded.origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
+        count = "one process a device"
+    kind = config.distributed_type.value
+    how = config.fsdp.sharding_strategy.value if kind == "FSDP" else kind
+    return f"{count}, {how}, mixed precision {config.mixed_precision}"
 
 
 def _names_below(key: str | None) -> list[str]:

@@ -113,7 +113,8 @@ def write(config: Config, path: Path | str, comments: bool = True) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Put a text into a file, entirely or not at all; what the file was before stays until then."""
+    """Put a text into a file, entirely or not at all; what the file was before stays until then. A link stays one."""
+    path = Path(os.path.realpath(path))
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

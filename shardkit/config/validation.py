@@ -28,6 +28,8 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
     settle(layer)
     entries = {path: entry for path, entry in layer.entries.items() if not _is_absent(path, entry)}
     config, broken = _validated(entries, layer)
+    if ("num_processes",) not in entries:
+        broken.add("num_processes")  # the machine says it later; no rule may judge by the schema's default
     layer.problems += [
         _located(layer, finding) for finding in checks.problems(config) if not broken & set(finding.keys)
     ]
