@@ -1,6 +1,7 @@
 """What each rank holds, when it is gathered, and what the engine does with models that do not divide nicely."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.errors import ConfigError, ModelError
+from shardkit.runtime import parallel as engine
 from shardkit.runtime import process, units
+from shardkit.runtime.compiling import compile_blocks
 from shardkit.runtime.mesh import build_mesh, hybrid_sizes
 from shardkit.runtime.optim import unwrapped
 from shardkit.runtime.parallel import gradient_sync, parallelize
@@ -177,6 +180,24 @@ def test_a_shared_parameter_belongs_to_the_unit_around_all_its_modules():
     cut = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block,Embedding,Linear"))
     fqns = [unit.fqn for unit in cut.units]
     assert cut.owner(model.embed.weight) == "" and not {"embed", "head"} <= set(fqns)
+
+
+def shared_between_units(wrap: str) -> float:
+    """How far training with tied ends, both named as units, is from training in one process."""
+    torch.manual_seed(0)
+    model = models.Gpt(tied=True)
+    nn.init.normal_(model.embed.weight, std=0.2)
+    model.blocks[2].up = model.blocks[0].up  # a whole module in two units
+    model.blocks[1].norm1.weight = model.norm.weight
+    expected = steps(copy.deepcopy(model), tokens())
+    found = steps(parallel(model, config_for(2, fsdp_transformer_layer_cls_to_wrap=wrap)), tokens())
+    assert found.keys() == expected.keys()
+    return max((found[fqn] - expected[fqn]).abs().max().item() for fqn in expected)
+
+
+@pytest.mark.parametrize("wrap", ["Block", "Block,Embedding,Linear,LayerNorm"])
+def test_shared_parameters_and_modules_train_as_in_one_process(ranks, wrap):
+    assert max(ranks.run(2, shared_between_units, wrap)) < 1e-6
 
 
 def test_a_container_is_never_a_unit():
@@ -408,17 +429,29 @@ def test_recomputing_needs_blocks(ranks):
         ranks.run(2, nothing_repeats)
 
 
-def compiled() -> tuple[bool, bool]:
-    config = config_for(1, shardkit={"compile": True})
-    model = parallel(models.Gpt(), config)
-    return (
-        all(block._compiled_call_impl is not None for block in model.blocks),
-        all(isinstance(block, FSDPModule) for block in model.blocks),
-    )
+def compiled(checkpointing: bool) -> tuple[list[bool], float]:
+    """(each block is compiled and a unit, largest difference of gradients from those without compilation)."""
+    gradients = []
+    for compiles in (False, True):
+        settings = {"fsdp_activation_checkpointing": checkpointing, "shardkit": {"compile": compiles}}
+        torch.manual_seed(0)
+        found = engine.compile_blocks
+        engine.compile_blocks = partial(compile_blocks, backend="eager")  # the tracing, without a C++ compiler
+        try:
+            model = parallel(models.Gpt(), config_for(2, **settings))
+        finally:
+            engine.compile_blocks = found
+        models.next_token_loss(model, tokens()).backward()
+        gradients.append([whole(p.grad) for p in model.parameters()])
+    difference = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+    return [isinstance(b, FSDPModule) and b._compiled_call_impl is not None for b in model.blocks], difference
 
 
-def test_each_block_is_compiled_in_place(ranks):
-    assert ranks.run(1, compiled) == [(True, True)]
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_each_block_is_compiled_in_place(ranks, checkpointing):
+    for blocks, difference in ranks.run(2, compiled, checkpointing):
+        assert blocks == [True] * 3 and difference < 1e-6
 
 
 # Accumulation without communication

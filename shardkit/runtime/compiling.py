@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 
-def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
     """Compile each block in place: names and classes stay, and equal blocks share one compilation."""
     for block in blocks:
-        block.compile()
+        block.compile(backend=backend)

@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
-from shardkit.runtime.collectives import exchange
-from shardkit.runtime.mesh import agreed
+from shardkit.runtime.mesh import agreed, everyones
 from shardkit.runtime.units import Unit
 
 log = get_logger(__name__)
@@ -71,7 +70,7 @@ def same_everywhere(model: nn.Module) -> None:
     Collective.
     """
     text = "\n".join(f"{fqn} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for fqn, t in states(model))
-    digests = exchange(sha256(text.encode()).hexdigest())
+    digests = everyones(sha256(text.encode()).hexdigest())
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise ModelError(
@@ -86,7 +85,7 @@ def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
     Where only some ranks have memory behind a tensor, the others get it. Empty on rank 0: stays as it is.
     """
     empty_here = set(empty_states(model))
-    empty_on_0 = set(exchange(sorted(empty_here))[0])
+    empty_on_0 = set(everyones(sorted(empty_here))[0])
     allocate(model, lambda fqn, tensor: torch.device("cpu") if fqn not in empty_on_0 else None)
     for fqn, tensor in states(model):
         if fqn not in empty_on_0:

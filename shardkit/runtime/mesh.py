@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,11 +49,16 @@ def hybrid_sizes(config: Config, world_size: int, local_world_size: int) -> tupl
     return replicate, shard
 
 
-def agreed(problems: list[str]) -> list[str]:
-    """The problems of all ranks, each once, in rank order. Collective, so that all ranks raise or none does.
+def everyones(value: Any) -> list[Any]:
+    """All ranks' JSON-able values in rank order; in a simulated world only those of the one that runs. Collective."""
+    return [value] if is_simulated() else exchange(value)
 
-    A simulated world has one rank that runs, so its own problems are all there are.
-    """
-    if dist.is_initialized() and dist.get_backend() == "fake":
-        return problems
-    return list(dict.fromkeys(line for lines in exchange(problems) for line in lines))
+
+def agreed(problems: list[str]) -> list[str]:
+    """The problems of all ranks, each once, in rank order. Collective, so that all ranks raise or none does."""
+    return list(dict.fromkeys(line for lines in everyones(problems) for line in lines))
+
+
+def is_simulated() -> bool:
+    """Whether the other ranks exist in name only: torch's fake process group."""
+    return dist.is_initialized() and dist.get_backend() == "fake"

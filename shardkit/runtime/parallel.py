@@ -23,10 +23,9 @@ from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.runtime import precision, units
 from shardkit.runtime.activation import checkpoint_blocks
-from shardkit.runtime.collectives import exchange
 from shardkit.runtime.compiling import compile_blocks
 from shardkit.runtime.init import empty_states, fill, fill_from_rank0, same_everywhere
-from shardkit.runtime.mesh import agreed
+from shardkit.runtime.mesh import agreed, everyones
 
 if TYPE_CHECKING:
     from shardkit.runtime.process import Process
@@ -51,16 +50,14 @@ def parallelize(
         checkpoint_blocks(model, blocks)
     if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
         compile_blocks(blocks)
-    if config.mode == "fsdp":
-        assert mesh is not None
-        offloads = config.fsdp.offload_params and process.device.type != "cpu"
-        shard(model, cut, config, mesh, offloads)
-        _fill(model, cut, config, process, weights, torch.device("cpu") if offloads else process.device)
-        keep_equal(model, cut.replicated, process)
-        return model
-    _fill(model, cut, config, process, weights, process.device)
-    model.to(process.device)
-    return replicate(model, config, process) if config.mode == "ddp" and process.world_size > 1 else model
+    if mesh is None:
+        _fill(model, cut, config, process, weights, process.device)
+        return replicate(model.to(process.device), config, process)
+    home = _home(config, process)
+    shard(model, cut, config, mesh, offloads=home != process.device)
+    _fill(model, cut, config, process, weights, home)
+    keep_equal(model, cut.replicated, process)
+    return model
 
 
 def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
@@ -140,8 +137,8 @@ def set_prefetch(modules: list[FSDPModule], config: FsdpConfig) -> None:
 
 
 def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
-    """The model in DistributedDataParallel; the model itself where nothing in it is trained."""
-    if not any(p.requires_grad for p in model.parameters()):
+    """The model in DistributedDataParallel; itself where there is one rank, or nothing in it is trained."""
+    if config.mode != "ddp" or process.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
     wrapper = DistributedDataParallel(
         model,
@@ -257,8 +254,15 @@ def _fill(
         return
     seed = config.shardkit.seed
     if seed is None:
-        seed = exchange(torch.initial_seed() % 2**63)[0]
+        seed = everyones(torch.initial_seed() % 2**63)[0]
     fill(model, cut.units, process.device, parameter_device, weights, seed)
+
+
+def _home(config: Config, process: Process) -> torch.device:
+    """Where sharded parameters, their gradients and optimizer state live."""
+    if config.fsdp.offload_params and process.device.type == "cpu":
+        log.info("fsdp_offload_params: this run is on the CPU, where parameters and gradients are anyway.")
+    return torch.device("cpu") if config.fsdp.offload_params else process.device
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -284,7 +288,13 @@ def _own_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
     (`x += residual`) would drop it without a word: wrong gradients. Registered before FSDP2's own hook."""
     if torch.compiler.is_compiling():  # a compiled graph returns no views of what it was given
         return output
-    return tree_map_only(torch.Tensor, lambda t: _Own.apply(t) if t.requires_grad and t._is_view() else t, output)
+    if isinstance(output, torch.Tensor):
+        return _own(output)
+    return tree_map_only(torch.Tensor, _own, output)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return _Own.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
 
 
 def _dtype_of(unit: units.Unit) -> torch.dtype:
