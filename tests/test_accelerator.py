@@ -1,11 +1,12 @@
 """The Accelerator on live ranks: a user's whole loop equals plain torch in one process on the same global batches."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardkit import Accelerator
 
@@ -48,10 +49,34 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def parts(length: int, batch_size: int) -> tuple[Model, torch.optim.Optimizer, DataLoader, Any]:
+class Stream(IterableDataset):
+    """The same samples, one after the other, with no length."""
+
+    def __init__(self, length: int) -> None:
+        self.points = Points(length)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.points[index] for index in range(len(self.points)))
+
+
+class Adapted(nn.Module):
+    """A frozen model with a small trained one beside it, as LoRA has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Model().requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def parts(
+    length: int, batch_size: int, make_model: type[nn.Module] = Model
+) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, Any]:
     torch.manual_seed(1)
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model = make_model()
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     return model, optimizer, DataLoader(Points(length), batch_size=batch_size), scheduler
 
@@ -64,9 +89,11 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in model.parameters()]
 
 
-def plain(length: int, global_batch: int, accumulation: int, epochs: int) -> dict[str, Any]:
+def plain(
+    length: int, global_batch: int, accumulation: int, epochs: int, make_model: type[nn.Module] = Model
+) -> dict[str, Any]:
     """One process, by hand: the gradient of a step is the mean over its micro-batches, of which the last may be few."""
-    model, optimizer, loader, scheduler = parts(length, global_batch)
+    model, optimizer, loader, scheduler = parts(length, global_batch, make_model)
     norms, rates = [], []
     for _ in range(epochs):
         batches = list(loader)
@@ -127,3 +154,35 @@ def test_the_whole_loop_equals_one_process(ranks, world_size, config):
         torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
         assert found["rates"] == pytest.approx(expected["rates"])
         assert found["counted"] == (6, 0, length * epochs)
+
+
+def variation(kind: str) -> list[torch.Tensor]:
+    """The loop written in another way, three micro-batches a step."""
+    accelerator = Accelerator(config=FULL, gradient_accumulation_steps=3)
+    model, optimizer, loader, _ = parts(56, 4, Adapted if kind == "adapters" else Model)
+    if kind == "stream":
+        loader = DataLoader(Stream(56), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # built on the prepared optimizer
+    scheduler = accelerator.prepare(scheduler)
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                if kind == "zero_grad first":
+                    optimizer.zero_grad()
+                accelerator.backward(loss_of(model, batch))
+                accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                optimizer.step()
+                scheduler.step()
+                if kind != "zero_grad first":
+                    optimizer.zero_grad()
+    return weights_of(model)
+
+
+@pytest.mark.requirement("N4")
+@pytest.mark.parametrize("kind", ["zero_grad first", "stream", "adapters"])
+def test_other_ways_to_write_the_loop_equal_one_process_too(ranks, kind):
+    model = Adapted if kind == "adapters" else Model
+    expected = plain(56, 8, 3, 2, model)["weights"]
+    for found in ranks.run(2, variation, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -256,21 +256,28 @@ class Accelerator:
 
     # ---- saving and loading ----
 
-    def save_state(self, output_dir: str | Path | None = None, *, blocking: bool | None = None) -> Path:
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool | None = None,
+    ) -> Path:
         """Writes the whole training state; the folder. Without `output_dir` a new one in the project, named by step.
         Collective."""
+        unsupported.refuse_pickle(safe_serialization)
         from shardkit.runtime import saving
 
         return saving.save_state(self, output_dir, blocking=blocking)
 
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
-    ) -> None:
-        """Restores a training state, from the project's newest valid checkpoint without `input_dir`. Collective."""
+    ) -> Path:
+        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective."""
         from shardkit.runtime import saving
 
-        saving.load_state(self, input_dir, data_position=data_position, strict=strict)
         self.is_resumed = True
+        return saving.load_state(self, input_dir, data_position=data_position, strict=strict)
 
     def resume(self) -> bool:
         """Restores what `shardkit launch --resume` names, and whether it did. To be called after `prepare`. Collective.
@@ -313,6 +320,11 @@ class Accelerator:
     def project_dir(self) -> str | None:
         """The project's folder."""
         return self.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder for logs: the project's, unless it names another."""
+        return self.project.logging_dir
 
     @property
     def project_configuration(self) -> ProjectConfiguration:

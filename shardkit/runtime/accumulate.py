@@ -50,6 +50,9 @@ class Accumulation:
         self._divisor = steps
         self._window = 0
         self._stepped: set[int] = set()
+        self._stepped_in_micro_batch: set[int] = set()
+        self._calls_before_window = 0
+        self._calls_before_micro_batch = 0
         self._batch_counted = 0
         self._boundary_is_due = False
         self._boundary_loader: PreparedLoader | None = None
@@ -108,6 +111,7 @@ class Accumulation:
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
         self.counters.micro_step = 0
+        self._stepped_in_micro_batch.add(id(optimizer))
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
         if was_skipped:
@@ -117,6 +121,18 @@ class Accumulation:
         if not self._stepped:
             self.counters.step += 1
         self._stepped.add(id(optimizer))
+
+    def still_needs(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's gradients belong to a window that is still open, so that zero_grad must leave them.
+
+        Loops call zero_grad at the end of a micro-batch or at its start. In a window's last one, before its backward
+        or before this optimizer's turn among several, the gradients of the micro-batches before are still to be used.
+        """
+        if not self.sync_gradients:
+            return self.backward_calls > self._calls_before_window
+        if self._window <= 1 or id(optimizer) in self._stepped_in_micro_batch:
+            return False
+        return self.backward_calls == self._calls_before_micro_batch or bool(self._stepped_in_micro_batch)
 
     def after_batch(self, loader: PreparedLoader) -> None:
         """What a loader calls when the loop comes back for more: all that belongs to the batch before is done."""
@@ -130,6 +146,9 @@ class Accumulation:
         progress.post("forward", self.counters.step)
         if self.counters.micro_step == 0:
             self._divisor = self.steps
+            self._calls_before_window = self.backward_calls
+        self._calls_before_micro_batch = self.backward_calls
+        self._stepped_in_micro_batch.clear()
         self.counters.micro_step += 1
         loader = active_loader(self._loaders)
         is_last = loader is not None and loader.end_of_loader
@@ -238,8 +257,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients; nothing while the window is not full."""
-        if self._accumulation.sync_gradients:
+        """Drops the gradients, wherever in the loop it stands; nothing while the window still needs them."""
+        if not self._accumulation.still_needs(self.optimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:
