@@ -6,6 +6,7 @@ start_ranks(..)     torch elastic itself: rendezvous, processes, who failed
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -84,6 +85,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int) -
         config = files.overlaid(config, {"shardkit.checkpoint.resume": "auto"})
     path = log_dir / ("config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml")
     files.write(config, path)
+    path.with_suffix(".origins.json").write_text(json.dumps(spec.origins, indent=1))  # for the table at the start
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),
@@ -189,7 +191,7 @@ def outcomes_of(watch: Watch, failures: dict[int, int], errors: dict[int, record
                 exit_code=code,
                 ended_s=known.ended_s if known else None,
                 error=errors.get(rank),
-                was_killed=(known is not None and known.was_killed)
+                was_killed=(known is not None and known.place.pid in watch.killed)
                 or (code == -signal.SIGTERM and bool(others_failed)),
                 phase=known.place.phase if known else "",
                 step=known.place.step if known else 0,

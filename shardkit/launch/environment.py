@@ -1,5 +1,6 @@
 """The variables of every rank: ours, and those that make Accelerate and the Trainer follow the same file."""
 
+import re
 from collections.abc import Mapping
 
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
@@ -114,10 +115,8 @@ def mesh_variables(config: Config) -> dict[str, str]:
 
 def cpu_note(config: Config, device: str, source: str) -> str | None:
     """What a script on Accelerate or the Trainer must know on the CPU; None where there is nothing to say."""
-    uses_peer = any(
-        f"{word} {name}" in source for word in ("import", "from") for name in ("accelerate", "transformers")
-    )
-    if device != "cpu" or not shards(config) or not uses_peer or "shardkit" in source:
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
+    if device != "cpu" or not shards(config) or "shardkit" in imported or not imported & {"accelerate", "transformers"}:
         return None
     return (
         "note: Accelerate and the Transformers Trainer do not shard on the CPU; "

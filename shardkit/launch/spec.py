@@ -132,7 +132,7 @@ def strategy_of(config: Config) -> str:
 
 
 def shown_ranks(show: str) -> frozenset[int] | None:
-    """`all` or `0,2` as a set of ranks; None: all. Raises ValueError for anything else."""
+    """`all` or `0,2` as a set of ranks; None: all."""
     if show.strip().lower() == "all":
         return None
     return frozenset(int(word) for word in show.split(",") if word.strip())

@@ -22,8 +22,8 @@ POLL_S = 0.05
 CHECK_S = 1.0
 SURVIVOR_GRACE_S = 5.0
 """How long ranks may outlive the failure of another: time to notice it and to say so in their logs."""
-STACKS_S = 1.5
-"""How long ranks have to write their stacks before a hung run is ended."""
+STACKS_S = 10.0
+"""How long ranks have, at most, to write their stacks before a hung run is ended."""
 
 
 @dataclass
@@ -35,7 +35,6 @@ class Rank:
     ended_s: float | None = None
     is_gone: bool = False
     stopped_since_s: float | None = None
-    was_killed: bool = False
 
     @property
     def runs(self) -> bool:
@@ -68,6 +67,7 @@ class Watch:
         self.ranks: dict[int, Rank] = {}
         self.hang: Hang | None = None
         self.stop: Stop | None = None
+        self.killed: set[int] = set()
         self._failed_s: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
@@ -85,17 +85,21 @@ class Watch:
         """Hand a signal to every rank; the second time, end them all. Called from a signal handler: takes no lock."""
         if self.stop is None:
             self.stop = Stop(number, SURVIVOR_GRACE_S if number == signal.SIGINT else self.stop_timeout_s)
-            for place in records.read_places(self.folder).values():
-                _send(place.pid, number)
+            for pid in self._running_pids():
+                _send(pid, number)
         else:
             self.kill_all()
 
     def kill_all(self) -> None:
         """SIGKILL to every rank that still runs."""
-        for rank in list(self.ranks.values()):
-            if rank.runs:
-                rank.was_killed = True
-                _send(rank.place.pid, signal.SIGKILL)
+        for pid in self._running_pids():
+            self.killed.add(pid)
+            _send(pid, signal.SIGKILL)
+
+    def _running_pids(self) -> list[int]:
+        """The processes of the ranks that have come up and, as far as is known, still run."""
+        places = records.read_places(self.folder).values()
+        return [place.pid for place in places if place.rank not in self.ranks or self.ranks[place.rank].runs]
 
     def _run(self) -> None:
         checked_s = 0.0
@@ -106,6 +110,14 @@ class Watch:
                 checked_s = now
                 self._end_what_stays(now)
         self._look()
+
+    def _wait_for_stacks(self, numbers: list[int], since_s: float) -> None:
+        """Until the ranks have written their stacks, or it takes too long."""
+        paths = [stack_path(self.log_dir, number) for number in numbers]
+        while any(not path.exists() or not path.stat().st_size for path in paths):
+            if time.monotonic() - since_s > STACKS_S or self._closing.wait(POLL_S):
+                return
+        self._closing.wait(2 * POLL_S)  # the last lines
 
     def _look(self) -> None:
         """Renew places and exit codes."""
@@ -157,20 +169,26 @@ class Watch:
             return
         for rank in running.values():
             _send(rank.place.pid, signal.SIGUSR2)  # the stacks of all threads, into the rank's .stack
-        self._closing.wait(STACKS_S)
+        self._wait_for_stacks([number for number, rank in running.items() if not rank.stopped_since_s], now)
         found = {number: stacks.read(stack_path(self.log_dir, number)) for number in running}
         self.hang = Hang(first_to_stop(self.ranks, found), render_table(self.ranks, found, now))
         self.kill_all()
 
 
 def is_hung(running: dict[int, Rank], timeout_s: float, now: float) -> bool:
-    """Whether no watched rank has moved for `timeout_s`, or one has been stopped from outside for so long.
+    """Whether no rank has moved for `timeout_s`, or one has been stopped from outside for so long.
 
-    A rank in a slow step is no hang while another still posts.
+    A rank in a slow step is no hang while another still posts. Ranks that never post are not judged by their age, and
+    one that has paused may take any time.
     """
     stopped_s = [now - rank.stopped_since_s for rank in running.values() if rank.stopped_since_s]
-    ages_s = [now - rank.place.since_s for rank in running.values() if rank.place.is_watched]
-    return max(stopped_s, default=0.0) > timeout_s or min(ages_s, default=0.0) > timeout_s
+    if max(stopped_s, default=0.0) > timeout_s:
+        return True
+    places = [rank.place for rank in running.values()]
+    has_paused = any(not place.is_watched and place.phase != "starting" for place in places)
+    if has_paused or not any(place.is_watched for place in places):
+        return False
+    return min(now - place.since_s for place in places) > timeout_s
 
 
 def first_to_stop(ranks: dict[int, Rank], found: dict[int, Stack | None]) -> int:

@@ -1,0 +1,272 @@
+"""`shardkit launch` itself, as a subprocess: ranks, logs, failures, hangs, signals, restarts."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 120
+
+pytestmark = pytest.mark.slow
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "shardkit", "launch", "--cpu", *arguments]
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """A launch from `folder`, to its end."""
+    return subprocess.run(
+        command(*arguments), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def script(name: str) -> str:
+    return str(SCRIPTS / f"{name}.py")
+
+
+def logs(folder: Path) -> Path:
+    return next((folder / "runs").iterdir())
+
+
+class Running:
+    """A launch under way, whose output is in a file that can be waited on."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._path = folder / "screen.txt"
+        with self._path.open("w") as screen:
+            self.process = subprocess.Popen(command(*arguments), cwd=folder, stdout=screen, stderr=screen)
+
+    def text(self) -> str:
+        return self._path.read_text()
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
+        """Everything that matches, once it has matched `count` times."""
+        until = time.monotonic() + TIMEOUT_S
+        while len(found := re.findall(pattern, self.text())) < count:
+            assert time.monotonic() < until, f"{pattern} did not come in:\n{self.text()}"
+            assert self.process.poll() is None or len(re.findall(pattern, self.text())) >= count, self.text()
+            time.sleep(0.05)
+        return found
+
+    def end(self) -> int:
+        return self.process.wait(timeout=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str):
+    launched = Running(folder, *arguments)
+    try:
+        yield launched
+    finally:
+        if launched.process.poll() is None:
+            launched.process.kill()
+            launched.process.wait()
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    until = time.monotonic() + TIMEOUT_S
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < until, f"still there: {alive}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.requirement("D2")
+@pytest.mark.requirement("B2")
+@pytest.mark.requirement("A11")
+def test_a_launch_reads_the_file_that_it_finds_and_starts_its_ranks(tmp_path):
+    (tmp_path / "shardkit.yaml").write_text("num_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
+    done = launch(tmp_path, script("world"), "--lr", "3e-4", "-n", "7")
+    assert done.returncode == 0, done.stderr
+    expected = {f"[{rank}] rank {rank} of 2, sum 3, ['--lr', '3e-4', '-n', '7']" for rank in (0, 1)}
+    assert set(done.stdout.splitlines()) == expected
+    first, *_, last = done.stderr.splitlines()
+    assert re.search(
+        r"^shardkit \S+ \| .*shardkit.yaml \| FSDP FULL_SHARD, bf16 \| 1 machine x 2 \| torch .* gloo", first
+    )
+    assert re.search(r"^done in .*, 2 ranks, exit 0$", last)
+    assert "[1] config config.yaml" in done.stderr
+    assert (logs(tmp_path) / "rank1.log").read_text().splitlines()[0].startswith("rank 1 of 2")
+
+
+def test_a_module_keeps_its_own_options_and_one_rank_has_no_prefix(tmp_path):
+    (tmp_path / "tool.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    done = launch(tmp_path, "-n", "1", "-m", "tool", "--show", "x", "-n", "3")
+    assert (done.returncode, done.stdout) == (0, "__main__ ['--show', 'x', '-n', '3']\n"), done.stderr
+
+
+def test_only_the_shown_ranks_reach_the_screen_and_bars_come_from_rank_0(tmp_path):
+    bar = "for i in range(3): print(f'{r} at {i}', end='\\r')"
+    (tmp_path / "bar.py").write_text(f"import os\nr = os.environ['RANK']\n{bar}\nprint()\nprint('end', r)")
+    done = launch(tmp_path, "-n", "3", "--show", "0,1", "bar.py")
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 at 2", "[0] end 0", "[1] end 1"], done.stderr
+    assert "end 2" in (logs(tmp_path) / "rank2.log").read_text()
+
+
+@pytest.mark.fault_row(26)
+def test_the_rank_that_raised_is_named_and_its_victims_stay_in_the_logs(tmp_path):
+    done = launch(tmp_path, "-n", "2", script("collective"), "raise")
+    assert done.returncode == 1
+    assert "launch: rank 1 failed first: ValueError: bad sample at index 1234" in done.stderr
+    assert re.search(r"collective\.py:\d+ in step\)", done.stderr)
+    assert done.stderr.count("Traceback") == 1
+    assert "bootstrap" not in done.stderr
+    assert "Connection closed" not in done.stderr
+
+
+@pytest.mark.fault_row(27)
+@pytest.mark.parametrize("what", ["exit", "_exit"])
+def test_a_rank_that_leaves_early_is_named(tmp_path, what):
+    done = launch(tmp_path, "-n", "2", script("collective"), what)
+    assert done.returncode == 1
+    assert "launch: rank 1 failed first: left with exit code 0 while the other ranks still waited" in done.stderr
+    assert "rank 0 ended because its peer was gone" in done.stderr
+
+
+@pytest.mark.fault_row(26)
+@pytest.mark.fault_row(27)
+@pytest.mark.parametrize(
+    ("what", "code", "cause"),
+    [
+        ("raise", 1, r"RuntimeError: before any process group \(.*alone.py:\d+\)"),
+        ("exit", 3, r"the script ended itself with sys.exit\(3\)"),
+        ("segv", 139, "killed by SIGSEGV"),
+        ("abort", 134, "killed by SIGABRT"),
+        ("kill", 137, "killed by SIGKILL"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path, what, code, cause):
+    done = launch(tmp_path, "-n", "2", script("alone"), what)
+    assert done.returncode == code, done.stderr
+    assert re.search(f"launch: rank 1 failed first: .*{cause}", done.stderr)
+    assert "rank 0 was ended by the launcher" in done.stderr
+
+
+@pytest.mark.fault_row(28)
+def test_a_stopped_rank_is_found_and_named(tmp_path):
+    done = launch(tmp_path, "-n", "2", "--set", "shardkit.launch.hang_timeout_s=5", script("stopped"))
+    assert done.returncode == 4, done.stderr
+    assert "launch: HANG, no progress for 5 s" in done.stderr
+    assert re.search(r"rank 0  step 2  backward  for \d+ s  at .*stopped.py:\d+", done.stderr)
+    assert re.search(r"rank 1  step 1  data  for \d+ s  STOPPED \(SIGSTOP\)", done.stderr)
+    assert "First to stop: rank 1" in done.stderr
+
+
+@pytest.mark.fault_row(32)
+@pytest.mark.parametrize("to", ["launcher", "rank 1"])
+def test_a_signal_ends_in_one_save_at_the_same_step_everywhere(tmp_path, to):
+    with running(tmp_path, "-n", "2", script("steps")) as launched:
+        launched.wait_for("step 2", count=2)
+        pid = launched.process.pid if to == "launcher" else int(launched.wait_for(r"pid (\d+) of rank 1")[0])
+        os.kill(pid, signal.SIGTERM)
+        assert launched.end() == 75, launched.text()
+    saved = re.findall(r"saving (\d+)", launched.text())
+    assert len(saved) == 2
+    assert len(set(saved)) == 1
+    assert "told to stop; the state is saved" in launched.text()
+
+
+@pytest.mark.fault_row(33)
+def test_a_second_signal_ends_the_ranks_at_once(tmp_path):
+    with running(tmp_path, "-n", "2", script("stubborn")) as launched:
+        pids = [int(pid) for pid in launched.wait_for(r"pid (\d+)", count=2)]
+        launched.process.send_signal(signal.SIGTERM)
+        launched.wait_for("telling the ranks to stop")
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end() == 143, launched.text()
+    assert "SIGTERM ended the ranks" in launched.text()
+    wait_until_gone(pids)
+
+
+@pytest.mark.fault_row(33)
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
+    with running(tmp_path, "-n", "2", script("stubborn")) as launched:
+        pids = [int(pid) for pid in launched.wait_for(r"pid (\d+)", count=2)]
+        launched.process.kill()
+        launched.end()
+    wait_until_gone(pids)
+
+
+@pytest.mark.fault_row(34)
+def test_two_launches_at_once_do_not_meet(tmp_path):
+    with running(tmp_path, "-n", "2", script("world")) as one:
+        other = launch(tmp_path, "-n", "2", script("world"))
+        assert one.end() == 0, one.text()
+    assert other.returncode == 0, other.stderr
+    assert "rank 1 of 2, sum 3" in one.text()
+    assert "rank 1 of 2, sum 3" in other.stdout
+
+
+def test_ranks_are_started_again_and_resume(tmp_path):
+    done = launch(tmp_path, "-n", "2", "--restarts", "5", script("again"), str(tmp_path), "4")
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 5, no checkpoint yet" in done.stderr
+    assert "restart 2 of 5, from step 40" in done.stderr
+    assert "restart 4 of 5" in done.stderr
+    assert "resume: auto" in (logs(tmp_path) / "config.yaml").read_text()
+
+
+@pytest.mark.fault_row(38)
+def test_restarts_that_get_nowhere_are_given_up(tmp_path):
+    done = launch(tmp_path, "-n", "2", "--restarts", "9", script("again"), str(tmp_path), "99")
+    assert done.returncode == 1
+    assert len(list(tmp_path.glob("try-*"))) == 5  # one without, then three after the checkpoint of the second
+    assert "given up after 4 restarts (3 in a row without a new checkpoint)" in done.stderr
+    assert re.findall(r"restart (\d): rank 0 failed first: ValueError: loss is nan at step (\d+)", done.stderr) == [
+        ("1", "50"),
+        ("2", "51"),
+        ("3", "52"),
+        ("4", "53"),
+    ]
+
+
+def free_port() -> int:
+    """A port below those that the kernel hands out by itself, so that nobody takes it in between."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@pytest.mark.requirement("A9")
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_make_one_world(tmp_path, backend):
+    main = f"127.0.0.1:{free_port()}"
+    flags = ["-n", "2", "--num-machines", "2", "--main", main, "--set", f"rdzv_backend={backend}"]
+    with running(tmp_path, *flags, "--machine-rank", "1", script("world")) as second:
+        first = launch(tmp_path, *flags, "--machine-rank", "0", script("world"))
+        assert second.end() == 0, second.text() + first.stderr
+    assert first.returncode == 0, first.stderr
+    ranks = re.findall(r"\[(\d)\] rank (\d) of 2, sum 3", first.stdout + second.text())
+    assert sorted(ranks) == [("0", "0"), ("1", "1")]
+
+
+@pytest.mark.requirement("A12")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("with_accelerate", "world 2, bf16, DistributedDataParallel"), ("with_trainer", "world 2, bf16, 2 steps")],
+)
+def test_scripts_on_accelerate_and_on_the_trainer_follow_the_file(tmp_path, name, says):
+    (tmp_path / "shardkit.yaml").write_text("num_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n")
+    done = launch(tmp_path, script(name))
+    assert done.returncode == 0, done.stderr
+    assert f"[0] {says}" in done.stdout
+    assert f"[1] {says}" in done.stdout
+    assert "do not shard on the CPU" in done.stderr

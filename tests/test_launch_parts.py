@@ -1,0 +1,535 @@
+"""The parts of a launch that need no rank: flags, checks, variables, output lines, diagnosis, hangs, restarts."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from shardkit.cli import main as command_line
+from shardkit.cli.launch import split_after_module
+from shardkit.config import files
+from shardkit.config.schema import Config
+from shardkit.errors import ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
+from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
+from shardkit.launch.diagnosis import Outcome
+from shardkit.launch.output import Lines
+from shardkit.launch.preflight import Machine
+from shardkit.launch.records import Place, RankError
+from shardkit.launch.restarts import Restarts
+from shardkit.launch.spec import launch_spec
+from shardkit.launch.watch import Rank, first_to_stop, is_hung, render_table
+
+NO_GPU = Machine((), 2)
+EIGHT = Machine(("H200",) * 8, 16)
+
+
+def config(**settings) -> Config:
+    return files.overlaid(Config(), {name.replace("__", "."): str(value) for name, value in settings.items()})
+
+
+def texts(problems) -> str:
+    return "\n".join(problem.text for problem in problems)
+
+
+# flags
+
+
+@pytest.mark.requirement("A11")
+@pytest.mark.parametrize(
+    ("text", "strategy", "wraps", "offloads"),
+    [
+        ("full shard", "FULL_SHARD", False, False),
+        ("full_shard auto_wrap", "FULL_SHARD", True, False),
+        ("FULL-SHARD, offload", "FULL_SHARD", False, True),
+        ("hybrid_shard_zero2 auto_wrap offload", "HYBRID_SHARD_ZERO2", True, True),
+        ("hybrid shard", "HYBRID_SHARD", False, False),
+        ("no_shard", "NO_SHARD", False, False),
+        ("shard_grad_op auto_wrap", "SHARD_GRAD_OP", True, False),
+    ],
+)
+def test_fsdp_in_the_trainers_words(text, strategy, wraps, offloads):
+    settings = flags.fsdp_settings(text)
+    assert settings.pop("distributed_type") == "FSDP"
+    assert settings.pop("fsdp_config.fsdp_sharding_strategy") == strategy
+    assert settings.pop("fsdp_config.fsdp_auto_wrap_policy", None) == ("TRANSFORMER_BASED_WRAP" if wraps else None)
+    assert settings.pop("fsdp_config.fsdp_offload_params", None) == ("true" if offloads else None)
+    assert not settings
+
+
+@pytest.mark.parametrize("text", ["full shrad", "full_shard no_shard", "full_shard autowrap"])
+def test_fsdp_with_an_unknown_word_is_refused(text):
+    with pytest.raises(UsageError, match="--fsdp: is a strategy and options"):
+        flags.fsdp_settings(text)
+
+
+@pytest.mark.requirement("A11")
+def test_fsdp_config_is_a_file_or_the_folder_that_holds_it(tmp_path):
+    content = {
+        "min_num_params": 2000,
+        "fsdp_offload_params": True,
+        "transformer_layer_cls_to_wrap": ["A", "B"],
+        "xla": False,
+    }
+    (tmp_path / "fsdp.json").write_text(json.dumps(content))
+    settings = flags.fsdp_file_settings(tmp_path)
+    assert settings == {
+        "fsdp_config.fsdp_min_num_params": "2000",
+        "fsdp_config.fsdp_offload_params": "true",
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "A,B",
+        "xla": "false",
+    }
+    read = files.overlaid(Config(), settings).fsdp
+    assert (read.min_num_params, read.offload_params, read.transformer_layer_cls_to_wrap) == (2000, True, ["A", "B"])
+    (tmp_path / "other.yaml").write_text("fsdp_config:\n  fsdp_offload_params: true\n")
+    assert flags.fsdp_file_settings(tmp_path / "other.yaml") == {"fsdp_config.fsdp_offload_params": "true"}
+    with pytest.raises(ConfigError, match=r"should hold one JSON or YAML file \(got 2: fsdp.json, other.yaml\)"):
+        flags.fsdp_file_settings(tmp_path)
+
+
+def test_addresses_and_settings():
+    assert flags.main_settings("node-a:29501") == {"main_process_ip": "node-a", "main_process_port": "29501"}
+    assert flags.main_settings("node-a") == {"main_process_ip": "node-a"}
+    assert flags.main_settings(":29501") == {"main_process_port": "29501"}
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        flags.main_settings("node-a:port")
+    assert flags.settings_of(["a=1", "b=c=d"]) == {"a": "1", "b": "c=d"}
+    with pytest.raises(UsageError, match="--set: is key=value"):
+        flags.settings_of(["a"])
+
+
+def test_what_follows_the_module_belongs_to_it():
+    with_value = {"-n", "--set", "-m", "--module"}
+    assert split_after_module(["-n", "2", "-m", "pkg", "-n", "3"], with_value) == [
+        "-n",
+        "2",
+        "-m",
+        "pkg",
+        "--",
+        "-n",
+        "3",
+    ]
+    assert split_after_module(["train.py", "-m", "x"], with_value) == ["train.py", "-m", "x"]
+    assert split_after_module(["--cpu", "train.py", "-m", "x"], with_value) == ["--cpu", "train.py", "-m", "x"]
+
+
+# the command line up to the ranks
+
+
+def dry_run(capsys, *arguments: str) -> dict:
+    code = command_line.run(["launch", "--dry-run", "--json", *arguments])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return json.loads(captured.out)
+
+
+@pytest.mark.requirement("A8")
+@pytest.mark.requirement("A9")
+def test_accelerates_spelling_and_the_documents_own_example_file(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "example.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: FSDP\ndowncast_bf16: 'no'\nfsdp_config:\n"
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_backward_prefetch_policy: BACKWARD_PRE\n"
+        "  fsdp_cpu_ram_efficient_loading: true\n  fsdp_forward_prefetch: false\n  fsdp_offload_params: true\n"
+        "  fsdp_sharding_strategy: 1\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n  fsdp_sync_module_states: true\n"
+        "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n  fsdp_use_orig_params: true\nmachine_rank: 0\n"
+        "main_training_function: main\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 2\nrdzv_backend: static\n"
+        "same_network: true\ntpu_env: []\ntpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: false\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    launched = dry_run(capsys, "--config_file", "example.yaml", "--cpu", "train.py", "--num_processes", "9")
+    assert launched["arguments"] == ["--num_processes", "9"]
+    assert (launched["world_size"], launched["device"], launched["backend"]) == (2, "cpu", "gloo")
+    assert launched["strategy"] == "FSDP FULL_SHARD, CPU offload, wrap BertLayer"
+    assert launched["mixed_precision"] == "bf16"
+    fsdp = ["--fsdp=shard_grad_op", "--num_processes", "4"]
+    launched = dry_run(capsys, "--config_file", "example.yaml", "--use_cpu", *fsdp, "train.py")
+    assert launched["world_size"] == 4
+    assert launched["config"]["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
+
+
+def test_a_dry_run_shows_what_every_rank_would_run(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert command_line.run(["launch", "--cpu", "-n", "2", "--dry-run", "train.py", "--lr", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "-m shardkit.launch.bootstrap train.py --lr 1" in shown
+    assert "ACCELERATE_MIXED_PRECISION=" in shown
+    assert "Nothing was started" in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_problems_come_at_once_and_nothing_starts(tmp_path, capsys, monkeypatch):
+    (tmp_path / "shardkit.yaml").write_text("num_procesess: 2\nfsdp_config:\n  fsdp_offload_param: true\n")
+    monkeypatch.chdir(tmp_path)
+    assert command_line.run(["launch", "--fsdp", "fully", "trian.py"]) == 2
+    said = capsys.readouterr().err
+    assert "--fsdp: is a strategy" in said
+    assert "script trian.py does not exist" in said
+    assert "shardkit.yaml:1:1: num_procesess: unknown key" in said
+    assert "fsdp_offload_param: unknown key" in said
+    assert "4 errors. Nothing was started." in said
+
+
+# checks before the start
+
+
+def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "tools" / "deep").mkdir(parents=True)
+    (tmp_path / "tools" / "deep" / "run.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean train.py?" in texts(preflight.script_problems("trian.py", False))
+    assert "is a folder without __main__.py" in texts(preflight.script_problems("tools", False))
+    assert not preflight.script_problems("train.py", False)
+    assert not preflight.script_problems("tools.deep.run", True)
+    assert "module tools.deep.walk is not found" in texts(preflight.script_problems("tools.deep.walk", True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "says"),
+    [
+        ({"num_processes": 8}, NO_GPU, "num_processes is 8 but this machine has no GPU; pass --cpu"),
+        ({"num_processes": 16}, EIGHT, "this machine has 8 GPUs; set it to 8, or pass --cpu"),
+        ({"num_processes": 32, "num_machines": 2, "main_process_ip": "a"}, EIGHT, "16 of them on each machine, but"),
+        ({"num_processes": 2, "num_machines": 2}, EIGHT, "need the address of machine 0; give --main HOST:PORT"),
+        ({"use_cpu": True, "shardkit": {"launch": {"show": "0,1"}}}, NO_GPU, "there is no rank 1 among 1"),
+        ({"distributed_type": "XLA"}, NO_GPU, "needs the package torch_xla"),
+    ],
+)
+def test_what_the_machine_cannot_run_is_said_before_the_start(settings, machine, says):
+    if settings.get("distributed_type") == "XLA" and preflight.find_spec("torch_xla"):
+        pytest.skip("torch_xla is here")
+    assert says in texts(preflight.run_problems(Config.model_validate(settings), machine, {}))
+
+
+def test_enough_devices_and_too_few_cores():
+    assert not preflight.run_problems(config(num_processes=8), EIGHT, {})
+    assert not preflight.run_problems(config(num_processes=4, use_cpu=True), NO_GPU, {})
+    assert "4 ranks share 2 CPU cores" in str(preflight.core_warning(config(num_processes=4, use_cpu=True), NO_GPU))
+    assert preflight.core_warning(config(num_processes=2, use_cpu=True), NO_GPU) is None
+    hidden = texts(preflight.device_problems(config(num_processes=2), NO_GPU, {"CUDA_VISIBLE_DEVICES": ""}))
+    assert 'check CUDA_VISIBLE_DEVICES (now "")' in hidden
+
+
+@pytest.mark.fault_row(34)
+def test_a_port_in_use_names_its_owner():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not ports.is_free(port)
+        said = texts(preflight.port_problems(config(main_process_port=port, use_cpu=True)))
+        assert f"port {port} is in use by pid {os.getpid()} (" in said
+        assert "or leave the port out and a free one is taken" in said
+        assert not preflight.port_problems(config(main_process_port=0, use_cpu=True))
+        on_another = Config(
+            num_machines=2, num_processes=2, main_process_ip="localhost", main_process_port=port, machine_rank=1
+        )
+        assert not preflight.port_problems(on_another)
+
+
+def test_machine_problems_alone_have_their_own_exit_code():
+    with pytest.raises(MachineError, match="1 error"):
+        preflight.raise_all(preflight.device_problems(config(num_processes=8), NO_GPU, {}))
+    with pytest.raises(ConfigError, match="2 errors"):
+        preflight.raise_all(preflight.run_problems(Config(num_processes=8, num_machines=2), NO_GPU, {}))
+
+
+# variables
+
+
+@pytest.mark.requirement("A12")
+def test_accelerate_gets_the_same_settings():
+    chosen = config(
+        num_processes=8,
+        mixed_precision="bf16",
+        fsdp__sharding_strategy=2,
+        fsdp__transformer_layer_cls_to_wrap="A,B",
+        fsdp__offload_params=True,
+        shardkit__gradient_accumulation_steps=4,
+    )
+    variables = environment.accelerate_variables(chosen, "cuda")
+    expected = {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_CPU": "false",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
+        "FSDP_OFFLOAD_PARAMS": "true",
+    }
+    assert expected.items() <= variables.items()
+    assert not any(name.startswith("PARALLELISM") for name in variables)
+
+
+@pytest.mark.requirement("A12")
+def test_accelerate_on_the_cpu_ddp_and_hybrid():
+    assert "ACCELERATE_USE_FSDP" not in environment.accelerate_variables(config(num_processes=2, use_cpu=True), "cpu")
+    ddp = environment.accelerate_variables(config(num_processes=2, fsdp__sharding_strategy=3), "cuda")
+    assert "ACCELERATE_USE_FSDP" not in ddp
+    hybrid = Config(num_processes=8, num_machines=2, fsdp={"sharding_strategy": 4}, main_process_ip="a")
+    mesh = environment.accelerate_variables(hybrid, "cuda")
+    assert (mesh["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"], mesh["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("2", "4")
+    assert mesh["FSDP_RESHARD_AFTER_FORWARD"] == "true"
+
+
+def test_threads_are_chosen_given_or_shared_out():
+    two = config(num_processes=2, use_cpu=True)
+    assert environment.threads_of(two, 2, 16, {}) == 8
+    assert environment.threads_of(two, 2, 1, {}) == 1
+    assert environment.threads_of(two, 2, 16, {"OMP_NUM_THREADS": "3"}) == 3
+    assert environment.threads_of(config(shardkit__launch__threads_per_rank=5), 2, 16, {"OMP_NUM_THREADS": "3"}) == 5
+
+
+def test_the_note_on_the_cpu_is_for_scripts_on_accelerate():
+    two = config(num_processes=2, use_cpu=True)
+    assert "runs there as DDP" in str(environment.cpu_note(two, "cpu", "from accelerate import Accelerator"))
+    assert environment.cpu_note(two, "cpu", "from shardkit import Accelerator\nimport transformers") is None
+    assert environment.cpu_note(two, "cuda", "import accelerate") is None
+
+
+def test_devices_are_hidden_or_chosen():
+    assert launch_spec(config(use_cpu=True), "a.py").environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert launch_spec(config(gpu_ids="0, 3"), "a.py").environment["CUDA_VISIBLE_DEVICES"] == "0,3"
+    assert "CUDA_VISIBLE_DEVICES" not in launch_spec(config(gpu_ids="all"), "a.py").environment
+    assert launch_spec(config(debug=True), "a.py").environment["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+
+
+# output
+
+
+def test_lines_are_whole_and_bars_are_known():
+    lines = Lines()
+    assert lines.feed(b"ab") == []
+    assert lines.feed(b"c\nde\n\nf") == [("abc", False), ("de", False), ("", False)]
+    assert lines.close() == [("f", False)]
+    assert lines.feed(b"10%\r20%\r") == []
+    assert lines.unfinished() == ("20%", True)
+    assert lines.feed(b"100%\nnext\r\n") == [("100%", True), ("next", False)]
+    assert lines.feed(b"\xff\xfe\n") == [("\\xff\\xfe", False)]
+
+
+# diagnosis
+
+
+def error(rank: int, kind: str = "ValueError", lost: bool = False, time_s: float = 1.0, code: int = 1) -> RankError:
+    return RankError(rank, kind, "words", "train.py:4 in step", "Traceback", code, lost, time_s)
+
+
+@pytest.mark.fault_row(26)
+@pytest.mark.fault_row(27)
+@pytest.mark.parametrize(
+    ("outcomes", "rank", "code"),
+    [
+        ([Outcome(0, exit_code=1, error=error(0, lost=True)), Outcome(1, exit_code=1, error=error(1, time_s=2))], 1, 1),
+        ([Outcome(0, exit_code=-6, ended_s=1.0), Outcome(1, exit_code=1, error=error(1, time_s=2))], 1, 1),
+        ([Outcome(0, exit_code=-6, ended_s=1.0), Outcome(1, exit_code=-9, was_killed=True)], 0, 134),
+        ([Outcome(0, exit_code=0, ended_s=3.0), Outcome(1, exit_code=1, error=error(1, lost=True))], 0, 1),
+        (
+            [
+                Outcome(0, exit_code=0),
+                Outcome(1, error=error(1, lost=True)),
+                Outcome(2, exit_code=-15, was_killed=True),
+            ],
+            0,
+            1,
+        ),
+        ([Outcome(0, exit_code=0), Outcome(1, exit_code=1, error=error(1))], 1, 1),
+        ([Outcome(0, exit_code=1, error=error(0, lost=True)), Outcome(1, exit_code=-15, was_killed=True)], 1, 143),
+        ([Outcome(0, exit_code=-15, was_killed=True), Outcome(1, exit_code=7, ended_s=1.0)], 1, 7),
+        ([Outcome(0, exit_code=3, error=error(0, code=3, time_s=2)), Outcome(1, error=error(1, time_s=1))], 1, 1),
+    ],
+)
+def test_the_cause_is_the_first_end_that_is_no_consequence(outcomes, rank, code):
+    found = diagnosis.diagnose(outcomes)
+    assert (found.rank, found.exit_code) == (rank, code)
+
+
+def test_on_several_machines_the_cause_may_be_elsewhere():
+    lost = Outcome(0, exit_code=1, error=error(0, lost=True))
+    found = diagnosis.diagnose([lost, Outcome(1, exit_code=-15, was_killed=True)], several_machines=True)
+    assert found.rank == 0
+    assert "look at the other machines" in found.cause
+
+
+def test_the_words_for_a_failure():
+    found = diagnosis.diagnose(
+        [
+            Outcome(0, exit_code=1, error=error(0, lost=True, time_s=12.0)),
+            Outcome(1, exit_code=1, error=error(1, time_s=11.5), phase="backward", step=7),
+        ]
+    )
+    first, *rest = diagnosis.render(found, 10.0, "runs/x").splitlines()
+    assert first == (
+        "launch: rank 1 failed first: ValueError: words (train.py:4 in step), after 1.5 s, at step 7 in backward."
+    )
+    assert rest[0] == "  then     rank 0 ended because its peer was gone"
+    assert rest[1].startswith("  logs     runs/x/rank1.log")
+    assert diagnosis.signal_name(9) == "SIGKILL"
+    assert diagnosis.signal_name(77) == "signal 77"
+
+
+def raised(function) -> BaseException:
+    try:
+        function()
+    except BaseException as problem:
+        return problem
+    raise AssertionError("nothing was raised")
+
+
+def lose_peer():
+    raise RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4711"
+    )
+
+
+def lose_peer_after_an_error():
+    try:
+        raise ValueError("the cause")
+    except ValueError:
+        lose_peer()
+
+
+def fail_because_of_a_lost_peer():
+    try:
+        lose_peer()
+    except RuntimeError as problem:
+        raise ValueError("saving failed") from problem
+
+
+def test_an_exception_becomes_a_record():
+    lost = failure.describe(0, raised(lose_peer), set())
+    assert lost.is_lost_peer
+    assert lost.where.startswith("tests/test_launch_parts.py:")
+    assert lost.where.endswith("in lose_peer")
+    hidden = failure.describe(0, raised(lose_peer_after_an_error), set())
+    assert (hidden.is_lost_peer, hidden.kind, hidden.message) == (False, "ValueError", "the cause")
+    assert failure.describe(0, raised(fail_because_of_a_lost_peer), set()).is_lost_peer
+    assert "test_launch_parts" not in failure.describe(0, raised(lose_peer), {__file__}).traceback
+    assert failure.exit_code_of(SystemExit(5)) == 5
+    assert failure.exit_code_of(SystemExit("words")) == 1
+    assert failure.exit_code_of(SystemExit()) == 0
+    assert failure.exit_code_of(Preempted("")) == 75
+    assert failure.exit_code_of(KeyboardInterrupt()) == 130
+
+
+# hangs
+
+
+def rank(number: int, since_s: float, step: int = 1, watched: bool = True, phase: str = "step", **known) -> Rank:
+    return Rank(Place(number, number, 100 + number, phase, step, since_s, watched), **known)
+
+
+@pytest.mark.fault_row(28)
+def test_what_is_a_hang():
+    assert is_hung({0: rank(0, 10.0), 1: rank(1, 12.0)}, 5.0, 20.0)
+    assert not is_hung({0: rank(0, 10.0), 1: rank(1, 16.0)}, 5.0, 20.0)  # somebody moves
+    assert not is_hung({0: rank(0, 10.0), 1: rank(1, 17.0, watched=False, phase="starting")}, 5.0, 20.0)
+    assert not is_hung({0: rank(0, 10.0), 1: rank(1, 1.0, watched=False, phase="paused")}, 5.0, 20.0)
+    assert not is_hung({0: rank(0, 1.0, watched=False, phase="starting")}, 5.0, 20.0)  # a script that never posts
+    assert is_hung({0: rank(0, 19.0), 1: rank(1, 19.0, stopped_since_s=14.0)}, 5.0, 20.0)
+    assert not is_hung({}, 5.0, 20.0)
+
+
+IN_A_COLLECTIVE = """\
+Thread 0x00007f1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007f8 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/me/train.py", line 20 in step
+  File "/home/me/train.py", line 31 in <module>
+"""
+IN_THE_DATA = """\
+Current thread 0x00007f8 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/PIL/Image.py", line 3 in open
+  File "/home/me/data.py", line 88 in __getitem__
+"""
+
+
+@pytest.mark.fault_row(28)
+def test_the_rank_that_the_others_wait_for_is_named():
+    waiting, loading = stacks.parse(IN_A_COLLECTIVE), stacks.parse(IN_THE_DATA)
+    assert (waiting.where, waiting.waits_for_peers) == ("/home/me/train.py:20 in step", True)
+    assert (loading.where, loading.waits_for_peers) == ("/home/me/data.py:88 in __getitem__", False)
+    ranks = {0: rank(0, 10.0), 1: rank(1, 11.0, phase="data")}
+    found = {0: waiting, 1: loading}
+    assert first_to_stop(ranks, found) == 1
+    assert first_to_stop({**ranks, 2: rank(2, 12.0, step=5, exit_code=0)}, found) == 2
+    assert first_to_stop({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}) == 1
+    assert render_table({**ranks, 2: rank(2, 12.0, exit_code=0)}, found, 20.0).splitlines() == [
+        "  rank 0  step 1  step  for 10 s  at /home/me/train.py:20 in step, waiting for its peers",
+        "  rank 1  step 1  data  for 9 s  at /home/me/data.py:88 in __getitem__",
+        "  rank 2  ended with exit code 0",
+    ]
+
+
+# restarts
+
+
+@pytest.mark.fault_row(38)
+def test_restarts_go_on_while_checkpoints_come():
+    restarts, cause = Restarts(allowed=10), RankFailure("launch: rank 0 failed first: X\n more", 1)
+    for step in (10, 20, 20, 20):
+        restarts.saw_checkpoint(step)
+        assert restarts.allows(cause)
+        restarts.count(cause)
+    restarts.saw_checkpoint(20)
+    assert not restarts.allows(cause)
+    final = restarts.final(cause)
+    assert "given up after 4 restarts (3 in a row without a new checkpoint)" in str(final)
+    assert str(final).count("rank 0 failed first: X") == 5
+    assert final.exit_code == 1
+
+
+def test_what_is_not_worth_a_restart():
+    restarts = Restarts(allowed=3)
+    assert restarts.allows(HangError(""))
+    assert not restarts.allows(Preempted(""))
+    assert not restarts.allows(RankFailure("", 2))
+    assert not Restarts(allowed=0).allows(RankFailure("", 1))
+
+
+# a rank's first lines
+
+
+@pytest.mark.fault_row(37)
+def test_a_world_of_another_size_stops_before_the_script(tmp_path):
+    (tmp_path / "script.py").write_text("open('ran', 'w')")
+    variables = {**os.environ, "SHARDKIT_NUM_PROCESSES": "2", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    variables |= {"SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
+    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py"]
+    done = subprocess.run(bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False)
+    assert done.returncode == 2
+    assert not (tmp_path / "ran").exists()
+    record = json.loads((tmp_path / "rank-0.error").read_text())
+    assert record["message"].startswith("launch: the world is 1 ranks, but the configuration asks for num_processes 2")
+    assert record["exit_code"] == 2
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path):
+    (tmp_path / "beside.py").write_text("value = 5\n")
+    (tmp_path / "script.py").write_text(
+        "import pickle, sys, beside\n"
+        "class Thing: pass\n"
+        "assert __name__ == '__main__' and __file__.endswith('script.py') and sys.argv == ['script.py', '-x']\n"
+        "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(beside.value)\n"
+    )
+    variables = {**os.environ, "SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
+    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py", "-x"]
+    done = subprocess.run(
+        bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr + (tmp_path / "rank0.log").read_text()
+
+
+def test_signals_have_their_exit_codes():
+    assert diagnosis.exit_code_of(Outcome(0, exit_code=-signal.SIGSEGV)) == 139
