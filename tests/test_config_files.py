@@ -442,12 +442,19 @@ def test_the_digest_leaves_out_what_differs_from_machine_to_machine():
     assert len(files.digest(config)) == len(hashlib.sha256().hexdigest())
 
 
+THEIRS = "dynamo_config: {dynamo_backend: INDUCTOR}\nparallelism_config: {}\ndeepspeed_config: {}\n"
+
+
 def test_editors_accept_what_we_write_and_refuse_what_we_refuse():
     from jsonschema import Draft202012Validator
 
     validator = Draft202012Validator(json_schema())
     validator.check_schema(json_schema())
-    for text in [files.dump(Config(num_processes=2, shardkit={"seed": 1})), (DATA / "example.yaml").read_text()]:
+    for text in [
+        files.dump(Config(num_processes=2, shardkit={"seed": 1})),
+        (DATA / "example.yaml").read_text(),
+        THEIRS,
+    ]:
         assert validator.is_valid(yaml.safe_load(text))
     for text in ["num_procesess: 2", "fsdp_config: {fsdp_offload_parms: yes}", "mixed_precision: fp9"]:
         assert not validator.is_valid(yaml.safe_load(text))

@@ -9,7 +9,7 @@ from shardkit.config import files, hardware, suggested
 from shardkit.config.command import command_for, settings_of
 from shardkit.config.hardware import Device, Hardware, Scheduler, first_host, parse_nvidia_smi
 from shardkit.config.schema import Config
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, UsageError
 
 
 @pytest.fixture
@@ -60,6 +60,14 @@ def test_without_a_project_only_the_folder_itself_is_looked_at(tmp_path, monkeyp
     assert files.find(tmp_path / "inner") is None
     put(tmp_path / "pyproject.toml", "")
     assert files.find(tmp_path / "inner") == tmp_path / "shardkit.yaml"
+
+
+def test_a_home_that_is_not_there_is_no_problem(project, monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert files.find(project) is None
+    with pytest.raises(UsageError, match="--user needs a home folder"):
+        files.user_path()
 
 
 def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(project, monkeypatch):

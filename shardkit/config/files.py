@@ -19,7 +19,7 @@ from shardkit import env
 from shardkit.config import document, suggested, validation, yaml_text
 from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
 from shardkit.config.schema import Config
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, UsageError
 
 NAMES = ("shardkit.yaml", "shardkit.yml")
 ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml", "default_config.yaml")
@@ -54,14 +54,18 @@ def find(start: Path) -> Path | None:
     start = start.resolve()
     candidates = [folder / name for folder in _up_to_root(start) for name in NAMES]
     candidates += [start / name for name in ACCELERATE_NAMES]
-    candidates.append(user_path())
-    return next((path for path in candidates if path.is_file()), None)
+    with contextlib.suppress(UsageError):
+        candidates.append(user_path())
+    return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def user_path() -> Path:
     """Where `shardkit config --user` puts the user's own file."""
     base = env.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "shardkit" / "config.yaml"
+    try:
+        return (Path(base) if base else Path.home() / ".config") / "shardkit" / "config.yaml"
+    except RuntimeError:
+        raise UsageError("config: --user needs a home folder, and there is none; use --output.") from None
 
 
 def read(path: Path | str) -> Loaded:
@@ -156,7 +160,7 @@ def _up_to_root(start: Path) -> list[Path]:
     above = [start, *start.parents]
     for marks in ((".git", ".hg"), ("pyproject.toml",)):
         for depth, folder in enumerate(above):
-            if any((folder / mark).exists() for mark in marks):
+            if any(os.path.exists(folder / mark) for mark in marks):
                 return above[: depth + 1]
     return [start]
 

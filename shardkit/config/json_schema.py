@@ -8,6 +8,10 @@ from shardkit.config.schema import Config, FsdpConfig, Section, ShardingStrategy
 from shardkit.config.texts import text_of
 from shardkit.config.validation import choices_of
 
+_TRANSLATED = {
+    "parallelism_config": "Accelerate's mesh; its data-parallel sizes are read as shardkit.mesh.",
+    "dynamo_config": "Accelerate's torch.compile; INDUCTOR is read as shardkit.compile.",
+}
 _URI = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -15,6 +19,7 @@ def json_schema() -> dict[str, Any]:
     """What a file may hold. It takes every file that `dump` writes, and the usual other ways to write a value."""
     schema = _block((), Config)
     schema["properties"] |= {name: _unsupported(text) for name, text in INSTEAD.items()}
+    schema["properties"] |= {name: {"description": text} for name, text in _TRANSLATED.items()}
     return {"$schema": _URI, "title": "shardkit configuration", **schema}
 
 
