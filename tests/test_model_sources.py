@@ -13,7 +13,8 @@ from shardkit.errors import ModelError
 from shardkit.model import comment, gpt
 from shardkit.model.describe import count_text, from_json, to_json
 from shardkit.model.gpt_module import GPT
-from shardkit.model.probe import build_factory, build_transformers, transformer_facts, tree_of
+from shardkit.model.live import tree_of
+from shardkit.model.probe import build_factory, build_transformers, transformer_facts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode
 

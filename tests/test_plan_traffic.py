@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.config.schema import Config, FsdpConfig, PrecisionConfig, ShardkitConfig
 from shardkit.model.gpt import GptShape
 from shardkit.model.gpt_module import GPT
-from shardkit.model.probe import tree_of
+from shardkit.model.live import tree_of
 from shardkit.plan.closed_form import estimate
 from shardkit.plan.layout import axes
 from shardkit.plan.traffic import Collective

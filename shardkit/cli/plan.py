@@ -112,9 +112,10 @@ def _request(
     found = _device(config, device, memory)
     optimizer = optimizers.check(optimizer)
     ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
+    description = describe(model)
     return Request(
-        description=describe(model),
-        config=config,
+        description=description,
+        config=config if description.has_class_names else _without_class_names(config),
         world_size=config.num_processes,
         ranks_per_machine=min(ranks, config.num_processes),
         device=found,
@@ -122,6 +123,12 @@ def _request(
         batch_size=batch_size,
         seq_len=seq_len,
     )
+
+
+def _without_class_names(config: "Config") -> "Config":
+    """The classes that the file names cannot be found in weights: the repeated blocks stand for them."""
+    fsdp = config.fsdp.model_copy(update={"transformer_layer_cls_to_wrap": []})
+    return config.model_copy(update={"fsdp": fsdp})
 
 
 def _device(config: "Config", device: str | None, memory: str | None) -> "Device":

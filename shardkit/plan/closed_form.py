@@ -155,7 +155,7 @@ def known_activations(
 
 
 def _is_offloaded(plan: Layout, config: Config) -> bool:
-    return config.fsdp.offload_params and plan.axes.mode == "fsdp"
+    return config.fsdp.offload_params and plan.axes.mode == "fsdp" and not config.use_cpu
 
 
 def _offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:

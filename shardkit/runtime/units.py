@@ -16,10 +16,9 @@ from torch import nn
 
 from shardkit.config.schema import FsdpConfig, WrapPolicy
 from shardkit.errors import ModelError
-from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.model.live import tree_of
+from shardkit.model.tree import ModuleNode
 from shardkit.model.units import children_first, repeated_classes, select_units
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
@@ -50,35 +49,6 @@ class Cut:
             if any(parameter is mine for mine in unit.parameters.values()):
                 return unit.fqn
         return None
-
-
-def tree_of(model: nn.Module) -> ModuleNode:
-    """The model as data. Tied parameters carry the name of their first occurrence."""
-    first: dict[int, str] = {}
-
-    def parameter(fqn: str, name: str, tensor: torch.Tensor) -> Parameter:
-        full = f"{fqn}.{name}" if fqn else name
-        known = first.setdefault(id(tensor), full)
-        return Parameter(
-            name,
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-            tensor.requires_grad,
-            None if known == full else known,
-        )
-
-    def visit(fqn: str, module: nn.Module) -> ModuleNode:
-        prefix = f"{fqn}." if fqn else ""
-        return ModuleNode(
-            fqn,
-            type(module).__name__,
-            tuple(parameter(fqn, name, p) for name, p in module._parameters.items() if p is not None),
-            tuple(visit(prefix + name, child) for name, child in module._modules.items() if child is not None),
-            isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward,
-            tuple(parameter(fqn, name, b) for name, b in module._buffers.items() if b is not None),
-        )
-
-    return visit("", model)
 
 
 def blocks(model: nn.Module, config: FsdpConfig) -> list[nn.Module]:

@@ -1,0 +1,32 @@
+"""A live torch module as a module tree."""
+
+import torch
+from torch import nn
+
+from shardkit.model.tree import ModuleNode, Parameter
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def tree_of(model: nn.Module) -> ModuleNode:
+    """The module tree of a live module, on any device. Tied parameters carry the name of their first occurrence."""
+    first_names: dict[int, str] = {}
+
+    def parameter(fqn: str, name: str, tensor: torch.Tensor) -> Parameter:
+        full = f"{fqn}.{name}" if fqn else name
+        first = first_names.setdefault(id(tensor), full)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Parameter(name, tuple(tensor.shape), dtype, tensor.requires_grad, None if first == full else first)
+
+    def visit(module: nn.Module, fqn: str) -> ModuleNode:
+        prefix = f"{fqn}." if fqn else ""
+        return ModuleNode(
+            fqn,
+            type(module).__name__,
+            tuple(parameter(fqn, name, p) for name, p in module._parameters.items() if p is not None),
+            tuple(visit(child, prefix + name) for name, child in module._modules.items() if child is not None),
+            isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward,
+            tuple(parameter(fqn, name, b) for name, b in module._buffers.items() if b is not None),
+        )
+
+    return visit(model, "")
