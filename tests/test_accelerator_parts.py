@@ -74,24 +74,25 @@ def test_objects_may_be_prepared_one_by_one_and_an_optimizer_keeps_its_state(ran
         torch.testing.assert_close(found, by_hand(), rtol=1e-5, atol=1e-6)
 
 
-def two_models(config: dict) -> tuple[int, int, list[torch.Tensor]]:
-    accelerator = Accelerator(config=config)
+def two_models(config: dict, zero_first: bool) -> tuple[int, int, list[torch.Tensor]]:
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=2)
     torch.manual_seed(1)
     student, teacher = Model(), Model().requires_grad_(False)
     other = Model()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (student, other)]
     student, teacher, nothing, other, first, second = accelerator.prepare(student, teacher, None, other, *optimizers)
     assert nothing is None
-    loader = accelerator.prepare(DataLoader(Points(16), batch_size=4))
+    loader = accelerator.prepare(DataLoader(Points(32), batch_size=4))
     for batch in loader:
         with accelerator.accumulate(student, other):
             target = teacher(batch["x"])
-            accelerator.backward(nn.functional.mse_loss(student(batch["x"]), target))
-            first.step()
-            accelerator.backward(nn.functional.mse_loss(other(batch["x"]), target))
-            second.step()
-            first.zero_grad()
-            second.zero_grad()
+            for model, optimizer in ((student, first), (other, second)):
+                if zero_first:
+                    optimizer.zero_grad()
+                accelerator.backward(nn.functional.mse_loss(model(batch["x"]), target))
+                optimizer.step()
+                if not zero_first:
+                    optimizer.zero_grad()
     return accelerator.counters.step, accelerator.counters.samples_seen, weights_of(student) + weights_of(other)
 
 
@@ -101,7 +102,7 @@ def two_models_by_hand() -> list[torch.Tensor]:
     other = Model()
     for model in (student, other):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in DataLoader(Points(16), batch_size=8):
+        for batch in DataLoader(Points(32), batch_size=16):
             nn.functional.mse_loss(model(batch["x"]), teacher(batch["x"])).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -110,9 +111,10 @@ def two_models_by_hand() -> list[torch.Tensor]:
 
 @pytest.mark.requirement("N4")
 @pytest.mark.parametrize("config", BOTH)
-def test_several_models_and_one_without_an_optimizer(ranks, config):
-    for steps, samples, weights in ranks.run(2, two_models, config):
-        assert (steps, samples) == (2, 16)
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_several_models_in_turn_and_one_without_an_optimizer(ranks, config, zero_first):
+    for steps, samples, weights in ranks.run(2, two_models, config, zero_first):
+        assert (steps, samples) == (2, 32)
         torch.testing.assert_close(weights, two_models_by_hand(), rtol=1e-5, atol=1e-6)
 
 

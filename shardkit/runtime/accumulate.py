@@ -50,7 +50,7 @@ class Accumulation:
         self._divisor = steps
         self._window = 0
         self._stepped: set[int] = set()
-        self._stepped_in_micro_batch: set[int] = set()
+        self._has_stepped_in_micro_batch = False
         self._calls_before_window = 0
         self._calls_before_micro_batch = 0
         self._batch_counted = 0
@@ -111,7 +111,7 @@ class Accumulation:
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
         self.counters.micro_step = 0
-        self._stepped_in_micro_batch.add(id(optimizer))
+        self._has_stepped_in_micro_batch = True
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
         if was_skipped:
@@ -122,17 +122,17 @@ class Accumulation:
             self.counters.step += 1
         self._stepped.add(id(optimizer))
 
-    def still_needs(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's gradients belong to a window that is still open, so that zero_grad must leave them.
+    def is_open(self) -> bool:
+        """Whether gradients that no step has used yet belong to a window still open, so that zero_grad must leave them.
 
         Loops call zero_grad at the end of a micro-batch or at its start. In a window's last one, before its backward
-        or before this optimizer's turn among several, the gradients of the micro-batches before are still to be used.
+        or while several optimizers take turns, the gradients of the micro-batches before are still to be used.
         """
         if not self.sync_gradients:
             return self.backward_calls > self._calls_before_window
-        if self._window <= 1 or id(optimizer) in self._stepped_in_micro_batch:
+        if self._window <= 1:
             return False
-        return self.backward_calls == self._calls_before_micro_batch or bool(self._stepped_in_micro_batch)
+        return self.backward_calls == self._calls_before_micro_batch or self._has_stepped_in_micro_batch
 
     def after_batch(self, loader: PreparedLoader) -> None:
         """What a loader calls when the loop comes back for more: all that belongs to the batch before is done."""
@@ -148,7 +148,7 @@ class Accumulation:
             self._divisor = self.steps
             self._calls_before_window = self.backward_calls
         self._calls_before_micro_batch = self.backward_calls
-        self._stepped_in_micro_batch.clear()
+        self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
         loader = active_loader(self._loaders)
         is_last = loader is not None and loader.end_of_loader
@@ -202,6 +202,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         self._accumulation = accumulation
         self._final_at = -1
+        self._has_used_gradients = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -253,12 +254,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         result = None
         if not self.step_was_skipped:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._has_used_gradients = True
         self._accumulation.note_step(self.optimizer, self.step_was_skipped)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, wherever in the loop it stands; nothing while the window still needs them."""
-        if not self._accumulation.still_needs(self.optimizer):
+        if self._has_used_gradients or not self._accumulation.is_open():
+            self._has_used_gradients = False
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:

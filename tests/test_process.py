@@ -1,0 +1,79 @@
+"""Who a process is, which device it has, and the world that was asked for."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit import env
+from shardkit.config.schema import Config, DistributedType
+from shardkit.errors import ConfigError, MachineError
+from shardkit.runtime import process
+
+
+def started() -> tuple:
+    config = process.check_world(Config(use_cpu=True), {})
+    found = process.start(config)
+    own_timeout = found.control_group is not None and found.control_group is not dist.group.WORLD
+    places = (found.rank, found.local_rank, found.world_size, found.local_world_size)
+    return places, str(found.device), found.backend, found.owns_group, own_timeout, config.num_processes
+
+
+def test_a_rank_knows_its_place_and_uses_the_group_that_is_up(ranks):
+    assert ranks.run(2, started) == [((rank, rank, 2, 2), "cpu", "gloo", False, True, 2) for rank in range(2)]
+
+
+def one_kind_too_many() -> str:
+    with pytest.raises(ConfigError) as caught:
+        process.check_world(Config(distributed_type=DistributedType.NO), {"distributed_type": "shardkit.yaml:1:1"})
+    return str(caught.value)
+
+
+def test_several_ranks_contradict_one_process(ranks):
+    assert (
+        ranks.run(2, one_kind_too_many)
+        == [
+            "distributed_type: NO means one process (got 2 launched); use FSDP, MULTI_GPU or MULTI_CPU, "
+            "or launch one process."
+        ]
+        * 2
+    )
+
+
+def test_nobody_chose_one_process_so_a_launched_world_shards(ranks):
+    assert ranks.run(2, mode_of_default) == ["fsdp", "fsdp"]
+
+
+def mode_of_default() -> str:
+    return process.check_world(Config(distributed_type=DistributedType.NO), {}).mode
+
+
+def device_missing_on_one_rank() -> str:
+    rank = dist.get_rank()
+    found = process._device
+    process._device = lambda config, local_rank: ("this machine: no GPU" if rank else None, torch.device("cpu"))
+    try:
+        with pytest.raises(MachineError) as caught:
+            process.start(Config(use_cpu=True, num_processes=2))
+    finally:
+        process._device = found
+    return str(caught.value)
+
+
+def test_a_device_that_one_rank_lacks_stops_all(ranks):
+    assert ranks.run(2, device_missing_on_one_rank) == ["rank 1: this machine: no GPU"] * 2
+
+
+def test_alone_without_sharding_there_is_no_group():
+    found = process.start(Config(distributed_type=DistributedType.NO, use_cpu=True))
+    assert (found.rank, found.world_size, found.backend, found.control_group) == (0, 1, "none", None)
+    assert found.is_main and found.is_local_main and not dist.is_initialized()
+
+
+def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
+    found = process.start(Config(use_cpu=True))
+    try:
+        assert found.owns_group and dist.get_world_size() == 1
+        assert process.launched() == env.Ranks(0, 0, 1, 1)
+    finally:
+        process.leave()
+    assert not dist.is_initialized()
