@@ -334,6 +334,38 @@ def test_frozen_and_trained_parameters_share_a_unit(ranks):
     assert ranks.run(2, frozen_parts) == [(True, True, 6), (True, True, 6)]
 
 
+class OneOfTwo(nn.Module):
+    """Each rank uses a branch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.branches[dist.get_rank()](x))
+
+
+def different_branches(strategy: int, wrap: str) -> list[float]:
+    torch.manual_seed(0)
+    model = OneOfTwo()
+    x = torch.ones(1, 4)
+    for branch in model.branches:
+        (model.head(branch(x)).sum() / 2).backward()
+    expected = [p.grad.abs().sum().item() for p in model.parameters()]
+    model.zero_grad()
+    settings = {"shardkit": {"ddp_find_unused_parameters": True}, "fsdp_auto_wrap_policy": wrap}
+    model = parallel(model, config_for(2, strategy, **settings))
+    model(x).sum().backward()
+    return [(a - whole(p.grad).abs().sum()).abs().item() for a, p in zip(expected, model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_ranks_may_use_different_parameters(ranks, strategy):
+    for differences in ranks.run(2, different_branches, strategy, "NO_WRAP"):
+        assert max(differences) < 1e-6
+
+
 def nothing_to_train() -> tuple[bool, bool]:
     model = models.Gpt().requires_grad_(False)
     replicated = parallel(copy.deepcopy(model), config_for(2, 3))

@@ -183,6 +183,7 @@ def clip_grad_norm_(
 def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Sums of powers: of sharded gradients reduced over the ranks that share a copy, of replicated ones as they are."""
     sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
+    devices: dict[dist.ProcessGroup, torch.device] = {}
     device = torch.device("cpu")
     replicated = []
     for gradient in gradients:
@@ -192,9 +193,10 @@ def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tenso
             device = replicated[-1].device
         else:
             sharded[group].append(_local(gradient))
+            devices[group] = _mesh_device(gradient)
     parts = [_power_sum(replicated, norm_type, device)] if replicated else []
     for group, locals_ in sharded.items():
-        mine = _power_sum(locals_, norm_type, _reduce_device(group, locals_[0].device))
+        mine = _power_sum(locals_, norm_type, devices[group])
         dist.all_reduce(mine, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=group)
         parts.append(mine)
     if not parts:
@@ -227,11 +229,10 @@ def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
     return None
 
 
-def _reduce_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Offloaded gradients lie on the CPU, and a group of GPUs may not reach there."""
-    if device.type == "cpu" and "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def _mesh_device(gradient: torch.Tensor) -> torch.device:
+    """Where the ranks that share the gradient talk: an offloaded one lies on the CPU, where NCCL does not reach."""
+    kind = gradient.device_mesh.device_type if isinstance(gradient, DTensor) else gradient.device.type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

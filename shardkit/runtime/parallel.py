@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -111,7 +111,10 @@ def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, of
             ignored_params=left_out | elsewhere,
         )
         _release(unit.parameters.values())
-    set_prefetch([unit.module for unit in cut.units if isinstance(unit.module, FSDPModule)], config.fsdp)
+    modules = [unit.module for unit in cut.units if isinstance(unit.module, FSDPModule)]
+    set_prefetch(modules, config.fsdp)
+    if config.shardkit.ddp_find_unused_parameters:
+        reduce_unused(modules[-1])
 
 
 def reshards_after_forward(config: FsdpConfig) -> bool:
@@ -121,7 +124,7 @@ def reshards_after_forward(config: FsdpConfig) -> bool:
     return config.sharding_strategy.reshards_after_forward
 
 
-def set_prefetch(modules: list[FSDPModule], config: FsdpConfig) -> None:
+def set_prefetch(modules: Sequence[FSDPModule], config: FsdpConfig) -> None:
     """When units are gathered ahead. `modules`: children first, the root last.
 
     BACKWARD_PRE is what FSDP2 does by itself. Naming only the unit itself turns that off: the next one is gathered
@@ -134,6 +137,19 @@ def set_prefetch(modules: list[FSDPModule], config: FsdpConfig) -> None:
     if config.forward_prefetch:
         for module, following in pairwise(modules[:-1]):
             module.set_modules_to_forward_prefetch([following])
+
+
+def reduce_unused(root: FSDPModule) -> None:
+    """Let parameters without a gradient on this rank take part in reductions with zeros: ranks may use different ones.
+
+    Without it they would reduce buffers of different sizes.
+    """
+    if not hasattr(root, "set_reduce_scatter_unused_params"):
+        raise ModelError(
+            f"shardkit.ddp_find_unused_parameters: FSDP has it from torch 2.13 on (got {torch.__version__}); "
+            "update torch, or use every parameter on every rank."
+        )
+    root.set_reduce_scatter_unused_params(True)
 
 
 def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
