@@ -5,9 +5,11 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from shardkit.errors import Preempted
+from shardkit import env
+from shardkit.errors import ConfigError, Preempted
 from shardkit.launch import records
 from shardkit.runtime import preemption, progress
+from shardkit.runtime.digests import compare
 
 
 def stop_rank_1_at(step_told: int) -> tuple[int, list[int]]:
@@ -78,3 +80,21 @@ def test_posting_without_a_launcher_does_nothing():
     progress.committed(1)
     progress.pause()
     progress._writer.cache_clear()
+
+
+def compare_digests(digests: list[str]) -> str:
+    group = dist.new_group(backend="gloo")
+    env.update({"SHARDKIT_CONFIG_DIGEST": digests[dist.get_rank()]})  # the pool restores it
+    try:
+        compare(group)
+    except ConfigError as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.fault_row(37)
+def test_ranks_of_different_configurations_all_refuse(ranks):
+    assert ranks.run(2, compare_digests, ["same", "same"]) == ["", ""]
+    one, other = ranks.run(2, compare_digests, ["this", "that"])
+    assert one == other
+    assert one.startswith("launch: the configuration of rank 1 differs")

@@ -62,7 +62,7 @@ def run_attempt(spec: LaunchSpec, log_dir: Path, restarts: Restarts) -> Shardkit
     """None after success; the error where the ranks may be started again; raises it where they may not."""
     with tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        env.update(run_variables(spec, log_dir, folder, restarts.number))
+        env.update(run_variables(spec, log_dir, folder, restarts.number, restarts.newest_step >= 0))
         output = Output(
             folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
         )
@@ -78,10 +78,10 @@ def run_attempt(spec: LaunchSpec, log_dir: Path, restarts: Restarts) -> Shardkit
     return error
 
 
-def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int) -> dict[str, str]:
+def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, has_checkpoint: bool) -> dict[str, str]:
     """The variables of the ranks, with those that are known only now; writes the resolved configuration."""
     config = spec.config
-    if restart and config.shardkit.checkpoint.resume == "never":
+    if restart and (config.shardkit.checkpoint.resume == "never" or has_checkpoint):
         config = files.overlaid(config, {"shardkit.checkpoint.resume": "auto"})
     path = log_dir / ("config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml")
     files.write(config, path)
@@ -89,7 +89,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int) -
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),
-        names.CONFIG_DIGEST: files.digest(config),
+        names.CONFIG_DIGEST: files.digest(config.model_copy(update={"main_process_ip": None})),
         names.PROGRESS_DIR: str(folder),
         names.LOG_DIR: str(log_dir.resolve()),
         names.LAUNCHER_PID: str(os.getpid()),

@@ -45,8 +45,9 @@ def accelerate_variables(config: Config, device: str) -> dict[str, str]:
     variables = {
         "ACCELERATE_MIXED_PRECISION": config.mixed_precision,
         "ACCELERATE_USE_CPU": _flag(device == "cpu"),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(config.shardkit.gradient_accumulation_steps),
     }
+    if config.shardkit.gradient_accumulation_steps > 1:  # this variable outranks what the script itself says
+        variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(config.shardkit.gradient_accumulation_steps)
     if config.debug:
         variables["ACCELERATE_DEBUG_MODE"] = "true"
     if config.enable_cpu_affinity:

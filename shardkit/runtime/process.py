@@ -12,6 +12,7 @@ from shardkit import env
 from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
+from shardkit.runtime import digests
 from shardkit.runtime.collectives import agree
 
 log = get_logger(__name__)
@@ -89,6 +90,8 @@ def start(config: Config) -> Process:
     if owns_group:
         _join(config, ranks, device)
     agree(problem, error=MachineError)
+    control_group = _control_group(config, ranks.world_size)
+    digests.compare(control_group)
     return Process(
         rank=ranks.rank,
         local_rank=ranks.local_rank,
@@ -96,7 +99,7 @@ def start(config: Config) -> Process:
         local_world_size=ranks.local_world_size,
         device=device,
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
-        control_group=_control_group(config, ranks.world_size),
+        control_group=control_group,
         owns_group=owns_group,
     )
 
