@@ -66,6 +66,22 @@ def test_what_is_configured_is_marked(capsys):
     assert "Activations are not counted: add --batch-size." in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "marked", "suggests"),
+    [
+        (("--set", "distributed_type=MULTI_GPU", "--world", "4"), "* 3 NO_SHARD", True),
+        (("--set", "distributed_type=NO"), "* 3 NO_SHARD", False),
+        (("--strategy", "4", "--world", "2"), "* 4 HYBRID_SHARD", True),
+        (("--set", "distributed_type=XLA", "--world", "8", "--device", "tpu-v5e"), "* 1 FULL_SHARD", True),
+        (("--set", "use_cpu=true", "--world", "2"), "* 1 FULL_SHARD", True),
+    ],
+)
+def test_every_kind_of_run_has_its_row(capsys, arguments, marked, suggests):
+    out = plan(capsys, "--model", SMALL, *arguments)
+    assert f"\n{marked}" in out
+    assert ("Suggested:" in out) is suggests
+
+
 def test_what_to_change_when_it_does_not_fit(capsys):
     out = plan(capsys, "--model", "gpt-175b", "--world", "64", "--batch-size", "2", "--device", "a100-40")
     assert "1 FULL_SHARD needs" in out

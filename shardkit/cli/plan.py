@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from shardkit.plan.answer import Answer, Request
     from shardkit.plan.devices import Device
 
+_XLA_NOTES = ("PyTorch/XLA schedules its collectives by itself: buffers and traffic are those of torch's FSDP.",)
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -150,23 +152,22 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
 
 def _answer(request: "Request", question: str | None) -> "Answer":
     """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
-    from shardkit.plan.answer import Answer, possible_strategies, row
+    from shardkit.plan.answer import Answer, configured_strategy, possible_strategies, row
     from shardkit.plan.search import find
     from shardkit.plan.suggest import changes, suggest_from
 
     rows = [row(request, strategy) for strategy in possible_strategies(request)]
     suggested, reason = suggest_from(rows, request.device)
-    chosen = request.config.fsdp.sharding_strategy if request.config.mode != "single" else None
-    own = next((r for r in rows if r.strategy is chosen), None)
+    chosen = configured_strategy(request.config)
     return Answer(
         request=request,
         rows=tuple(rows),
         chosen=chosen,
-        suggested=suggested if len(rows) > 1 else None,
+        suggested=suggested if request.world_size > 1 else None,
         reason=reason,
-        changes=changes(request) if own is not None and own.fits is False else (),
+        changes=changes(request) if row(request).fits is False else (),
         finding=find(question, request) if question else None,
-        notes=request.description.notes,
+        notes=(*request.description.notes, *(_XLA_NOTES if request.config.mode == "xla" else ())),
     )
 
 

@@ -18,7 +18,7 @@ from shardkit import env
 from shardkit.errors import ModelError
 from shardkit.model import gpt, weights
 from shardkit.model.builtin import BUILTIN
-from shardkit.model.describe import Description, count_text, from_json
+from shardkit.model.describe import Description, from_json
 
 FORMS = "module:function, a Transformers config.json, a .safetensors file or folder, " + ", ".join(BUILTIN)
 CLOSED_FORM_HINT = "or describe its sizes: --model gpt:layers=..,hidden=..,heads=.. needs no code"
@@ -44,9 +44,8 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
 
 def _by_formula(spec: str) -> Description:
     shape = BUILTIN.get(spec) or gpt.parse(spec.removeprefix("gpt:"))
-    tree = gpt.tree(shape)
-    name = spec if spec in BUILTIN else f"GPT {count_text(tree.numel).replace(' ', '')}"
-    return Description(spec, name, tree, gpt.facts(shape))
+    name = spec if spec in BUILTIN else "GPT"
+    return Description(spec, name, gpt.tree(shape), gpt.facts(shape))
 
 
 def _looks_like_factory(spec: str) -> bool:

@@ -74,7 +74,7 @@ class Answer:
 
     request: Request
     rows: tuple[Row, ...]
-    chosen: ShardingStrategy | None
+    chosen: ShardingStrategy
     suggested: ShardingStrategy | None
     reason: str
     changes: tuple[Change, ...] = ()
@@ -83,8 +83,8 @@ class Answer:
 
     @property
     def chosen_row(self) -> Row:
-        """The row of the configuration's strategy; the first where that one is not possible here."""
-        return next((row for row in self.rows if row.strategy is self.chosen), self.rows[0])
+        """The row of the configuration's strategy."""
+        return next(row for row in self.rows if row.strategy is self.chosen)
 
 
 def row(request: Request, strategy: ShardingStrategy | None = None) -> Row:
@@ -114,10 +114,16 @@ def row(request: Request, strategy: ShardingStrategy | None = None) -> Row:
 
 
 def possible_strategies(request: Request) -> list[ShardingStrategy]:
-    """All five, without the hybrid ones where there is one machine and no mesh is given."""
+    """All five, without the hybrid ones where there is one machine and nobody asked for them."""
     has_mesh = bool(request.config.shardkit.mesh.shard_size or request.config.shardkit.mesh.replicate_size)
     several = request.machines > 1 and request.world_size % request.ranks_per_machine == 0
-    return [s for s in ShardingStrategy if not s.is_hybrid or several or has_mesh]
+    configured = configured_strategy(request.config)
+    return [s for s in ShardingStrategy if not s.is_hybrid or several or has_mesh or s is configured]
+
+
+def configured_strategy(config: Config) -> ShardingStrategy:
+    """What the configuration amounts to: DDP and one process alone split nothing."""
+    return ShardingStrategy.NO_SHARD if config.mode in ("ddp", "single") else config.fsdp.sharding_strategy
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
@@ -141,7 +147,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "batch_size": request.batch_size,
         "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
         "strategies": [_row_json(row) for row in answer.rows],
-        "chosen": answer.chosen.value if answer.chosen else None,
+        "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,
         "reason": answer.reason,
         "changes": [asdict(change) for change in answer.changes],

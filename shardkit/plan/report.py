@@ -77,8 +77,7 @@ def _memory_table(answer: Answer) -> str:
         lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}{total}")
         if row.memory.host.total:
             lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
-    if answer.chosen:
-        lines.append(f"  * as configured; it peaks in {answer.chosen_row.memory.moment}")
+    lines.append(f"  * as configured; it peaks in {answer.chosen_row.memory.moment}")
     if not known:
         lines.append("  Activations are not counted: " + _why_unknown(answer.request))
     return "\n".join(lines)

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardkit.config.schema import Config, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
-from shardkit.plan.answer import Change, Request, Row, possible_strategies, row
+from shardkit.plan.answer import Change, Request, Row, configured_strategy, possible_strategies, row
 from shardkit.plan.closed_form import Estimate, with_strategy
 from shardkit.plan.devices import SPARE, Device
 
@@ -65,7 +65,7 @@ def _candidates(request: Request) -> Iterator[tuple[str, Request]]:
 def _other_layouts(request: Request) -> Iterator[tuple[str, Request]]:
     config = request.config
     for strategy in possible_strategies(request):
-        if strategy is not config.fsdp.sharding_strategy:
+        if strategy is not configured_strategy(config):
             text = f"fsdp_sharding_strategy: {strategy.value}"
             yield text, request.with_config(with_strategy(config, strategy))
     if config.mode == "fsdp" and not config.fsdp.offload_params:
