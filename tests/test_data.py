@@ -436,6 +436,18 @@ def test_without_a_seed_all_ranks_take_rank_0s(ranks):
     assert sorted(parts[0] + parts[1]) == list(range(40))
 
 
+def different_lengths():
+    import torch.distributed as dist
+
+    loader = DataLoader(Numbers(40 + dist.get_rank()), batch_size=4)
+    with pytest.raises(UsageError, match=r"the dataset's length is not the same on all ranks \(got 40, 41 by rank\)"):
+        prepare_loader(loader, dist.get_rank(), dist.get_world_size(), CPU, 1)
+
+
+def test_data_of_different_sizes_are_refused_on_all_ranks(ranks):
+    ranks.run(2, different_lengths)
+
+
 def test_a_loaders_own_generator_seeds_the_order():
     def order(seed):
         generator = torch.Generator().manual_seed(seed)

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import sampler as order
+from shardkit.runtime.collectives import exchange
 from shardkit.runtime.sampler import Layout, Share, with_last
 from shardkit.runtime.stream import CountingCollate, Stream
 
@@ -86,7 +87,7 @@ def prepare_loader(
         )
     layout = _layout(loader, rank, world_size, split_batches, even_batches)
     source = _source(loader, layout, split_batches)
-    return PreparedLoader(source, loader, device, _agreed_seed(loader, world_size, seed))
+    return PreparedLoader(source, loader, device, _agreed_seed(source, loader, world_size, seed))
 
 
 def _layout(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> Layout:
@@ -115,16 +116,23 @@ def _source(loader: DataLoader, layout: Layout, split_batches: bool) -> Source:
     return BatchSampledSource(loader, layout, split_batches)
 
 
-def _agreed_seed(loader: DataLoader, world_size: int, seed: int | None) -> int:
-    """The same number on every rank: rank 0's."""
+def _agreed_seed(source: Source, loader: DataLoader, world_size: int, seed: int | None) -> int:
+    """The same number on every rank: rank 0's. Raises UsageError on all ranks where their data differ in size, which
+    would have one of them wait for batches that never come. Collective."""
     generator = loader.generator or getattr(loader.sampler, "generator", None)
     if seed is None:
         seed = generator.initial_seed() if generator is not None else torch.initial_seed()
     if world_size == 1 or not dist.is_initialized():
         return seed
-    box = [seed]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    everyones = exchange([seed, source.dataset_length, source.total_batch_size])
+    for number, what in ((1, "the dataset's length"), (2, "the global batch size")):
+        sizes = [own[number] for own in everyones]
+        if len(set(sizes)) > 1:
+            raise UsageError(
+                f"prepare: {what} is not the same on all ranks (got {', '.join(map(str, sizes[:8]))} by rank); give "
+                "every rank the whole dataset and the same batch_size: shardkit shards it."
+            )
+    return everyones[0][0]
 
 
 class SampledSource:
