@@ -52,6 +52,16 @@ def test_every_configuration_launches(name, capsys):
     assert json.loads(output.out)
 
 
+@pytest.mark.requirement("D5")
+def test_the_project_is_laid_out_as_asked():
+    root = Path(__file__).parent.parent
+    for name in ("pyproject.toml", "shardkit", "templates", "tests", "docs", "Makefile", "README.md"):
+        assert (root / name).exists()
+    project = (root / "pyproject.toml").read_text()
+    for package in ("torch", "questionary", "pyyaml", "pydantic", "safetensors"):
+        assert f'"{package}>=' in project
+
+
 def test_templates_travel_to_where_they_are_looked_for():
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert '"templates" = "shardkit/_templates"' in project
