@@ -9,8 +9,10 @@ that was killed tells nothing. `arm(fault)` makes the running rank fail; the mar
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +63,31 @@ def run(world_size: int, function: Callable, *args: Any, fault: str | None = Non
         return [
             _outcome(folder / f"rank-{rank}.json", process.exitcode, marks) for rank, process in enumerate(processes)
         ]
+
+
+def run_and_kill(
+    world_size: int, function: Callable, *args: Any, generator: Any, ready: Path, longest_s: float = 0.5
+) -> bool:
+    """Start ranks that never end, wait for `ready` to exist, and kill all or one of them at a random time after."""
+    with tempfile.TemporaryDirectory(prefix="shardkit-forked-") as name:
+        processes = [
+            context.Process(target=_rank, args=(rank, world_size, Path(name), None, function, args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + TIMEOUT_S
+        while not ready.exists() and time.monotonic() < deadline and processes[0].is_alive():
+            time.sleep(0.005)
+        time.sleep(generator.random() * longest_s)
+        victims = processes if generator.random() < 0.5 else [generator.choice(processes)]
+        for process in victims:
+            process.kill()
+        for process in processes:
+            process.join(TIMEOUT_S)
+            process.kill()
+            process.join()
+        return all(process.exitcode == -signal.SIGKILL for process in victims)
 
 
 def _outcome(path: Path, exit_code: int | None, marks: frozenset[str]) -> Outcome:

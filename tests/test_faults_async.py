@@ -1,0 +1,242 @@
+"""Saving beside training when it dies, fails, or is slow; and the protocol itself with a step taken out."""
+
+import inspect
+import os
+import random
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.checkpoint import control, disk, folder, manifest, retention, snapshot, write
+from shardkit.errors import CheckpointError, CheckpointSaveError
+from tests import forked
+from tests.test_faults_save import PUBLISHED, fill, prepared, resumed_step, save_one, save_twice
+
+
+def begin(live, background, agreed, root, step):
+    """Fill with a step and begin to save it beside."""
+    fill(live, step)
+    request = write.Request(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
+    background.start(write.prepare(live, "sharded", request, agreed))
+
+
+def save_beside(root, fault):
+    """Step 1 saved beside; step 2 meets a fault while training goes on; where and what each rank is told."""
+    agreed, background = control.start(60.0), snapshot.Background(control.start(60.0))
+    live = prepared("fsdp")
+    begin(live, background, agreed, root, 1)
+    background.wait(agreed)
+    forked.arm(fault)
+    begin(live, background, agreed, root, 2)
+    for step in range(3, 30):
+        fill(live, step)
+    try:
+        background.wait(agreed)
+    except CheckpointSaveError as error:
+        return str(error), folder.read_latest(root)
+    return "saved", folder.read_latest(root)
+
+
+@pytest.mark.fault_row(7)
+@pytest.mark.parametrize("point", ["stage", "write", "fsync", "manifest"])
+def test_killed_while_saving_beside_the_old_step_is_whole(tmp_path, point):
+    outcomes = forked.run(2, save_beside, tmp_path, f"{point}:*:kill")
+    assert f"{point}.0" in outcomes[0].marks and outcomes[0].exit_code == -signal.SIGKILL
+    assert folder.read_latest(tmp_path) == "step-00000001"
+    assert resumed_step(tmp_path) == 1
+
+
+@pytest.mark.fault_row(8)
+@pytest.mark.parametrize("fault", ["write:1:raise=ENOSPC", "manifest:0:raise=EIO"])
+def test_a_failure_beside_training_is_told_to_all_ranks_at_once(tmp_path, fault):
+    outcomes = forked.run(2, save_beside, tmp_path, fault)
+    assert outcomes[0].value == outcomes[1].value, outcomes
+    told, latest = outcomes[0].value
+    assert f"rank {fault.split(':')[1]} (host" in told and "Last good checkpoint: step 1" in told
+    assert latest == "step-00000001" and resumed_step(tmp_path) == 1
+
+
+def save_and_leave(root):
+    """The script ends right after it began to save: nobody waits."""
+    agreed, background = control.start(60.0), snapshot.Background(control.start(60.0))
+    begin(prepared("fsdp"), background, agreed, root, 1)
+    background.last_words()
+
+
+@pytest.mark.fault_row(7)
+def test_what_was_begun_is_committed_before_the_end(tmp_path):
+    outcomes = forked.run(2, save_and_leave, tmp_path)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert resumed_step(tmp_path) == 1
+
+
+def train_beside_a_slow_writer(root, timeout_s):
+    training = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    agreed, background = control.start(120.0), snapshot.Background(control.start(120.0))
+    live, rounds = prepared("fsdp"), 0
+    begin(live, background, agreed, root, 1)
+    running = torch.ones(())
+    while running:
+        running = torch.tensor(float(background.is_running()))
+        dist.all_reduce(running, group=training)
+        rounds += 1
+    background.wait(agreed)
+    return rounds
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(31)
+def test_a_slow_writer_is_no_hang(tmp_path):
+    outcomes = forked.run(2, train_beside_a_slow_writer, tmp_path, 5, fault="write:1:sleep=15")
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert outcomes[0].value == outcomes[1].value > 2
+    assert resumed_step(tmp_path) == 1
+
+
+def save_for_ever(root, mode):
+    live = prepared("ddp" if mode == "ddp" else "fsdp")
+    kind = "full" if mode == "full" else "sharded"
+    for step in range(1, 10_000):
+        save_one(live, root, step, kind)
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(2)
+@pytest.mark.parametrize("mode", ["sharded", "full", "ddp"])
+def test_killed_at_random_times(tmp_path, mode):
+    """70 random kills of each kind, of both ranks or of one: what is there always loads, all of one step."""
+    generator = random.Random(mode)
+    unharmed = 0
+    for number in range(70):
+        root = tmp_path / str(number)
+        root.mkdir()
+        killed = forked.run_and_kill(2, save_for_ever, root, mode, generator=generator, ready=root / "step-00000001")
+        assert killed
+        step = resumed_step(root)
+        assert step >= 1
+        unharmed += not any(path.name.startswith(".tmp") for path in root.iterdir())
+    assert unharmed < 70, "no kill met a save"
+
+
+# Row 41: the rows above must notice when a step of the protocol is taken out.
+
+
+def without(change, scenario, *args):
+    """Run a scenario with the protocol changed."""
+    change()
+    return scenario(*args)
+
+
+def no_agreement():
+    """Every rank believes that all went well."""
+
+    def alone(agreed, request, phase, action):
+        try:
+            result = action()
+        except OSError:
+            result = {}
+        return [result] * agreed.world_size
+
+    write._together = alone
+    write.SHARED_STORAGE_WAIT_S = 0.2
+
+
+def no_rename():
+    """Write at once into the final name."""
+    folder.temporary_folder = lambda final, save_id: final
+    write._is_taken = lambda final: False
+    disk.publish = lambda temporary, final: None
+    write._after_commit = lambda *rest: None
+
+
+def retention_first():
+    found = write._commit
+
+    def commit(prepared, written, agreed):
+        retention.expendable = lambda root, *rest: folder.steps(root)
+        retention.apply(prepared.request.final.parent, 1)
+        return found(prepared, written, agreed)
+
+    write._commit = commit
+
+
+@pytest.mark.fault_row(41)
+def test_without_an_agreement_a_row_goes_red(tmp_path):
+    outcomes = forked.run(2, without, no_agreement, save_twice, tmp_path, "sharded", "write:1:raise=ENOSPC")
+    told = [outcome.value or "" for outcome in outcomes]
+    assert not all("No space left on device" in text for text in told), "row 14 would not have noticed"
+
+
+@pytest.mark.fault_row(41)
+def test_without_a_rename_a_row_goes_red(tmp_path):
+    outcomes = forked.run(2, without, no_rename, save_twice, tmp_path, "sharded", "fsync:*:kill")
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    assert [found.step for found in folder.steps(tmp_path)] == [2, 1], "a half-written step bears a final name"
+
+
+@pytest.mark.fault_row(41)
+def test_without_its_self_digest_a_row_goes_red(tmp_path, monkeypatch):
+    save_one(prepared("plain"), tmp_path, 1, "sharded")
+    path = tmp_path / "step-00000001"
+    text = (path / manifest.NAME).read_text()
+    (path / manifest.NAME).write_text(text.replace('"step":1,', '"step":5,'))
+    with pytest.raises(CheckpointError, match="digest of itself"):
+        manifest.read(path)
+    source = inspect.getsource(manifest.from_bytes)
+    assert source.count("if stated != ") == 1
+    changed = dict(vars(manifest))
+    exec(source.replace("if stated != ", "if False and stated != "), changed)
+    monkeypatch.setattr(manifest, "from_bytes", changed["from_bytes"])
+    assert manifest.read(path).step == 5, "row 11 would have noticed"
+
+
+@pytest.mark.fault_row(41)
+def test_with_retention_first_a_row_goes_red(tmp_path):
+    forked.run(2, without, retention_first, save_twice, tmp_path, "sharded", "manifest:0:kill")
+    assert folder.newest_valid(tmp_path)[0] is None, "rows 1 and 15 would have noticed: nothing is left"
+
+
+def trace_of_a_save(root):
+    """The order of fsync, close and rename calls in one save, with what they were about."""
+    calls = []
+    paths = {}
+    real = {name: getattr(os, name) for name in ("open", "fsync", "rename", "replace")}
+
+    def opened(path, *args, **kwargs):
+        descriptor = real["open"](path, *args, **kwargs)
+        paths[descriptor] = str(path)
+        return descriptor
+
+    def synced(descriptor):
+        calls.append(("fsync", Path(paths[descriptor]).name))
+        real["fsync"](descriptor)
+
+    os.open, os.fsync = opened, synced
+    os.rename = lambda a, b: (calls.append(("rename", Path(b).name)), real["rename"](a, b))[1]
+    live = prepared("plain")
+    save_one(live, root, 1, "sharded")
+    return calls
+
+
+@pytest.mark.fault_row(41)
+def test_everything_is_on_disk_before_the_name_is_given(tmp_path):
+    (outcome,) = forked.run(1, trace_of_a_save, tmp_path)
+    assert outcome.error is None, outcome.error
+    calls = [(what, name.split("-step-")[0] if name.startswith(".tmp") else name) for what, name in outcome.value]
+    named = calls.index(["rename", "step-00000001"] if isinstance(calls[0], list) else ("rename", "step-00000001"))
+    before, after = [name for what, name in calls[:named] if what == "fsync"], calls[named:]
+    written = {path.name for path in (tmp_path / "step-00000001").rglob("*") if path.is_file()}
+    assert written <= set(before), "a file was not on disk when the checkpoint got its name"
+    assert {"model", "optim", "objects", "state", ".tmp"} <= set(before), "a folder was not"
+    last_file = max(number for number, name in enumerate(before) if name in written)
+    assert before[last_file] == manifest.NAME, "the manifest must come after all files"
+    assert ("fsync", tmp_path.name) in after, "the name itself must be on disk before the save returns"
+
+
+def test_published_points_are_those_after_the_rename():
+    points = list(write.faults.SAVE_POINTS)
+    assert set(PUBLISHED) | {"trash"} == set(points[points.index("rename") + 1 :])
