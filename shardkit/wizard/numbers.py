@@ -13,7 +13,7 @@ from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 SPARE = 0.2
 """Part of the memory that must stay free, for activations and fragments, where a strategy is suggested."""
 GIB = 2**30
-HEAD = f"{'memory':>11}  {'fits':<4}  traffic/step"
+HEAD = f"{'memory':>11}  {'fits':<4}  traffic/step (+ between machines)"
 LABEL_WIDTH = 24
 """Blanks before the table's head: number, longest strategy name, and the gaps between."""
 
@@ -34,8 +34,9 @@ class Row:
     def text(self, available_bytes: int | None) -> str:
         """The cells of the table, as wide as `HEAD`."""
         fits = {None: "-", True: "yes", False: "NO"}[self.fits(available_bytes)]
-        across = f" + {gib(self.across_bytes)} across" if self.across_bytes else ""
-        return f"{gib(self.memory_bytes):>11}  {fits:<4}  {gib(self.inside_bytes)}{across}"
+        unit, name = (GIB, "GiB") if self.inside_bytes + self.across_bytes >= GIB / 10 else (2**20, "MiB")
+        across = f" + {self.across_bytes / unit:,.1f}" if self.across_bytes else ""
+        return f"{gib(self.memory_bytes):>11}  {fits:<4}  {self.inside_bytes / unit:,.1f}{across} {name}"
 
 
 def gib(count: int) -> str:
