@@ -1,6 +1,8 @@
 """What the Accelerator's single methods give on live ranks: prepare, fp16, gathering, turns, stopping."""
 
 import json
+import logging
+import logging.handlers
 import os
 import signal
 from pathlib import Path
@@ -9,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardkit import Accelerator, ProjectConfiguration, env
+from shardkit import Accelerator, ProjectConfiguration, env, init_empty_weights
 from shardkit.config import files
 from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import ConfigError, Preempted, UsageError
@@ -116,6 +118,29 @@ def test_several_models_in_turn_and_one_without_an_optimizer(ranks, config, zero
     for steps, samples, weights in ranks.run(2, two_models, config, zero_first):
         assert (steps, samples) == (2, 32)
         torch.testing.assert_close(weights, two_models_by_hand(), rtol=1e-5, atol=1e-6)
+
+
+def from_file(path: str) -> list[torch.Tensor]:
+    accelerator = Accelerator(config=FULL)
+    with init_empty_weights():
+        model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer, model = accelerator.prepare(optimizer, model, weights=path)
+    for batch in accelerator.prepare(DataLoader(Points(16), batch_size=4)):
+        one_step(accelerator, model, optimizer, batch)
+    return weights_of(model)
+
+
+@pytest.mark.requirement("A7")
+def test_a_model_without_memory_is_filled_from_a_file_and_its_optimizer_follows(ranks, tmp_path):
+    model, optimizer, loader, _ = parts(16, 8)
+    save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
+    for batch in loader:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(2, from_file, str(tmp_path / "model.safetensors")):
+        torch.testing.assert_close(found, weights_of(model), rtol=1e-5, atol=1e-6)
 
 
 def refusals() -> list[str]:
@@ -450,23 +475,35 @@ def run_epoch(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader
             optimizer.zero_grad()
 
 
-def told_to_stop(path: str) -> tuple[str, int, int, float]:
+def told_to_stop(path: str) -> tuple[str, int, int, float, list[str]]:
     env.update({env.RESOLVED: path})
+    heard = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("shardkit").addHandler(heard)
     try:
         accelerator = Accelerator(project_config=ProjectConfiguration(project_dir=None))
         model, optimizer, loader, scheduler = parts(32, 4)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         with pytest.raises(Preempted) as caught:
             run_epoch(accelerator, model, optimizer, loader, scheduler)
-        return str(caught.value), caught.value.exit_code, accelerator.counters.step, scheduler.scheduler.last_epoch
+        warnings = [record.getMessage() for record in heard.buffer if record.levelno == logging.WARNING]
+        code, step = caught.value.exit_code, accelerator.counters.step
+        return str(caught.value), code, step, scheduler.scheduler.last_epoch, warnings
     finally:
+        logging.getLogger("shardkit").removeHandler(heard)
         preemption.uninstall()
 
 
 @pytest.mark.requirement("A9")
 def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
     path = tmp_path / "resolved.yaml"
-    files.write(files.read_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n").config, path)
-    for message, code, step, scheduled in ranks.run(2, told_to_stop, str(path)):
+    text = "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nshardkit: {checkpoint: {resume: auto}}\n"
+    files.write(files.read_text(text).config, path)
+    warnings = []
+    for message, code, step, scheduled, heard in ranks.run(2, told_to_stop, str(path)):
         assert message.startswith("launch: told to stop after step 2; nothing was saved, because the script names no")
         assert (code, step, scheduled) == (75, 2, 2)
+        warnings += heard
+    assert warnings == [
+        "checkpoint.resume: nothing was resumed (got auto), and this run trains from the start; "
+        "call accelerator.resume() after prepare."
+    ], "one rank says it, once"

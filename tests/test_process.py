@@ -77,3 +77,8 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
     finally:
         process.leave()
     assert not dist.is_initialized()
+
+
+def test_a_tpu_is_refused_in_words():
+    with pytest.raises(MachineError, match=r"the Accelerator trains on CPU and CUDA \(got XLA\)"):
+        process.check_world(Config(distributed_type=DistributedType.XLA), {})

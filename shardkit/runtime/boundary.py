@@ -33,6 +33,7 @@ def watch(accelerator: "Accelerator") -> None:
 
 def pass_boundary(accelerator: "Accelerator") -> None:
     """Returns where no rank was told to stop; else saves and raises Preempted, on all ranks. Collective."""
+    _warn_unless_resumed(accelerator)
     if not preemption.requested(accelerator.process.control_group):
         return
     step = accelerator.counters.step
@@ -43,6 +44,19 @@ def pass_boundary(accelerator: "Accelerator") -> None:
         f"launch: told to stop after step {step}; nothing was saved, because the script names no project folder: "
         "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
     )
+
+
+def _warn_unless_resumed(accelerator: "Accelerator") -> None:
+    """Once: a launch that was to resume, of a script that does not, trains from the start."""
+    wanted = accelerator.config.shardkit.checkpoint.resume
+    if wanted != "never" and not accelerator.is_resumed:
+        accelerator.is_resumed = True
+        if accelerator.is_main_process:
+            log.warning(
+                "checkpoint.resume: nothing was resumed (got %s), and this run trains from the start; "
+                "call accelerator.resume() after prepare.",
+                wanted,
+            )
 
 
 def names_checkpoints(accelerator: "Accelerator") -> bool:
@@ -73,8 +87,6 @@ def end(accelerator: "Accelerator") -> None:
     from shardkit.runtime import saving
 
     saving.close(accelerator)
-    if accelerator.config.shardkit.checkpoint.resume != "never" and not accelerator.is_resumed:
-        log.warning("checkpoint.resume: the script never called accelerator.resume() or load_state().")
     from shardkit.runtime import saving
 
     saving.close(accelerator)

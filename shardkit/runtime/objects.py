@@ -29,7 +29,9 @@ def save(value: Any, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):
-        save_file({str(key): item.detach().contiguous().clone() for key, item in value.items()}, temporary)
+        # Transformers opens a file only where it is told which library wrote it.
+        tensors = {str(key): item.detach().contiguous().clone() for key, item in value.items()}
+        save_file(tensors, temporary, metadata={"format": "pt"})
     else:
         temporary.write_text(_json(value, path))
     os.replace(temporary, path)

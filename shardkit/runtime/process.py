@@ -68,6 +68,11 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
                 f"or change it: shardkit launch --num-processes {ranks.world_size} ..."
             )
         log.warning("%s, but this script was started by hand: one process; use `shardkit launch`.", text)
+    if config.mode == "xla":
+        raise MachineError(
+            "distributed_type: XLA: the Accelerator trains on CPU and CUDA (got XLA); use FSDP here, or train on the "
+            "TPU with PyTorch/XLA itself."
+        )
     config = config.model_copy(update={"num_processes": ranks.world_size})
     if config.mode == "single" and "distributed_type" not in chosen and ranks.world_size > 1:
         config = config.model_copy(update={"distributed_type": DistributedType.FSDP})
