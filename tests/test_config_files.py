@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.config import files
+from shardkit.config.command import settings_of
 from shardkit.config.edit import edited
 from shardkit.config.json_schema import json_schema
 from shardkit.config.keys import all_keys, sections
@@ -399,6 +400,12 @@ def test_reading_gives_back_what_was_written(config, comments):
     assert loaded.config == config
     assert files.dump(loaded.config, comments) == text
     assert files.digest(loaded.config) == files.digest(config)
+
+
+@QUICK
+@given(CONFIGS)
+def test_the_settings_of_a_configuration_give_it_again(config):
+    assert files.overlaid(Config(), settings_of(config)) == config
 
 
 @QUICK

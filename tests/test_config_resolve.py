@@ -44,7 +44,9 @@ def test_the_file_is_found_from_the_nearest_folder_up_to_the_projects_root(proje
 def test_an_accelerate_file_the_users_own_and_the_variable(project, monkeypatch):
     own = put(files.user_path())
     assert files.find(project) == own
-    theirs = put(project / "default_config.yaml")
+    theirs = put(project / "default_config.yaml", "lr: 0.1\n")
+    assert files.find(project) == own, "another tool's file of that name is left alone"
+    put(theirs, "distributed_type: MULTI_GPU\n")
     assert files.find(project) == theirs
     ours = put(project / "shardkit.yaml")
     assert files.find(project) == ours

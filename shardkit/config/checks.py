@@ -5,6 +5,7 @@ finding is where it is told, and a finding is left out while one of its keys has
 """
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -107,7 +108,9 @@ def _texts(config: Config) -> Iterator[Finding]:
         what = f"is not all, nor ranks with commas (got {shown!r})"
         yield Finding(("shardkit.launch.show",), f"{what}; write all, or 0,1.")
     try:
-        re.compile(config.fsdp.ignored_modules or "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd patterns are the pattern's own business
+            re.compile(config.fsdp.ignored_modules or "")
     except re.error as error:
         what = f"is not a regular expression (got {config.fsdp.ignored_modules!r}: {error})"
         yield Finding(("fsdp.ignored_modules",), f"{what}; correct the pattern.")

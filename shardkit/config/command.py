@@ -5,8 +5,9 @@ from pathlib import Path as File
 from typing import Any
 
 from shardkit.config.keys import Path, all_keys
+from shardkit.config.layers import NOTHING
 from shardkit.config.schema import Config
-from shardkit.config.yaml_text import scalar_text, value_at, value_text
+from shardkit.config.yaml_text import quoted, scalar_text, value_at, value_text
 
 # What `--defaults` takes from the machine it runs on; said in full, so that the command means the same elsewhere.
 _FROM_HARDWARE = ["distributed_type", "num_machines", "num_processes", "mixed_precision", "use_cpu"]
@@ -33,6 +34,7 @@ def setting_text(path: Path, value: Any) -> str:
     if isinstance(value, (list, dict)):
         text = value_text(path, value)
         return text.strip('"') if path == ("fsdp", "transformer_layer_cls_to_wrap") else text
-    if isinstance(value, str):
-        return str(getattr(value, "value", value))
-    return scalar_text(value)
+    if not isinstance(value, str):
+        return scalar_text(value)
+    text = str(getattr(value, "value", value))
+    return quoted(text) if text.strip().lower() in NOTHING or text.startswith('"') else text

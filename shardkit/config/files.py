@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ def find(start: Path) -> Path | None:
         return chosen
     start = start.resolve()
     candidates = [folder / name for folder in _up_to_root(start) for name in NAMES]
-    candidates += [start / name for name in ACCELERATE_NAMES]
+    candidates += [start / name for name in ACCELERATE_NAMES if _is_accelerates(start / name)]
     with contextlib.suppress(UsageError):
         candidates.append(user_path())
     return next((path for path in candidates if os.path.isfile(path)), None)
@@ -163,6 +164,15 @@ def _up_to_root(start: Path) -> list[Path]:
             if any(os.path.exists(folder / mark) for mark in marks):
                 return above[: depth + 1]
     return [start]
+
+
+def _is_accelerates(path: Path) -> bool:
+    """Whether a file is Accelerate's, and not something else of the same name."""
+    try:
+        text = path.read_bytes()[: document.MAX_BYTES]
+    except OSError:
+        return False
+    return re.search(rb"^(compute_environment|distributed_type)[ \t]*:", text, re.MULTILINE) is not None
 
 
 def _file_layer(path: Path) -> Layer:

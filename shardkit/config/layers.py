@@ -101,17 +101,21 @@ def _settings_layer(settings: Mapping[str, str], kind: Kind, where: Mapping[str,
     return layer
 
 
+NOTHING = {"", "null", "~"}
+
+
 def setting_value(path: Path, text: Any) -> Any:
-    """The value of a setting that was written as one word: [A, B] and {a: 1} are read as YAML, null as no value."""
+    """The value of a setting that was written as one word. null is no value; lists and blocks may be written as in
+    YAML, [A, B] and {a: 1}, and any text in double quotes."""
     if not isinstance(text, str):
         return text
-    if text.strip().lower() in {"", "null", "~"}:
+    if text.strip().lower() in NOTHING:
         return None
-    if path == ("xla_fsdp_settings",) or text.lstrip().startswith(("[", "{")):
-        block = document.compose(f"value: {text}", "value")
-        node = document.pairs(block)[0][2]
-        return document.typed(node) if isinstance(node, yaml.MappingNode) else document.raw(node)
-    return text
+    holds_many = isinstance(all_keys()[path].default, (list, dict))
+    if not (text.startswith('"') or (holds_many and text.lstrip().startswith(("[", "{")))):
+        return text
+    node = document.pairs(document.compose(f"value: {text}", "value"))[0][2]
+    return document.typed(node) if path == ("xla_fsdp_settings",) else document.raw(node)
 
 
 def _unknown_setting(name: str, path: Path | None) -> str:

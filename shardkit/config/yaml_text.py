@@ -69,7 +69,7 @@ def value_text(path: Path, value: Any) -> str:
     if path == ("fsdp", "transformer_layer_cls_to_wrap") and value:
         return scalar_text(",".join(value))
     if isinstance(value, (list, dict)):
-        return _flow(value)
+        return quoted(value)
     return scalar_text(value)
 
 
@@ -83,7 +83,7 @@ def scalar_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
-    return value if _is_plain(value) else _flow(value)
+    return value if _is_plain(value) else quoted(value)
 
 
 def value_at(config: Config, path: Path) -> Any:
@@ -104,7 +104,8 @@ def _resolved(text: str) -> str:
     return yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False))
 
 
-def _flow(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """A text in double quotes, or a list or block in brackets, on one line."""
     quotes = None if isinstance(value, dict) else '"'
     text = yaml.safe_dump(value, default_flow_style=True, default_style=quotes, width=2**31, allow_unicode=True)
     return text.removesuffix("...\n").strip()
