@@ -56,6 +56,25 @@ def test_empty_weights_have_shapes_and_no_memory():
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_a_parameter_registered_twice_stays_one():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Parameter(torch.ones(3))
+            shared.mark = "kept"  # type: ignore[attr-defined]
+            self.first, self.second = shared, shared
+
+    with shardkit.init_empty_weights():
+        model = Twice()
+    assert model.first is model.second and model.first.is_meta and model.first.mark == "kept"
+
+
+def test_one_process_reads_the_file_as_well(tmp_path):
+    expected = saved(tmp_path, tied=True, split=True)
+    config = Config(distributed_type="NO", use_cpu=True)
+    assert values(parallel(empty(tied=True), config, tmp_path)) == expected
+
+
 def saved(folder: Path, tied: bool, split: bool) -> dict[str, Any]:
     """A model's weights in `folder`, in one file or in two with an index; and its values."""
     torch.manual_seed(5)

@@ -236,6 +236,35 @@ def test_all_ranks_refuse_together(ranks):
     assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
 
 
+def refusals() -> list[str]:
+    twice = parallel(models.Gpt(), config_for(2))
+    models_ = [twice, nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Embedding(4, 4, sparse=True)), models.Gpt()]
+    texts = []
+    for model, wrap in zip(models_, ("Block", "Block", "Block", "ModuleList"), strict=True):
+        try:
+            parallel(model, config_for(2, fsdp_transformer_layer_cls_to_wrap=wrap))
+        except ModelError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_cannot_be_parallelized_is_said_in_words(ranks):
+    twice, lazy, sparse, container = ranks.run(2, refusals)[0]
+    assert twice == "model: it is parallel already (got a FSDPGpt in it); give the bare model, and only once."
+    assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
+    assert sparse == "model: 0 makes sparse gradients, which FSDP cannot reduce; build it with sparse=False."
+    assert "ModuleList only holds modules and has no forward of its own, so it cannot be a unit" in container
+
+
+@pytest.mark.requirement("A2")
+def test_offloading_on_a_cpu_is_a_note(caplog, monkeypatch):
+    monkeypatch.setattr(engine.log.parent, "propagate", True)
+    config = config_for(1, fsdp_offload_params=True)
+    with caplog.at_level("INFO"):
+        assert engine._home(config, process.start(config_for(1, 3))) == torch.device("cpu")
+    assert "this run is on the CPU, where parameters and gradients are anyway" in caplog.text
+
+
 # Models that do not divide nicely
 
 

@@ -86,6 +86,12 @@ def _by_class(root: ModuleNode, names: Sequence[str]) -> list[str]:
     missing = [name for name in names if name not in present]
     if missing:
         raise ModelError("\n".join(_missing_text(root, name, present) for name in missing))
+    containers = sorted({node.class_name for node in root.walk() if node.is_container} & set(names))
+    if containers:
+        raise ModelError(
+            f"fsdp_transformer_layer_cls_to_wrap: {', '.join(containers)} only holds modules and has no forward of its "
+            f"own, so it cannot be a unit; name the class inside it. {_candidates_text(root)}"
+        )
     return children_first(root, {node.fqn for node in root.walk() if node.class_name in set(names) and node.fqn})
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
@@ -39,11 +40,13 @@ def init_empty_weights() -> Iterator[None]:
     again later.
     """
     register = nn.Module.register_parameter
+    made = WeakTensorKeyDictionary()  # the same parameter registered twice stays one
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            meta = parameter.detach().to("meta")
-            parameter = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            if parameter not in made:
+                made[parameter] = _on_meta(parameter)
+            parameter = made[parameter]
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
@@ -51,6 +54,12 @@ def init_empty_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    empty.__dict__.update(parameter.__dict__)
+    return empty
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +106,7 @@ def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
     """Rank 0's values in `tensor`; as bytes, since backends do not know all dtypes, on the ranks' own device."""
     staged = tensor.detach().to(device).contiguous()
     dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)
-    if staged.data_ptr() != tensor.data_ptr():
+    if tensor.device != device or not tensor.is_contiguous():
         tensor.copy_(staged)
 
 

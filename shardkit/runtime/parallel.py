@@ -65,10 +65,11 @@ def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
 
     Raises ModelError, on all ranks: what is wrong on one is agreed on by all. Collective.
     """
+    if problems := agreed(_unfit(model, config)):
+        raise ModelError("\n".join(problems))
     mixed = precision.of(config)
     if mixed.is_mixed and (changed := precision.upcast_(model)):
         log.info("mixed precision: %d trainable 16-bit parameters are kept in fp32.", len(changed))
-    problems: list[str] = []
     cut, blocks = units.Cut([units.Unit("", model, dict(model.named_parameters()))]), []
     try:
         if config.mode == "fsdp":
@@ -80,6 +81,24 @@ def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
     if problems := agreed(problems):
         raise ModelError("\n".join(problems))
     return cut, blocks
+
+
+def _unfit(model: nn.Module, config: Config) -> list[str]:
+    """What makes a model impossible to parallelize, in words."""
+    wrapped = next((m for m in model.modules() if isinstance(m, (FSDPModule, DistributedDataParallel))), None)
+    if wrapped is not None:
+        return [
+            f"model: it is parallel already (got a {type(wrapped).__name__} in it); give the bare model, and only once."
+        ]
+    lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
+    if config.mode == "fsdp":
+        problems += [
+            f"model: {fqn} makes sparse gradients, which FSDP cannot reduce; build it with sparse=False."
+            for fqn, module in model.named_modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        ]
+    return problems
 
 
 def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
