@@ -71,6 +71,7 @@ def test_every_moment_of_full_shard_by_hand():
         ("forward", "layers.0", forward),
         ("forward", "layers.1", forward),
         ("forward", "layers.2", forward),
+        ("forward", "the root", persistent + ROOT + BLOCK),
         ("loss", "", persistent + ROOT),
         ("backward", "layers.2", persistent + ROOT + 2 * BLOCK + 1024 + 1024),
         ("backward", "layers.1", 16384),
@@ -83,15 +84,15 @@ def test_every_moment_of_full_shard_by_hand():
 
 @pytest.mark.parametrize("prefetch", ["BACKWARD_POST", "NO_PREFETCH"])
 def test_without_prefetch_one_unit_less_is_gathered(prefetch):
-    ahead = planned(model(), configuration(1)).memory.timeline[5].memory
-    late = planned(model(), configuration(1, backward_prefetch=prefetch)).memory.timeline[5].memory
+    ahead = planned(model(), configuration(1)).memory.timeline[6].memory
+    late = planned(model(), configuration(1, backward_prefetch=prefetch)).memory.timeline[6].memory
     assert ahead.gathered - late.gathered == BLOCK
 
 
 def test_shard_grad_op_keeps_everything_gathered():
     found = planned(model(), configuration(2)).memory
     assert max(m.memory.gathered for m in found.timeline) >= 2 * 2560
-    assert found.timeline[5].memory.gathered == ROOT + 2 * BLOCK  # blocks 0 and 1; the last is done with
+    assert found.timeline[6].memory.gathered == ROOT + 2 * BLOCK  # blocks 0 and 1; the last is done with
     assert found.peak.parameters == 2560
 
 
@@ -184,7 +185,7 @@ def test_gradients_are_reduced_in_their_own_dtype(reduce_dtype, bytes_each):
     section = ShardkitConfig(precision=PrecisionConfig(reduce_dtype=reduce_dtype))
     config = configuration(1).model_copy(update={"shardkit": section})
     found = planned(model(), config)
-    assert found.memory.timeline[5].memory.reduction == 1024 + 1024 + 512 * bytes_each
+    assert found.memory.timeline[6].memory.reduction == 1024 + 1024 + 512 * bytes_each
     reduce_scatter = next(c for c in found.traffic.collectives if c.kind == "reduce_scatter")
     assert reduce_scatter.payload_bytes == 2560 * bytes_each
 
@@ -193,7 +194,7 @@ def test_a_tied_parameter_is_counted_once_and_lives_in_the_root():
     head = ModuleNode("head", "Linear", (Parameter("weight", (64, 8), tied_to="embed.weight"),))
     found = planned(model(head=head), configuration(1)).memory
     assert found.peak.parameters == 4 * 2048 // 4
-    assert found.timeline[4].memory.reduction == 2 * 512 + 2 * 512  # the head's gradient is there first
+    assert found.timeline[5].memory.reduction == 2 * 512 + 2 * 512  # the head's gradient is there first
 
 
 def test_a_unit_that_shares_a_parameter_with_another_goes_up():
@@ -252,7 +253,7 @@ def test_activations_by_hand():
     found = activations.of_transformer(FACTS, batch_size=2, seq_len=4, itemsize=2)
     assert found.block_bytes == 8 * (120 * 2 + 8)
     assert found.block_input_bytes == 8 * 8 * 2
-    assert (found.logits_bytes, found.output_bytes) == (8 * 64 * 12, 8 * 64 * 4)
+    assert (found.logits_bytes, found.output_bytes) == (8 * 64 * 16, 8 * 64 * 4)
     gated = TransformerFacts(**{**asdict(FACTS), "is_gated": True})
     assert activations.block_numel(gated) - activations.block_numel(FACTS) == 2 * 32
 
@@ -262,9 +263,9 @@ def test_activation_checkpointing_keeps_inputs_and_one_block():
     block, output, inputs = 8 * (120 * 2 + 8), 8 * 64 * 4, 8 * 8 * 2
     whole = planned(model(), configuration(1), **known).memory
     assert whole.activations_known
-    assert whole.timeline[4].memory.activations == 3 * block + output
+    assert whole.timeline[5].memory.activations == 3 * block + output
     less = planned(model(), configuration(1, activation_checkpointing=True), **known).memory
-    assert less.timeline[4].memory.activations == 3 * inputs + block + output
+    assert less.timeline[5].memory.activations == 3 * inputs + block + output
     without = planned(model(), configuration(1, auto_wrap_policy="NO_WRAP"), **known).memory
     assert max(m.memory.activations for m in without.timeline) >= 3 * block
 

@@ -58,6 +58,18 @@ def test_the_report_for_gpt_175b(capsys):
     assert "60% of the device's peak arithmetic, 80% of its links" in out
 
 
+def test_the_docs_show_what_is_printed(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "plan.md").read_text()
+    shown = page[page.index("```text\n") + 8 :]
+    shown = shown[: shown.index("```")]
+    out = plan(
+        capsys,
+        *("--model", "gpt-175b", "--world", "128", "--batch-size", "1", "--device", "h100-80"),
+        *("--set", "fsdp_config.fsdp_activation_checkpointing=true"),
+    )
+    assert out.startswith(shown)
+
+
 def test_what_is_configured_is_marked(capsys):
     out = plan(capsys, "--model", SMALL, "--world", "2", "--strategy", "2", "--device", "l4")
     marked = [line for line in out.splitlines() if line.startswith("* ")]

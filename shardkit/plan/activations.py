@@ -17,7 +17,7 @@ class Activations:
     """Bytes that one micro-batch keeps on one rank.
 
     block_bytes: of one block, everything; block_input_bytes: its input only (all that is kept of a block whose
-    activations are recomputed); logits_bytes: logits, their log-softmax and its gradient, at the loss;
+    activations are recomputed); logits_bytes: logits, their log-softmax and the gradients of both, at the loss;
     output_bytes: the logits alone, alive as long as the script holds the model's output.
     """
 
@@ -35,7 +35,7 @@ def of_transformer(facts: TransformerFacts, batch_size: int, seq_len: int, items
     return Activations(
         block_bytes=tokens * (block_numel(facts) * itemsize + facts.heads * _FP32_BYTES),
         block_input_bytes=tokens * facts.hidden * itemsize,
-        logits_bytes=tokens * vocabulary * 3 * _FP32_BYTES,
+        logits_bytes=tokens * vocabulary * 4 * _FP32_BYTES,
         output_bytes=tokens * vocabulary * _FP32_BYTES,
     )
 

@@ -209,8 +209,12 @@ def _forward(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment
         yield Moment("forward", unit.fqn, replace(base, gathered=gathered, activations=working))
         alive += _kept_bytes(unit, config, kept)
         held += 0 if plan.axes.reshards_after_forward else unit.gathered_bytes
-    last = kept.logits_bytes + _working_bytes(plan.root, config, kept)
-    yield Moment("loss", "", replace(base, gathered=held, activations=alive + last))
+    # The output of the last all-gather is freed when the root's forward ends (`_post_forward`).
+    last = plan.units[-1] if plan.units else plan.root
+    working = alive + kept.output_bytes + _working_bytes(plan.root, config, kept)
+    gathered = held + _copy_bytes(plan, last)
+    yield Moment("forward", "the root", replace(base, gathered=gathered, activations=working))
+    yield Moment("loss", "", replace(base, gathered=held, activations=alive + kept.logits_bytes))
 
 
 def _copy_bytes(plan: Layout, unit: Unit) -> int:
