@@ -408,7 +408,7 @@ def test_the_settings_of_a_configuration_give_it_again(config):
     assert files.overlaid(Config(), settings_of(config)) == config
 
 
-@QUICK
+@settings(QUICK, max_examples=12)
 @given(CONFIGS, CONFIGS)
 def test_an_edited_file_says_the_new_thing(before, after):
     text = files.dump(before)

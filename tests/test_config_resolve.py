@@ -46,7 +46,7 @@ def test_an_accelerate_file_the_users_own_and_the_variable(project, monkeypatch)
     assert files.find(project) == own
     theirs = put(project / "default_config.yaml", "lr: 0.1\n")
     assert files.find(project) == own, "another tool's file of that name is left alone"
-    put(theirs, "distributed_type: MULTI_GPU\n")
+    put(theirs, '{\n  "distributed_type": "MULTI_GPU"\n}\n')
     assert files.find(project) == theirs
     ours = put(project / "shardkit.yaml")
     assert files.find(project) == ours

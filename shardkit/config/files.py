@@ -172,7 +172,7 @@ def _is_accelerates(path: Path) -> bool:
         text = path.read_bytes()[: document.MAX_BYTES]
     except OSError:
         return False
-    return re.search(rb"^(compute_environment|distributed_type)[ \t]*:", text, re.MULTILINE) is not None
+    return re.search(rb'^[ \t]*"?(compute_environment|distributed_type)"?[ \t]*:', text, re.MULTILINE) is not None
 
 
 def _file_layer(path: Path) -> Layer:
