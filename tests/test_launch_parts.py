@@ -21,7 +21,7 @@ from shardkit.launch.preflight import Machine
 from shardkit.launch.records import Place, RankError
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import launch_spec
-from shardkit.launch.watch import Rank, first_to_stop, is_hung, render_table
+from shardkit.launch.watch import Rank, first_to_stop, is_hung, render_table, somebody_moved
 
 NO_GPU = Machine((), 2)
 EIGHT = Machine(("H200",) * 8, 16)
@@ -458,6 +458,9 @@ def test_the_rank_that_the_others_wait_for_is_named():
     waiting, loading = stacks.parse(IN_A_COLLECTIVE), stacks.parse(IN_THE_DATA)
     assert (waiting.where, waiting.waits_for_peers) == ("/home/me/train.py:20 in step", True)
     assert (loading.where, loading.waits_for_peers) == ("/home/me/data.py:88 in __getitem__", False)
+    assert not somebody_moved({0: waiting, 1: loading}, {0: waiting, 1: loading})
+    elsewhere = stacks.parse(IN_THE_DATA.replace("line 88", "line 89"))
+    assert somebody_moved({0: waiting, 1: loading}, {0: waiting, 1: elsewhere})
     ranks = {0: rank(0, 10.0), 1: rank(1, 11.0, phase="data")}
     found = {0: waiting, 1: loading}
     assert first_to_stop(ranks, found) == 1

@@ -37,12 +37,12 @@ def main(arguments: list[str]) -> None:
     die_with(int(env.get(names.LAUNCHER_PID) or 0))
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
     place = records.PlaceWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
-    place.post("starting", 0, is_watched=False)
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     log_file = open(names.log_path(log_dir, rank), "a", buffering=1)  # noqa: SIM115
-    connect_output(folder)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
+    place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
+    connect_output(folder)
     code = 0
     try:
         check_world()

@@ -135,10 +135,10 @@ def _failed(outcome: Outcome) -> bool:
 
 
 def _consequence(outcome: Outcome) -> str:
-    if outcome.was_killed:
-        return f"rank {outcome.rank} was ended by the launcher"
     if _lost_a_peer(outcome):
         return f"rank {outcome.rank} ended because its peer was gone"
+    if outcome.was_killed and outcome.error is None:
+        return f"rank {outcome.rank} was ended by the launcher"
     return f"rank {outcome.rank}: {cause_of(outcome).splitlines()[0]}"
 
 

@@ -13,16 +13,25 @@ WAITING = ("/torch/distributed/",)
 
 @dataclass(frozen=True)
 class Stack:
-    """The main thread's line in the user's code, and whether any thread is inside a collective."""
+    """The main thread's line in the user's code and its frames, and whether any thread is inside a collective."""
 
     where: str
     waits_for_peers: bool
+    frames: tuple[tuple[str, str, str], ...] = ()
 
 
-def read(path: Path) -> Stack | None:
-    """The stacks in a file; None where the rank wrote none, as one that is stopped."""
+def size(path: Path) -> int:
+    """How much has been written into a file so far."""
     try:
-        text = path.read_text(errors="replace")
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def read(path: Path, begin: int = 0) -> Stack | None:
+    """The stacks in a file from a byte on; None where the rank wrote none, as one that is stopped."""
+    try:
+        text = path.read_bytes()[begin:].decode(errors="replace")
     except OSError:
         return None
     return parse(text) if "  File " in text else None
@@ -35,7 +44,7 @@ def parse(text: str) -> Stack:
     waits = any(marker in frames[0][0].replace("\\", "/") for frames in threads for marker in WAITING)
     main = threads[-1] if threads else []
     own = next((frame for frame in main if is_users(frame[0])), None)
-    return Stack(f"{short_name(own[0])}:{own[1]} in {own[2]}" if own else "", waits)
+    return Stack(f"{short_name(own[0])}:{own[1]} in {own[2]}" if own else "", waits, tuple(main))
 
 
 def _frames(block: str) -> list[tuple[str, str, str]]:

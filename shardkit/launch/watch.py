@@ -23,7 +23,9 @@ CHECK_S = 1.0
 SURVIVOR_GRACE_S = 5.0
 """How long ranks may outlive the failure of another: time to notice it and to say so in their logs."""
 STACKS_S = 10.0
-"""How long ranks have, at most, to write their stacks before a hung run is ended."""
+"""How long ranks have, at most, to write their stacks."""
+SAMPLES = 4
+"""How often, a second apart, the stacks must show a rank at the same line before it counts as standing still."""
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Watch:
         self.stop: Stop | None = None
         self.killed: set[int] = set()
         self._failed_s: float | None = None
+        self._moved_s = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
 
@@ -110,14 +113,6 @@ class Watch:
                 checked_s = now
                 self._end_what_stays(now)
         self._look()
-
-    def _wait_for_stacks(self, numbers: list[int], since_s: float) -> None:
-        """Until the ranks have written their stacks, or it takes too long."""
-        paths = [stack_path(self.log_dir, number) for number in numbers]
-        while any(not path.exists() or not path.stat().st_size for path in paths):
-            if time.monotonic() - since_s > STACKS_S or self._closing.wait(POLL_S):
-                return
-        self._closing.wait(2 * POLL_S)  # the last lines
 
     def _look(self) -> None:
         """Renew places and exit codes."""
@@ -165,14 +160,37 @@ class Watch:
         for rank in running.values():
             stopped = process_state(rank.place.pid) in {"T", "t"}
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
-        if not is_hung(running, self.hang_timeout_s, now):
+        if now - self._moved_s < self.hang_timeout_s or not is_hung(running, self.hang_timeout_s, now):
             return
-        for rank in running.values():
-            _send(rank.place.pid, signal.SIGUSR2)  # the stacks of all threads, into the rank's .stack
-        self._wait_for_stacks([number for number, rank in running.items() if not rank.stopped_since_s], now)
-        found = {number: stacks.read(stack_path(self.log_dir, number)) for number in running}
+        found = self._stacks_that_stand_still({n: rank for n, rank in running.items() if not rank.stopped_since_s})
+        if found is None:
+            self._moved_s = now
+            return
         self.hang = Hang(first_to_stop(self.ranks, found), render_table(self.ranks, found, now))
         self.kill_all()
+
+    def _stacks_that_stand_still(self, ranks: dict[int, Rank]) -> dict[int, Stack] | None:
+        """The ranks' stacks; None where some rank has moved meanwhile: it is at work, and only posts no progress."""
+        first = self._stacks(ranks)
+        for _ in range(SAMPLES - 1):
+            self._closing.wait(CHECK_S)
+            if somebody_moved(first, self._stacks(ranks)):
+                return None
+        return first
+
+    def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
+        """What the ranks' threads do now; without those that do not say."""
+        paths = {number: stack_path(self.log_dir, number) for number in ranks}
+        written = {number: stacks.size(path) for number, path in paths.items()}
+        for rank in ranks.values():
+            _send(rank.place.pid, signal.SIGUSR2)
+        until = time.monotonic() + STACKS_S
+        while any(stacks.size(path) == written[number] for number, path in paths.items()):
+            if time.monotonic() > until or self._closing.wait(POLL_S):
+                break
+        self._closing.wait(2 * POLL_S)  # the last lines
+        found = {number: stacks.read(path, written[number]) for number, path in paths.items()}
+        return {number: stack for number, stack in found.items() if stack is not None}
 
 
 def is_hung(running: dict[int, Rank], timeout_s: float, now: float) -> bool:
@@ -191,7 +209,12 @@ def is_hung(running: dict[int, Rank], timeout_s: float, now: float) -> bool:
     return min(now - place.since_s for place in places) > timeout_s
 
 
-def first_to_stop(ranks: dict[int, Rank], found: dict[int, Stack | None]) -> int:
+def somebody_moved(before: dict[int, Stack], after: dict[int, Stack]) -> bool:
+    """Whether some rank's main thread is elsewhere than it was."""
+    return any(number in before and before[number].frames != stack.frames for number, stack in after.items())
+
+
+def first_to_stop(ranks: dict[int, Rank], found: dict[int, Stack]) -> int:
     """The rank that the others wait for: one that left, one stopped from outside, one not inside a collective.
 
     Among equals the one that is furthest behind.
@@ -205,7 +228,7 @@ def first_to_stop(ranks: dict[int, Rank], found: dict[int, Stack | None]) -> int
     return min(ranks, key=order)
 
 
-def render_table(ranks: dict[int, Rank], found: dict[int, Stack | None], now: float) -> str:
+def render_table(ranks: dict[int, Rank], found: dict[int, Stack], now: float) -> str:
     """One line a rank: step, phase, seconds since it last moved, and the line of the script that it is at."""
     return "\n".join(_row(number, ranks[number], found.get(number), now) for number in sorted(ranks))
 
