@@ -35,9 +35,11 @@ class ModuleNode:
 
     def walk(self) -> Iterator["ModuleNode"]:
         """This module and all below it, parents first, in registration order."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(reversed(node.children))
 
     def owned(self) -> Iterator[tuple[str, Parameter]]:
         """(fqn, parameter) of all parameters here and below; tied ones only at their first name."""

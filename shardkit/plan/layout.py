@@ -231,10 +231,15 @@ def _chain(path: str, chosen: set[str]) -> list[str]:
 def _owners(tree: ModuleNode, chosen: list[str], fixed: set[str]) -> dict[str, list[tuple[str, Parameter]]]:
     """Parameters by the unit that manages them: the innermost one around all their occurrences."""
     units, occurrences = set(chosen), _occurrences(tree)
+    chain_of: dict[str, list[str]] = {}
     owners: dict[str, list[tuple[str, Parameter]]] = {fqn: [] for fqn in [*chosen, ""]}
     for name, parameter in tree.owned():
         if name not in fixed:
-            chains = [_chain(path, units) for path in occurrences[name]]
+            paths = occurrences[name]
+            for path in paths:
+                if path not in chain_of:
+                    chain_of[path] = _chain(path, units)
+            chains = [chain_of[path] for path in paths]
             unit = next(fqn for fqn in chains[0] if all(fqn in chain for chain in chains))
             owners[unit].append((name, parameter))
     return owners
