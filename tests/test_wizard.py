@@ -296,6 +296,20 @@ def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
     assert (folder / "shardkit.yaml").read_text() == OURS
 
 
+def test_an_accelerate_file_in_the_folder_is_a_beginning(folder):
+    (folder / "default_config.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: 'no'\nfsdp_config:\n  fsdp_sharding_strategy: 2\n"
+    )
+    assert talk(ENTER * 7) == 0
+    assert saved(folder)["num_processes"] == 4 and saved(folder)["mixed_precision"] == "no"
+    assert saved(folder)["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
+
+
+def test_several_machines_are_told_how_to_start(folder, capsys):
+    assert talk_plainly(["", "several", "2", "node-a", "", "", "", "", "save"]) == 0
+    assert "--machine-rank N train.py   (on every machine, N from 0 to 1)" in capsys.readouterr().out
+
+
 def test_starting_over_keeps_the_old_file_beside_it(folder):
     (folder / "shardkit.yaml").write_text(OURS)
     assert talk("2" + ENTER + ENTER * 6) == 0

@@ -11,6 +11,7 @@ from shardkit.config import checks, edit, files
 from shardkit.config.command import settings_of
 from shardkit.config.hardware import Hardware, Scheduler
 from shardkit.config.schema import Config
+from shardkit.launch.spec import launch_spec
 from shardkit.model.sources import describe
 from shardkit.wizard.answers import from_config, settle, to_config
 from shardkit.wizard.questions import QUESTIONS, is_asked
@@ -24,7 +25,7 @@ WITH_CLASSES = replace(SIZES_ONLY, spec="my_model:build")
 TYPED = {
     "model": ["none"],
     "num_machines": ["2", "3", "16"],
-    "address": ["node-a", "node-a:29501", "[::1]:29500", "10.0.0.1:1"],
+    "address": ["none", "node-a", "node-a:29501", "[::1]:29500", "10.0.0.1:1"],
     "processes_per_machine": ["1", "2", "8"],
     "fsdp.transformer_layer_cls_to_wrap": ["none", "BertLayer", "T5Block, ViTLayer"],
     "fsdp.min_num_params": ["1", "1e8", "50M"],
@@ -74,6 +75,7 @@ def test_every_file_loads_and_says_what_was_answered(sample):
     assert checks.problems(config) == []
     assert files.read_text(files.dump(config)).config == config
     assert files.read_text(files.dump(config, comments=False)).config == config
+    assert launch_spec(config, "train.py").world_size == situation.world_size
     kept = {key: value for key, value in situation.answers.items() if key in answers}
     assert kept == answers, "an answer that was possible is not in the file"
 

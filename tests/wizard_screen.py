@@ -1,6 +1,7 @@
 """A real terminal for tests: a program in a pseudo-terminal, and the screen that a person would see."""
 
 import time
+import warnings
 from pathlib import Path
 
 import pexpect
@@ -15,9 +16,12 @@ class Screen:
     def __init__(self, command: list[str], folder: Path, columns: int, rows: int, env: dict[str, str]) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=2000)
         self.stream = pyte.ByteStream(self.screen)
-        self.child = pexpect.spawn(
-            command[0], command[1:], cwd=str(folder), env=env, dimensions=(rows, columns), timeout=TIMEOUT_S
-        )
+        with warnings.catch_warnings():
+            # Newer Pythons warn of forkpty where threads live; the child starts another program at once.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.child = pexpect.spawn(
+                command[0], command[1:], cwd=str(folder), env=env, dimensions=(rows, columns), timeout=TIMEOUT_S
+            )
         self.raw = b""
 
     @property

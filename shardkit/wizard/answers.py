@@ -76,7 +76,8 @@ def _put_place(data: dict[str, Any], s: Situation) -> None:
     data["distributed_type"] = _distributed_type(s)
     data["use_cpu"] = s.on_cpu
     if s.machines > 1:
-        data["main_process_ip"], data["main_process_port"] = split_address(s.answers["address"])
+        data["main_process_ip"], data["main_process_port"] = split_address(s.answers["address"] or "")
+        data["main_process_ip"] = data["main_process_ip"] or None
     else:
         data["main_process_ip"] = None
 
@@ -115,8 +116,7 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
             given[question.key] = _plain(_value_at(config, question.key))
     given["where"] = _place(config, situation)
     given["processes_per_machine"] = config.processes_per_machine
-    if config.main_process_ip:
-        given["address"] = _address(config.main_process_ip, config.main_process_port)
+    given["address"] = _address(config.main_process_ip, config.main_process_port)
     if config.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         given["fsdp.sharding_strategy"] = ShardingStrategy.NO_SHARD.value
     if config.distributed_type is DistributedType.MULTI_CPU:
@@ -136,8 +136,8 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _address(host: str, port: int | None) -> str:
-    if port is None:
+def _address(host: str | None, port: int | None) -> str | None:
+    if host is None or port is None:
         return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -152,7 +152,9 @@ def _machines_default(s: Situation) -> Default:
     return Default(2, "the smallest number that is several")
 
 
-def _check_address(s: Situation, typed: str) -> str:
+def _check_address(s: Situation, typed: str) -> str | None:
+    if typed.lower() in NONE_WORDS:
+        return None
     host, port = split_address(typed)
     if not host or any(character.isspace() for character in host):
         raise ValueError(f"not an address (got {typed!r}); give a name or IP, and a port if wanted: node-a:29500.")
@@ -181,6 +183,8 @@ def _port(text: str) -> int:
 def _address_default(s: Situation) -> Default:
     if s.where == SLURM and s.hardware.scheduler and s.hardware.scheduler.main_address:
         return Default(s.hardware.scheduler.main_address, "the job's first machine")
+    if s.where == SLURM:
+        return Default(None, "the job's script gives it, since only the job knows")
     return Default(gethostname(), "this machine; it must be machine 0")
 
 
@@ -394,12 +398,12 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="address",
-        title="Address of machine 0, with its port if wanted (host or host:port)",
+        title="Address of machine 0? (host or host:port; none: given at launch)",
         default=_address_default,
         check=_check_address,
         applies=_several,
         when="several machines",
-        help_text="The machine that the others look for. Without a port, 29500.",
+        help_text="The machine that the others look for. Without a port, 29500. At launch: --main HOST:PORT.",
     ),
     Question(
         key="rdzv_backend",

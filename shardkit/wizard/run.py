@@ -1,6 +1,7 @@
 """`shardkit config` with a person at the keyboard: from the first question to the saved file."""
 
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from shardkit.wizard.loop import Session, ask_all
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
 from shardkit.wizard.review import Target, check_writable, review
-from shardkit.wizard.situation import Situation
+from shardkit.wizard.situation import SLURM, Situation
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _check_that_somebody_answers(options: WizardOptions, plain: bool) -> None:
 
 def _prompter(plain: bool) -> Prompter:
     if plain:
-        return PlainPrompter()
+        return PlainPrompter(shutil.get_terminal_size().columns)
     from shardkit.wizard.inplace import QuestionaryPrompter
 
     return QuestionaryPrompter()
@@ -123,7 +124,7 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     _greet(prompter, situation, path, options)
     resumed = _resumed(prompter, path)
     former, config = _former(prompter, path, options)
-    known = options.start or config
+    known = options.start or config or _from_accelerate(prompter, path, options)
     situation = Situation(hardware, base=known or Config(), folder=options.folder)
     given = from_config(known, situation) if known is not None else {}
     spec = options.model or (comment.read(former) if former else None)
@@ -175,6 +176,23 @@ def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str
     return (files.text_of_file(path), config) if chosen == "edit" else (None, None)
 
 
+def _from_accelerate(prompter: Prompter, path: Path, options: WizardOptions) -> Config | None:
+    """The configuration of an Accelerate file in the folder, where there is none of ours and the person wants it."""
+    found = next((options.folder / name for name in files.ACCELERATE_NAMES if (options.folder / name).is_file()), None)
+    if found is None or path.exists() or options.force:
+        return None
+    try:
+        config = files.read(found).config
+    except ConfigError:
+        return None
+    choices = (
+        Option(True, "begin with it", "its answers are selected; it stays as it is"),
+        Option(False, "begin anew", "it stays as it is"),
+    )
+    title = f"{found.name} is an Accelerate file ({_in_words(config)}). Begin with its answers?"
+    return config if _choose(prompter, Prompt(title), choices, True) else None
+
+
 def _in_words(config: Config) -> str:
     strategy = config.fsdp.sharding_strategy.value if config.mode == "fsdp" else config.mode
     return f"{strategy}, {config.num_processes} processes"
@@ -192,10 +210,19 @@ def _choose(prompter: Prompter, prompt: Prompt, options: tuple[Option, ...], def
 def _say_what_next(session: Session, options: WizardOptions, saved: Target) -> None:
     if not saved.dry_run:
         print(f"Saved {saved.shown}.")
-        print("Run it:    shardkit launch train.py")
+        print(f"Run it:    {_launch_line(session.situation())}")
         print("Plan it:   shardkit plan")
     command = _command(to_config(session.situation()), session.given.get("model"), options, saved)
     print(f"The same without questions:\n{command}", file=sys.stderr if saved.dry_run else sys.stdout)
+
+
+def _launch_line(s: Situation) -> str:
+    """How the file is used, on one machine or on several."""
+    if s.machines == 1:
+        return "shardkit launch train.py"
+    if s.where == SLURM:
+        return "srun bash -c 'shardkit launch --machine-rank $SLURM_NODEID train.py'   (one task a machine)"
+    return f"shardkit launch --machine-rank N train.py   (on every machine, N from 0 to {s.machines - 1})"
 
 
 def _command(config: Config, model: str | None, options: WizardOptions, saved: Target) -> str:
