@@ -181,6 +181,10 @@ def test_convert(capsys):
     out, error = shardkit(capsys, "config", "convert", "nemo.yaml", "-o", "x.yaml", code=2)
     assert "nemo.yaml: megatron_amp_O2: megatron_amp_O2 does not work with FSDP" in error
     assert "nemo.yaml: optim.name: distributed_fused_adam" in error and not Path("x.yaml").exists()
+    Path("typo.yaml").write_text("num_procesess: 2\nnum_machines: 2\nnum_processes: 3\n")
+    _, error = shardkit(capsys, "config", "--from", "typo.yaml", code=2)
+    assert "\ntypo.yaml:1:1: num_procesess: unknown key; did you mean num_processes?" in error
+    assert "typo.yaml:3:1: num_processes: does not divide over the machines" in error
     out, _ = shardkit(capsys, "config", "convert", "nemo.yaml", "-o", "x.yaml", "--drop")
     assert out == "x.yaml\n" and files.read(Path("x.yaml")).config.mode == "fsdp"
     out, lost = shardkit(capsys, "config", "convert", "x.yaml", "--to", "accelerate")

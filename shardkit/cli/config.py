@@ -212,12 +212,11 @@ def _template(name: str) -> Path:
 
 def _report(conversion: "Conversion", drop: bool) -> None:
     """Print what became of each key; stop where something is refused and may not be dropped."""
-    from shardkit.convert.report import in_words
+    from shardkit.convert.report import in_words, problems
 
     print(in_words(conversion), file=sys.stderr)
     if conversion.refused and not drop:
-        problems = [f"{conversion.source}: {line.key}: {line.text}." for line in conversion.refused]
-        raise ConfigError([*problems, "Nothing was written; change the file, or convert it with --drop."])
+        raise ConfigError([*problems(conversion), "Nothing was written; change the file, or convert it with --drop."])
 
 
 def _target(output: Path | None, user: bool) -> Path:

@@ -50,7 +50,8 @@ def _line(
     remark = remarks.get(key, "")
     problem = _said_about(key, node, layer.problems, name)
     if problem:
-        return Line(key, "refused", _joined(problem, remark or _unknown_remark(key, problem)))
+        text = _joined(problem, remark or _unknown_remark(key, problem))
+        return Line(key, "refused", text, str(document.place_of(node, name)))
     found = {path: entry for path, entry in written.items() if _stands_at(entry, node)}
     if not found:
         return Line(key, "left out", _joined("says nothing", remark))

@@ -16,6 +16,7 @@ class Line:
     key: str
     verdict: Verdict
     text: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Conversion:
     @property
     def refused(self) -> list[Line]:
         return [line for line in self.lines if line.verdict == "refused"]
+
+
+def problems(conversion: Conversion) -> list[str]:
+    """What is refused, a line each, in the form of all our errors."""
+    source = conversion.source
+    return [
+        f"{line.place or source}: {line.key}: {line.text}." if line.key else line.text for line in conversion.refused
+    ]
 
 
 def in_words(conversion: Conversion) -> str:
