@@ -4,6 +4,7 @@ import base64
 import hashlib
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,15 +15,25 @@ def capture(rank: int) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "rank": rank,
-        "python": [version, list(numbers), gauss],
+        "python": [version, _packed(numbers), gauss],
         "torch": _text(torch.get_rng_state()),
         "cuda": [_text(torch.cuda.get_rng_state())] if torch.cuda.is_available() else [],
     }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+        state["numpy"] = [str(name), _packed(keys), int(position), int(has_gauss), float(cached)]
     return state
+
+
+def _packed(numbers: Iterable[int]) -> str:
+    """32-bit numbers as text."""
+    return base64.b64encode(b"".join(int(number).to_bytes(4, "little") for number in numbers)).decode()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    data = base64.b64decode(text, validate=True)
+    return tuple(int.from_bytes(data[begin : begin + 4], "little") for begin in range(0, len(data), 4))
 
 
 def _text(state: torch.Tensor) -> str:
@@ -37,13 +48,13 @@ def check(state: dict[str, Any]) -> None:
     """ValueError, TypeError or KeyError where a captured state is not one."""
     torch.Generator().set_state(_tensor(state["torch"]))
     version, numbers, gauss = state["python"]
-    random.Random().setstate((version, tuple(numbers), gauss))
+    random.Random().setstate((version, _numbers(numbers), gauss))
 
 
 def restore(state: dict[str, Any]) -> None:
     """Every generator as it was."""
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate((version, _numbers(numbers), gauss))
     torch.set_rng_state(_tensor(state["torch"]))
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"][0]))
@@ -51,7 +62,7 @@ def restore(state: dict[str, Any]) -> None:
         import numpy
 
         name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+        numpy.random.set_state((name, numpy.array(_numbers(keys), dtype=numpy.uint32), position, has_gauss, cached))
 
 
 def derive(seed: int, step: int, rank: int) -> None:

@@ -1,0 +1,29 @@
+"""Writes the checkpoints that later versions must still read: `python -m tests.golden.make`, once a release."""
+
+from pathlib import Path
+
+import shardkit
+from tests import checkpoints
+from tests.ranks import Pool
+from tests.test_faults_save import fill, prepared
+
+
+def save(root):
+    import random
+
+    import torch
+
+    live = prepared("fsdp")
+    fill(live, 3)
+    random.seed(5)
+    torch.manual_seed(5)
+    for kind in ("sharded", "full"):
+        checkpoints.save(live, root / kind, 3, kind, config_text="mixed_precision: 'no'\n", samples_seen=36, epoch=1)
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parent / shardkit.__version__
+    folder.mkdir()
+    pool = Pool()
+    pool.run(2, save, folder)
+    pool.close()

@@ -1,0 +1,40 @@
+"""Checkpoints that released versions wrote load for good, on the ranks that wrote them and on others."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardkit.checkpoint import manifest
+from tests import checkpoints
+from tests.test_faults_save import prepared, values_in
+
+GOLDEN = Path(__file__).parent / "golden"
+SAVED = sorted(path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob(manifest.NAME))
+
+
+def load(path, strategy):
+    live = prepared(strategy)
+    loaded = checkpoints.load(live, path)
+    return loaded.random_is_exact, random.random(), torch.rand(()).item(), checkpoints.digest_of(live)
+
+
+@pytest.mark.fault_row(39)
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_of_every_release_loads(ranks, name):
+    live = prepared("plain")
+    loaded = checkpoints.load(live, GOLDEN / name)
+    assert values_in(live) == {3.0}
+    record = loaded.checkpoint.manifest
+    assert (record.step, record.epoch, record.samples_seen, record.world_size) == (3, 1, 36, 2)
+    digest = checkpoints.digest_of(live)
+    random.seed(5)
+    torch.manual_seed(5)
+    assert ranks.run(2, load, GOLDEN / name, "fsdp") == [(True, random.random(), torch.rand(()).item(), digest)] * 2
+
+
+def test_there_are_golden_checkpoints_and_they_are_small():
+    assert {"0.1.0/sharded", "0.1.0/full"} <= set(SAVED)
+    for name in SAVED:
+        assert sum(path.stat().st_size for path in (GOLDEN / name).rglob("*") if path.is_file()) < 60_000
