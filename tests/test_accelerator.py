@@ -171,16 +171,22 @@ def variation(kind: str) -> list[torch.Tensor]:
                 if kind == "zero_grad first":
                     optimizer.zero_grad()
                 accelerator.backward(loss_of(model, batch))
+                if kind != "step outside":
+                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                    optimizer.step()
+                    scheduler.step()
+                if kind not in ("zero_grad first", "step outside"):
+                    optimizer.zero_grad()
+            if kind == "step outside":
                 accelerator.clip_grad_norm_(model.parameters(), 0.3)
                 optimizer.step()
                 scheduler.step()
-                if kind != "zero_grad first":
-                    optimizer.zero_grad()
+                optimizer.zero_grad()
     return weights_of(model)
 
 
 @pytest.mark.requirement("N4")
-@pytest.mark.parametrize("kind", ["zero_grad first", "stream", "adapters"])
+@pytest.mark.parametrize("kind", ["zero_grad first", "step outside", "stream", "adapters"])
 def test_other_ways_to_write_the_loop_equal_one_process_too(ranks, kind):
     model = Adapted if kind == "adapters" else Model
     expected = plain(56, 8, 3, 2, model)["weights"]

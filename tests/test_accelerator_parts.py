@@ -5,6 +5,7 @@ import logging
 import logging.handlers
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,27 @@ def test_no_sync_gives_the_same_sums(ranks, config):
     expected = plain(24, 8, 3, 1)["weights"]
     for found in ranks.run(2, unsynced_by_hand, config):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def with_and_without_accumulate() -> list[torch.Tensor]:
+    accelerator = Accelerator(config=FULL | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 64}}})
+    model, optimizer, loader, _ = parts(16, 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    norms = []
+    for epoch in range(4):
+        for batch in loader:
+            with accelerator.accumulate(model) if epoch % 2 else nullcontext():
+                accelerator.backward(loss_of(model, batch))
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 100.0))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert accelerator.counters.step == 8
+    return norms
+
+
+def test_loops_with_and_without_accumulate_may_follow_one_another(ranks):
+    norms = ranks.run(2, with_and_without_accumulate)[0]
+    assert max(norms) < 20, "one that still had the loss scale would be 64 times as large"
 
 
 def clamped() -> float:

@@ -49,6 +49,8 @@ class Accumulation:
         self._scaler_is_behind = False
         self._divisor = steps
         self._window = 0
+        self._windows = 0
+        self._is_inside = False
         self._stepped: set[int] = set()
         self._has_stepped_in_micro_batch = False
         self._calls_before_window = 0
@@ -67,11 +69,15 @@ class Accumulation:
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """One micro-batch, forward to zero_grad. Before the window's last, see `deferred` for what is exchanged."""
         self._begin()
-        with ExitStack() as stack:
-            if not self.sync_gradients:
-                for model in models:
-                    stack.enter_context(deferred(model))
-            yield
+        self._is_inside = True
+        try:
+            with ExitStack() as stack:
+                if not self.sync_gradients:
+                    for model in models:
+                        stack.enter_context(deferred(model))
+                yield
+        finally:
+            self._is_inside = False
         if self.sync_gradients:
             self.counters.micro_step = 0
 
@@ -80,11 +86,21 @@ class Accumulation:
         self._pass_boundary_without_loader()
         progress.post("backward", self.counters.step)
         self._update_scaler()
+        if not self._is_inside:
+            self._window = 0
         self.backward_calls += 1
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
         (loss if self._scaler is None else self._scaler.scale(loss)).backward(**arguments)
+
+    @property
+    def gradient_moment(self) -> tuple[str, int]:
+        """What gradients are made final for, once: the window that is complete, outside of any the newest backward.
+
+        Several optimizers may take turns in a window, so that a backward in it need not be this optimizer's.
+        """
+        return ("window", self._windows) if self._window else ("backward", self.backward_calls)
 
     def shortfall(self) -> float:
         """What gradients still have to be multiplied with: more than 1 in a window that the loader's end cut short."""
@@ -154,6 +170,7 @@ class Accumulation:
         is_last = loader is not None and loader.end_of_loader
         self.sync_gradients = is_last or self.counters.micro_step >= self._divisor
         self._window = self.counters.micro_step if self.sync_gradients else 0
+        self._windows += self.sync_gradients
         self._note_batch()
 
     def _note_batch(self) -> None:
@@ -201,7 +218,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.step_was_skipped = False
         self._accumulation = accumulation
-        self._final_at = -1
+        self._final_at = ("", -1)
         self._has_used_gradients = False
 
     def __getattr__(self, name: str) -> Any:
@@ -265,10 +282,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:
-        """Gradients as one process would have them: no loss scale, the mean over the window. Once after a backward."""
-        if self._final_at == self._accumulation.backward_calls:
+        """Gradients as one process would have them: no loss scale, the mean over the window. Repeatable."""
+        moment = self._accumulation.gradient_moment
+        if self._final_at == moment:
             return
-        self._final_at = self._accumulation.backward_calls
+        self._final_at = moment
         self._accumulation.unscale(self.optimizer)
         factor = self._accumulation.shortfall()
         if factor != 1.0:
