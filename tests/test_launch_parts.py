@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from shardkit.cli import main as command_line
-from shardkit.cli.launch import split_after_module
 from shardkit.config import files
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
@@ -101,19 +100,36 @@ def test_addresses_and_settings():
         flags.settings_of(["a"])
 
 
-def test_what_follows_the_module_belongs_to_it():
-    with_value = {"-n", "--set", "-m", "--module"}
-    assert split_after_module(["-n", "2", "-m", "pkg", "-n", "3"], with_value) == [
+@pytest.mark.requirement("A11")
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("-n 2 -m pkg -n 3 --a_b 4", "-n 2 -m pkg -- -n 3 --a_b 4"),
+        ("train.py -m x --num_processes 2", "train.py -m x --num_processes 2"),
+        ("--cpu train.py -m x", "--cpu train.py -m x"),
+        ("--num_processes=2 --config_file a.yaml --use_cpu t.py", "--num-processes=2 --config a.yaml --cpu t.py"),
+        ("--use_fsdp --debug t.py --debug", "--set distributed_type=FSDP --set debug=true t.py --debug"),
+        ("--fsdp_sharding_strategy 2 t.py", "--set fsdp_config.fsdp_sharding_strategy=2 t.py"),
+        ("--fsdp-offload-params=true t.py", "--set fsdp_config.fsdp_offload_params=true t.py"),
+        ("--fsdp full_shard --fsdp_config c t.py", "--fsdp full_shard --fsdp-config c t.py"),
+        ("--main_process_port 0 t.py", "--set main_process_port=0 t.py"),
+        ("--set a_b=1 --max_restarts 3 -- t.py -x", "--set a_b=1 --restarts 3 -- t.py -x"),
+        ("--num_processes", "--num-processes"),
+    ],
+)
+def test_accelerates_flags_and_where_the_script_begins(given, read):
+    with_value = {
         "-n",
-        "2",
+        "--num-processes",
+        "--set",
         "-m",
-        "pkg",
-        "--",
-        "-n",
-        "3",
-    ]
-    assert split_after_module(["train.py", "-m", "x"], with_value) == ["train.py", "-m", "x"]
-    assert split_after_module(["--cpu", "train.py", "-m", "x"], with_value) == ["--cpu", "train.py", "-m", "x"]
+        "--module",
+        "--config",
+        "--fsdp",
+        "--fsdp-config",
+        "--restarts",
+    }
+    assert " ".join(flags.in_our_words(given.split(), with_value)) == read
 
 
 # the command line up to the ranks
@@ -536,3 +552,36 @@ def test_a_script_runs_as_python_would_run_it(tmp_path):
 
 def test_signals_have_their_exit_codes():
     assert diagnosis.exit_code_of(Outcome(0, exit_code=-signal.SIGSEGV)) == 139
+
+
+# bad files
+
+
+@pytest.mark.fault_row(25)
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"num_procesess: 2\n",
+        b"fsdp_config:\n  fsdp_offload_param: true\n",
+        b"num_processes: two\n",
+        b"num_processes: -5\n",
+        b"num_processes: 2\nnum_processes: 3\n",
+        b"- 1\n- 2\n",
+        b"a:\n\tb: 1\n",
+        b"\x00\x01\xff\xfe",
+        b"a: &a [1]\nb: &b [*a,*a,*a]\nc: [*b,*b,*b]\n",
+        b"mixed_precision: fp4\n" * 3,
+        b"x" * 2_000_000,
+    ],
+)
+def test_a_bad_file_is_refused_in_few_lines(tmp_path, monkeypatch, capsys, text):
+    (tmp_path / "shardkit.yaml").write_bytes(text)
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert command_line.run(["launch", "--cpu", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "Nothing was started." in said
+    assert len(said.splitlines()) <= 13
+    assert "shardkit.yaml" in said
+    assert not (tmp_path / "runs").exists()

@@ -10,24 +10,15 @@ from shardkit.errors import ConfigError, UsageError
 
 
 class LaunchCommand(TyperCommand):
-    """Everything after the script, or after `-m module`, belongs to the script."""
+    """Everything after the script, or after `-m module`, belongs to the script. Accelerate's spelling is read too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, split_after_module(args, self._options_with_a_value()))
+        from shardkit.launch.flags import in_our_words
+
+        return super().parse_args(ctx, in_our_words(args, self._options_with_a_value()))
 
     def _options_with_a_value(self) -> set[str]:
         return {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
-
-
-def split_after_module(arguments: list[str], with_value: set[str]) -> list[str]:
-    """The command line with `--` after `-m module`, so that no option of the module is taken for one of ours."""
-    index = 0
-    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
-        name = arguments[index]
-        if name in {"-m", "--module"}:
-            return [*arguments[: index + 2], "--", *arguments[index + 2 :]]
-        index += 2 if name in with_value else 1
-    return arguments
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,38 +28,28 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     cls=LaunchCommand, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 )
 def launch(
-    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENTS]...", show_default=False)] = None,
+    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)] = None,
     module: Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "--config-file", "--config_file", help="The YAML; else it is looked for.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The YAML; else it is looked for.")] = None,
     processes: Annotated[
         str | None,
-        typer.Option("-n", "--num-processes", "--num_processes", help="Number of ranks, over all machines together."),
+        typer.Option("-n", "--num-processes", metavar="N", help="Number of ranks, over all machines together."),
     ] = None,
-    machines: Annotated[
-        str | None, typer.Option("--num-machines", "--num_machines", help="Number of machines.")
-    ] = None,
+    machines: Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")] = None,
     machine_rank: Annotated[
-        str | None, typer.Option("--machine-rank", "--machine_rank", help="This machine's number, from 0.")
+        str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")
     ] = None,
     main: Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")] = None,
-    main_ip: Annotated[
-        str | None, typer.Option("--main-process-ip", "--main_process_ip", help="As --main, the host alone.")
-    ] = None,
-    main_port: Annotated[
-        str | None, typer.Option("--main-process-port", "--main_process_port", help="As --main, the port alone.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", "--use-cpu", "--use_cpu", help="Run on the CPU.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")] = False,
     mixed_precision: Annotated[
-        str | None, typer.Option("--mixed-precision", "--mixed_precision", help="no, fp16 or bf16.")
+        str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16 or bf16.")
     ] = None,
     fsdp: Annotated[
         str | None, typer.Option("--fsdp", help='Strategy and options in the Trainer\'s words: "full shard auto_wrap".')
     ] = None,
     fsdp_config: Annotated[
         Path | None,
-        typer.Option("--fsdp-config", "--fsdp_config", help="JSON or YAML with FSDP settings in the Trainer's words."),
+        typer.Option("--fsdp-config", help="JSON or YAML with FSDP settings in the Trainer's words."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
@@ -77,10 +58,15 @@ def launch(
         str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path of one.")
     ] = None,
     restarts: Annotated[
-        str | None, typer.Option("--restarts", "--max-restarts", "--max_restarts", help="Starts after a failure.")
+        str | None,
+        typer.Option(
+            "--restarts", metavar="N", help="How often to start again after a failure, from the newest checkpoint."
+        ),
     ] = None,
     logs: Annotated[str | None, typer.Option("--logs", metavar="DIR", help="Folder for every rank's output.")] = None,
-    show: Annotated[str | None, typer.Option("--show", help="Whose output to show: all, or ranks like 0,1.")] = None,
+    show: Annotated[
+        str | None, typer.Option("--show", metavar="RANKS", help="Whose output to show: all, or ranks like 0,1.")
+    ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Record the real peak of memory per rank.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
@@ -93,8 +79,6 @@ def launch(
         "num_processes": processes,
         "num_machines": machines,
         "machine_rank": machine_rank,
-        "main_process_ip": main_ip,
-        "main_process_port": main_port,
         "use_cpu": "true" if cpu else None,
         "mixed_precision": mixed_precision,
         "shardkit.checkpoint.resume": resume,

@@ -2,13 +2,40 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardkit.errors import ConfigError, UsageError
 
 STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op", "no_shard")  # longest first
+
+
+def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[str]:
+    """A launch command line with `accelerate launch`'s flags in ours, up to the script, which begins the script's own.
+
+    `--` ends our flags after `-m module`, so that no option of the module is taken for one of ours. `with_value`: our
+    flags that take a value.
+    """
+    ours: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, is_joined, value = rest.pop(0).partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        name = SAME.get(name, name)
+        key = f"fsdp_config.fsdp_{name[7:].replace('-', '_')}" if name.startswith("--fsdp-") else KEYS.get(name)
+        if name in SWITCHES:
+            ours += ["--set", SWITCHES[name]]
+        elif key is not None and name not in with_value:
+            ours += ["--set", f"{key}={value if is_joined else rest.pop(0) if rest else ''}"]
+        elif name in with_value and not is_joined:
+            ours += [name, *rest[:1]]
+            rest = rest[1:]
+        else:
+            ours.append(f"{name}={value}" if is_joined else name)
+        if name in {"-m", "--module"}:
+            return [*ours, "--", *rest]
+    return [*ours, *rest]
 
 
 def settings_of(pairs: list[str]) -> dict[str, str]:
@@ -105,6 +132,38 @@ def _as_text(value: Any) -> str:
         return ",".join(str(item) for item in value)
     return json.dumps(value) if isinstance(value, Mapping) else "null" if value is None else str(value)
 
+
+SAME = {
+    "--config-file": "--config",
+    "--use-cpu": "--cpu",
+    "--max-restarts": "--restarts",
+    "--log-dir": "--logs",
+    "--main-process-address": "--main",
+}
+"""Other names of our flags."""
+
+SWITCHES = {
+    "--use-fsdp": "distributed_type=FSDP",
+    "--multi-gpu": "distributed_type=MULTI_GPU",
+    "--tpu": "distributed_type=XLA",
+    "--debug": "debug=true",
+    "--same-network": "same_network=true",
+    "--downcast-bf16": "downcast_bf16=true",
+    "--enable-cpu-affinity": "enable_cpu_affinity=true",
+}
+"""Accelerate's flags without a value, as settings."""
+
+KEYS = {
+    "--main-process-ip": "main_process_ip",
+    "--main-process-port": "main_process_port",
+    "--rdzv-backend": "rdzv_backend",
+    "--gpu-ids": "gpu_ids",
+    "--num-cpu-threads-per-process": "shardkit.launch.threads_per_rank",
+    "--gradient-accumulation-steps": "shardkit.gradient_accumulation_steps",
+    "--main-training-function": "main_training_function",
+    "--timeout": "shardkit.launch.process_group_timeout_s",
+}
+"""Accelerate's flags with a value, and the settings that they are; every --fsdp_KEY is one of fsdp_config."""
 
 _PARTS: dict[str, dict[str, str]] = {
     **{name: {"fsdp_config.fsdp_sharding_strategy": name.upper()} for name in STRATEGIES},
