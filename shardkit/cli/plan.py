@@ -27,6 +27,9 @@ def plan(
         str | None, typer.Option(help="a100-40, a100-80, h100-80, h200, b200, l4, 4090, tpu-v5e, cpu, or 80GiB.")
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of one device, where it is another: 94GiB.")] = None,
+    network: Annotated[
+        float | None, typer.Option(min=0.1, help="Gb/s of one machine's network adapters together.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one rank's micro-batch.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence; by default the model's.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, adafactor, ...")] = "adamw",
@@ -44,6 +47,8 @@ def plan(
     given = _settings(settings or [], strategy)
     resolved = _configuration(path, given, world, per_machine)
     request = _request(resolved, _model(model, path), per_machine, device, memory, optimizer, batch_size, seq_len)
+    if network is not None:
+        request = _with_network(request, network)
     answer = _answer(request, find)
     if plot is not None:
         _save_plot(answer, plot)
@@ -125,6 +130,14 @@ def _request(
         batch_size=batch_size,
         seq_len=seq_len,
     )
+
+
+def _with_network(request: "Request", gigabits_per_s: float) -> "Request":
+    """Every rank gets its part of the machine's adapters."""
+    from dataclasses import replace
+
+    bytes_per_s = gigabits_per_s * 1e9 / 8 / request.ranks_per_machine
+    return replace(request, device=replace(request.device, network_bytes_per_s=bytes_per_s))
 
 
 def _without_class_names(config: "Config") -> "Config":

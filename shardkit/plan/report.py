@@ -173,7 +173,7 @@ def _notes(answer: Answer) -> str:
     if any(row.time for row in answer.rows):
         notes.append(
             f"Times are estimates: {COMPUTE_EFFICIENCY:.0%} of the device's peak arithmetic, {LINK_EFFICIENCY:.0%} of "
-            "its links, everything overlapped (first number) or nothing (second)."
+            f"its links ({_links(answer.request)}), everything overlapped (first number) or nothing (second)."
         )
     return "\n".join(_filled(note) for note in notes)
 
@@ -182,3 +182,11 @@ def _filled(text: str) -> str:
     from textwrap import fill
 
     return fill(text, 80)
+
+
+def _links(request: Request) -> str:
+    device = request.device
+    inside = f"{device.link_bytes_per_s / 1e9:,.4g} GB/s in a machine"
+    return (
+        f"{inside}, {device.network_bytes_per_s / 1e9:,.4g} GB/s a rank to others" if request.machines > 1 else inside
+    )
