@@ -113,6 +113,15 @@ def test_each_change_alone_has_the_effect_that_is_said():
     pytest.fail("no other strategy was named")
 
 
+def test_changes_together_where_none_is_enough():
+    request = make_request("gpt:layers=32,hidden=4096,heads=32", world_size=8, batch_size=8, device="l4")
+    *single, together = changes(request)
+    assert not any(change.fits for change in single)
+    assert together.fits
+    assert "fsdp_activation_checkpointing: true" in together.text
+    assert together.text.count(" and ") >= 1
+
+
 def make_request(
     model: str = SMALL, world_size: int = 8, batch_size: int | None = 1, strategy: int = 1, device: str = "l4"
 ) -> Request:

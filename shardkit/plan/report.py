@@ -155,10 +155,12 @@ def _changes(answer: Answer) -> str:
         return ""
     chosen = answer.chosen_row
     peak = chosen.memory.peak.total
-    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. What would lower it, each on its own:"]
+    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. What would lower it:"]
     for change in answer.changes:
         effect = f"-{(peak - change.peak_bytes) / GIB:,.1f} GiB"
-        lines.append(f"    {effect:>14}  {_yes_no(change.fits):<4}{change.text}")
+        parts = change.text.split(" and ")
+        lines.append(f"    {effect:>14}  {_yes_no(change.fits):<4}{parts[0]}")
+        lines += [f"{'':>24}and {part}" for part in parts[1:]]
     return "\n".join(lines)
 
 

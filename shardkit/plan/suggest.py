@@ -37,18 +37,47 @@ def suggest(estimates: Mapping[ShardingStrategy, Estimate], device: Device) -> t
 def changes(request: Request) -> tuple[Change, ...]:
     """What would lower the peak of the request's own configuration, the largest effect first, each on its own.
 
-    Changes without effect on the peak are left out.
+    Where none of them is enough, the last one is a combination that is, if there is one. Changes without effect on the
+    peak are left out.
     """
+    found = sorted((change for _, change in _tried(request)), key=lambda change: change.peak_bytes)
+    together = None if any(change.fits for change in found) else _together(request)
+    return (*found, together) if together else tuple(found)
+
+
+def _tried(request: Request) -> Iterator[tuple[Request, Change]]:
+    """Every single change that lowers the peak, and the request with it."""
     peak = row(request).memory.peak.total
-    found = []
     for text, changed in _candidates(request):
         try:
             other = row(changed)
         except ShardkitError:
             continue
         if other.memory.peak.total < peak:
-            found.append(Change(text, other.memory.peak.total, other.fits))
-    return tuple(sorted(found, key=lambda change: change.peak_bytes))
+            yield changed, Change(text, other.memory.peak.total, other.fits)
+
+
+def _together(request: Request, most: int = 6) -> Change | None:
+    """Changes one after the other, the most effective first, until it fits; None where it never does.
+
+    The optimizer stays: another one is another training.
+    """
+    texts: list[str] = []
+    for _ in range(most):
+        possible = [(r, c) for r, c in _tried(request) if r.optimizer == request.optimizer]
+        if not possible:
+            return None
+        request, change = min(possible, key=lambda each: each[1].peak_bytes)
+        texts.append(change.text)
+        if change.fits:
+            return Change(" and ".join(_last_of_each(texts)), change.peak_bytes, True)
+    return None
+
+
+def _last_of_each(texts: list[str]) -> list[str]:
+    """Texts without those that a later one replaces: the same flag or key with another value."""
+    by_key = {text.split()[0]: text for text in texts}
+    return [text for text in texts if by_key[text.split()[0]] is text]
 
 
 def _candidates(request: Request) -> Iterator[tuple[str, Request]]:
