@@ -1,5 +1,6 @@
 """A script under `shardkit launch`: the table, stopping at an agreed step, resuming, equal weights at the end."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def launch(folder: Path, ranks: int, stop_at: int, *flags: str) -> subprocess.Co
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.requirement("D3")
 @pytest.mark.fault_row(32)
 def test_a_launched_run_stops_resumes_and_ends_as_if_nothing_had_happened(tmp_path):
@@ -40,10 +42,14 @@ def test_a_launched_run_stops_resumes_and_ends_as_if_nothing_had_happened(tmp_pa
     assert "command line: num_processes 2" in stopped.stdout
     assert "told to stop after step 3; saved in" in stopped.stdout
 
-    finished = launch(tmp_path, 2, 99, "--resume", "auto", "--set", "fsdp.sharding_strategy=1")
+    finished = launch(tmp_path, 2, 99, "--resume", "auto", "--set", "fsdp.sharding_strategy=1", "--measure")
     assert finished.returncode == 0, finished.stdout
     assert "resumed True at step 3" in finished.stdout
     assert "trained 8 steps, 112 samples" in finished.stdout
+    assert "measured: peak" in finished.stdout
+    memory = json.loads((tmp_path / "logs" / "rank1.memory.json").read_text())
+    assert memory["parameter_bytes"] == memory["gradient_bytes"] == 4 * (267 - 144)
+    assert memory["optimizer_bytes"] >= 2 * memory["parameter_bytes"]
     weights = load_file(tmp_path / "weights.safetensors")
     expected = dict(zip(dict(parts(8, 4)[0].named_parameters()), plain(56, 8, 2, 2)["weights"], strict=True))
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)

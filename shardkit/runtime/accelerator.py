@@ -31,6 +31,7 @@ from shardkit.runtime import (
     boundary,
     collectives,
     data,
+    measure,
     objects,
     optim,
     parallel,
@@ -94,6 +95,7 @@ class Accelerator:
         if self.config.shardkit.seed is not None:
             set_seed(self.config.shardkit.seed)
         boundary.watch(self)
+        self.started_bytes = measure.resident_bytes()
 
     def _start_empty(self) -> None:
         self.models: list[nn.Module] = []
@@ -412,8 +414,8 @@ class Accelerator:
         return turns.only(lambda: self.local_process_index == local_process_index, function)
 
     def end_training(self) -> None:
-        """Waits for every rank and for a save in flight, then takes the process group down. The last call of a script.
-        Collective."""
+        """Waits for every rank and for a save in flight, then takes the process group down; under `launch --measure`
+        says what the run took of memory. The last call of a script. Collective."""
         boundary.end(self)
 
     # ---- who and where ----

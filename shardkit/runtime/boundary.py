@@ -13,7 +13,7 @@ import torch
 from shardkit import env
 from shardkit.errors import Preempted, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import preemption, progress
+from shardkit.runtime import measure, preemption, progress
 from shardkit.runtime.collectives import wait_for_everyone
 from shardkit.runtime.process import leave
 
@@ -91,6 +91,8 @@ def end(accelerator: "Accelerator") -> None:
 
     saving.close(accelerator)
     wait_for_everyone()
+    if measure.is_asked_for():
+        measure.report(accelerator, accelerator.started_bytes)
     progress.pause("done", accelerator.counters.step)
     if accelerator.process.owns_group:
         leave()

@@ -1,0 +1,100 @@
+"""What a run really took of memory, for `shardkit launch --measure`: each rank's peak, and what is in it."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit import env
+from shardkit.launch import names
+from shardkit.log import get_logger
+from shardkit.runtime.accumulate import local_part
+from shardkit.runtime.collectives import exchange
+
+if TYPE_CHECKING:
+    from shardkit.runtime.accelerator import Accelerator
+
+log = get_logger(__name__)
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One rank's memory in bytes. `peak_bytes` is the device's allocations; on the CPU what the process grew by."""
+
+    rank: int
+    device: str
+    peak_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+def is_asked_for() -> bool:
+    """Whether the launch was told to measure."""
+    return env.is_true(names.MEASURE)
+
+
+def resident_bytes(line: str = "VmRSS") -> int:
+    """This process's memory now (VmRSS) or at its most (VmHWM); 0 where the system does not say."""
+    if not _STATUS.exists():
+        return 0
+    found = [text for text in _STATUS.read_text().splitlines() if text.startswith(f"{line}:")]
+    return int(found[0].split()[1]) * 1024 if found else 0
+
+
+def memory_of(accelerator: "Accelerator", started_bytes: int) -> Memory:
+    """What this rank took so far; `started_bytes` is what the process had before it prepared anything."""
+    parameters = [parameter for model in accelerator.models for parameter in model.parameters()]
+    states = [optimizer.state for optimizer in accelerator.optimizers]
+    device = accelerator.device
+    on_gpu = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else resident_bytes("VmHWM") - started_bytes
+    return Memory(
+        accelerator.process.rank,
+        torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        max(0, peak),
+        _bytes_of(parameters),
+        _bytes_of(parameter for parameter in parameters if parameter.requires_grad),
+        _bytes_of(value for state in states for one in state.values() for value in one.values()),
+    )
+
+
+def report(accelerator: "Accelerator", started_bytes: int) -> None:
+    """Leaves every rank's memory beside its log, and says the largest. Collective."""
+    mine = memory_of(accelerator, started_bytes)
+    folder = env.get(names.LOG_DIR)
+    if folder:
+        path = Path(folder) / f"rank{mine.rank}.memory.json"
+        path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
+    everyone = [Memory(**one) for one in exchange(asdict(mine))]
+    log.info("%s", text(everyone))
+
+
+def text(everyone: list[Memory]) -> str:
+    """The rank that took most, in a line."""
+    most = max(everyone, key=lambda memory: memory.peak_bytes)
+    rest = most.peak_bytes - most.parameter_bytes - most.gradient_bytes - most.optimizer_bytes
+    parts: dict[str, Any] = {
+        "parameters": most.parameter_bytes,
+        "gradients": most.gradient_bytes,
+        "optimizer": most.optimizer_bytes,
+        "the rest": max(0, rest),
+    }
+    listed = ", ".join(f"{name} {_shown(size)}" for name, size in parts.items())
+    return f"measured: peak {_shown(most.peak_bytes)} on rank {most.rank} of {len(everyone)} ({most.device}): {listed}"
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    tensors = [local_part(value) for value in values if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _shown(size: int) -> str:
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size} B"
