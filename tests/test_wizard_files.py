@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardkit import templates
 from shardkit.config import checks, edit, files
 from shardkit.config.command import settings_of
 from shardkit.config.hardware import Hardware, Scheduler
@@ -86,7 +87,7 @@ def test_every_file_loads_and_says_what_was_answered(sample):
 def test_every_file_can_be_edited_without_a_change(sample):
     situation, _ = sample
     config = to_config(situation)
-    base = Situation(situation.hardware, model=situation.model, base=config)
+    base = Situation(situation.hardware, model=situation.model, base=config, has_base=True)
     assert to_config(settle(base, from_config(config, base))) == config
     assert edit.edited(files.dump(config), config) == files.dump(config)
 
@@ -97,6 +98,46 @@ def test_every_file_can_be_edited_without_a_change(sample):
 def test_the_settings_of_the_printed_command_give_the_same_configuration(sample):
     config = to_config(sample[0])
     assert files.suggest(settings_of(config)).config == config
+
+
+WRITTEN_BY_HAND = [
+    "distributed_type: MULTI_GPU\nnum_processes: 8\n",
+    "distributed_type: MULTI_CPU\nnum_processes: 4\n",
+    "distributed_type: NO\n",
+    "distributed_type: FSDP\nnum_processes: 1\nfsdp_config:\n  fsdp_offload_params: true\n",
+    "num_processes: 4\nuse_cpu: true\nmixed_precision: fp16\n",
+    "num_processes: 4\nnum_machines: 2\n",
+    "num_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
+    "num_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: 4\nshardkit:\n  mesh:\n    replicate_size: 2\n",
+    "num_processes: 4\nmain_process_port: 3000\ngpu_ids: 0,1,2,3\n",
+    "xla: true\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: 2\n  fsdp_transformer_layer_cls_to_wrap: A\n"
+    "xla_fsdp_settings:\n  compute_dtype: bfloat16\n",
+]
+SHIPPED = [*templates.folder().glob("*.yaml"), *(Path(__file__).parent / "data" / "config").glob("example*.yaml")]
+
+
+TEXTS = {f"text {number}": text for number, text in enumerate(WRITTEN_BY_HAND)}
+TEXTS |= {path.stem: path.read_text() for path in sorted(SHIPPED)}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_enter_all_the_way_through_an_existing_file_changes_nothing(text):
+    """On whatever machine it is opened: what the user wrote is a possible answer to every question."""
+    config = files.read_text(text).config
+    for hardware in (CPU_ONLY, EIGHT_GPUS, OLD_GPUS):
+        base = Situation(hardware, base=config, has_base=True)
+        assert to_config(settle(base, from_config(config, base))) == config
+
+
+@pytest.mark.slow
+@SAMPLED
+@given(answered(), st.sampled_from(list(TEXTS.values())))
+def test_no_edit_leaves_a_file_that_contradicts_itself(sample, text):
+    situation, answers = sample
+    base = Situation(situation.hardware, situation.model, base=files.read_text(text).config, has_base=True)
+    changed = to_config(settle(base, answers))
+    assert checks.problems(changed) == []
+    assert files.read_text(edit.edited(text, changed)).config == changed
 
 
 def test_every_typed_answer_is_sampled():

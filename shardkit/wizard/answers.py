@@ -73,21 +73,29 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 def _put_place(data: dict[str, Any], s: Situation) -> None:
     """Who trains, on how many processes, found under which address."""
     data["num_machines"], data["num_processes"] = s.machines, s.world_size
-    data["distributed_type"] = _distributed_type(s)
-    data["use_cpu"] = s.on_cpu
-    if s.machines > 1:
-        data["main_process_ip"], data["main_process_port"] = split_address(s.answers["address"] or "")
-        data["main_process_ip"] = data["main_process_ip"] or None
-    else:
-        data["main_process_ip"] = None
+    data["distributed_type"] = kind = _distributed_type(s)
+    if kind is not DistributedType.MULTI_CPU:
+        data["use_cpu"] = s.on_cpu
+    _put_address(data, s)
+
+
+def _put_address(data: dict[str, Any], s: Situation) -> None:
+    address = s.answers.get("address")
+    if address:
+        data["main_process_ip"], data["main_process_port"] = split_address(address)
+        return
+    data["main_process_ip"] = None
+    if (s.machines > 1) is not (s.base.num_machines > 1):
+        data["main_process_port"] = None
 
 
 def _distributed_type(s: Situation) -> DistributedType:
-    """FSDP says all five strategies; a file that says DDP by its type goes on saying it so."""
+    """FSDP says all five strategies; a file that says it in another way goes on saying it so."""
     if s.on_tpu:
         return DistributedType.XLA
     if s.world_size == 1:
-        return DistributedType.NO
+        alone = s.has_base and s.base.num_processes == 1 and s.base.distributed_type is not DistributedType.XLA
+        return s.base.distributed_type if alone else DistributedType.NO
     ddp = DistributedType.MULTI_CPU if s.on_cpu else DistributedType.MULTI_GPU
     if s.strategy is ShardingStrategy.NO_SHARD and s.base.distributed_type is ddp:
         return ddp
@@ -97,6 +105,10 @@ def _distributed_type(s: Situation) -> DistributedType:
 def _drop_what_contradicts(data: dict[str, Any], s: Situation) -> None:
     """Settings of an edited file that the new answers leave without a meaning."""
     data["fsdp"]["reshard_after_forward"] = None
+    if s.has_base and data["distributed_type"] is s.base.distributed_type and not s.shards:
+        _keep_unused(data["fsdp"], s)
+    if data["distributed_type"] in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        data["fsdp"]["sharding_strategy"] = s.base.fsdp.sharding_strategy
     mesh = data["shardkit"]["mesh"]
     sizes = [size for size in (mesh["replicate_size"], mesh["shard_size"]) if size]
     fits = all(s.world_size % size == 0 for size in sizes)
@@ -106,6 +118,15 @@ def _drop_what_contradicts(data: dict[str, Any], s: Situation) -> None:
     chosen = data["gpu_ids"]
     if chosen and chosen.lower() != "all" and len(chosen.split(",")) < s.per_machine:
         data["gpu_ids"] = None
+
+
+def _keep_unused(fsdp: dict[str, Any], s: Situation) -> None:
+    """What an edited file says about FSDP stays there, although it has no effect now as before."""
+    if s.strategy is not None and s.base.mode == "fsdp":
+        return
+    for key, value in s.base.fsdp.model_dump().items():
+        if f"fsdp.{key}" not in s.answers:
+            fsdp[key] = value
 
 
 def from_config(config: Config, situation: Situation) -> dict[str, Any]:

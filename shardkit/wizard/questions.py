@@ -227,6 +227,8 @@ STRATEGY_TEXTS = {
 
 
 def _why_not(s: Situation, strategy: ShardingStrategy) -> str:
+    if s.has_base and s.base.fsdp.sharding_strategy is strategy and s.base.num_machines == s.machines:
+        return ""
     if not strategy.is_hybrid or s.base.shardkit.mesh.replicate_size > 1 or s.base.shardkit.mesh.shard_size > 1:
         return ""
     if s.machines < 2:
@@ -326,9 +328,10 @@ def _gpu_without_bf16(s: Situation) -> str | None:
 
 
 def _precision_options(s: Situation) -> Sequence[Option]:
-    reason = "needs a GPU" if s.on_cpu or s.on_tpu else ""
+    said = s.base.mixed_precision if s.has_base and s.base.use_cpu == s.on_cpu else ""
+    reason = "needs a GPU" if (s.on_cpu or s.on_tpu) and said != "fp16" else ""
     old = _gpu_without_bf16(s)
-    no_bf16 = f"{old} has none" if old and not s.on_cpu else ""
+    no_bf16 = f"{old} has none" if old and not s.on_cpu and said != "bf16" else ""
     return (
         Option("bf16", "bf16", "same range as fp32, no loss scaling", disabled=no_bf16),
         Option("fp16", "fp16", "for GPUs without bf16; loss scaling is done for you", disabled=reason),
@@ -349,6 +352,11 @@ def _shards(s: Situation) -> bool:
 
 def _tpu(s: Situation) -> bool:
     return s.on_tpu
+
+
+def _wraps(s: Situation) -> bool:
+    """Whether the model is cut into units: by FSDP, and by PyTorch/XLA's."""
+    return s.shards or (s.on_tpu and bool(s.answers.get("xla")))
 
 
 def _pod(s: Situation) -> bool:
@@ -517,7 +525,7 @@ QUESTIONS: tuple[Question, ...] = (
             Option("NO_WRAP", "NO_WRAP", "the whole model is one unit: most memory"),
         ),
         default=_wrap_default,
-        applies=_shards,
+        applies=_wraps,
         advanced=True,
         needs_model=True,
         when="advanced; strategies 1, 2, 4, 5",
@@ -529,7 +537,7 @@ QUESTIONS: tuple[Question, ...] = (
         options=_class_options,
         default=_class_default,
         check=_check_classes,
-        applies=lambda s: s.shards and s.answers["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
+        applies=lambda s: _wraps(s) and s.answers["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
         advanced=True,
         needs_model=True,
         when="advanced; TRANSFORMER_BASED_WRAP",
@@ -540,7 +548,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=_min_params_default,
         check=whole_number(1),
         note=_units_note,
-        applies=lambda s: s.shards and s.answers["fsdp.auto_wrap_policy"] == "SIZE_BASED_WRAP",
+        applies=lambda s: _wraps(s) and s.answers["fsdp.auto_wrap_policy"] == "SIZE_BASED_WRAP",
         advanced=True,
         needs_model=True,
         when="advanced; SIZE_BASED_WRAP",

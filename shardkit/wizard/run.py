@@ -125,7 +125,7 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     resumed = _resumed(prompter, path)
     former, config = _former(prompter, path, options)
     known = options.start or config or _from_accelerate(prompter, path, options)
-    situation = Situation(hardware, base=known or Config(), folder=options.folder)
+    situation = Situation(hardware, base=known or Config(), has_base=known is not None, folder=options.folder)
     given = from_config(known, situation) if known is not None else {}
     spec = options.model or (comment.read(former) if former else None)
     given |= resumed | ({"model": spec} if spec else {})

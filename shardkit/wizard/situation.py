@@ -21,6 +21,8 @@ class Situation:
     model: Description | None = None
     answers: Mapping[str, Any] = field(default_factory=dict)
     base: Config = field(default_factory=Config)
+    has_base: bool = False
+    """Whether `base` was given, by a file or flags: what it says is then always a possible answer."""
     folder: Path = field(default_factory=Path.cwd)
 
     @property
