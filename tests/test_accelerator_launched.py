@@ -53,3 +53,22 @@ def test_a_launched_run_stops_resumes_and_ends_as_if_nothing_had_happened(tmp_pa
     weights = load_file(tmp_path / "weights.safetensors")
     expected = dict(zip(dict(parts(8, 4)[0].named_parameters()), plain(56, 8, 2, 2)["weights"], strict=True))
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.requirement("B2")
+def test_torchrun_alone_sets_rank_and_world_size(tmp_path):
+    (tmp_path / "shardkit.yaml").write_text("distributed_type: FSDP\nuse_cpu: true\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path), "99"],
+        env=env.copy() | {"PYTHONPATH": str(SCRIPT.parent.parent)},
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stdout
+    assert "world      2 ranks, cpu, gloo" in found.stdout
+    assert "trained 8 steps, 112 samples" in found.stdout
