@@ -20,6 +20,8 @@ from shardkit.runtime import progress
 from shardkit.runtime.data import PreparedLoader, active_loader
 from shardkit.runtime.parallel import gradient_sync
 
+NEVER = ("never", -1)
+
 
 @dataclass
 class Counters:
@@ -85,7 +87,9 @@ class Accumulation:
         """Gradients of the loss, divided by the window's nominal number of micro-batches, scaled under fp16."""
         self._pass_boundary_without_loader()
         progress.post("backward", self.counters.step)
-        self._update_scaler()
+        if not (self._is_inside and self._window > 1):
+            # Gradients of a window's earlier micro-batches, of an optimizer yet to step, have the old scale.
+            self._update_scaler()
         if not self._is_inside:
             self._window = 0
         self.backward_calls += 1
@@ -218,7 +222,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.step_was_skipped = False
         self._accumulation = accumulation
-        self._final_at = ("", -1)
+        self._final_at = NEVER
         self._has_used_gradients = False
 
     def __getattr__(self, name: str) -> Any:
@@ -271,7 +275,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         result = None
         if not self.step_was_skipped:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self._has_used_gradients = True
+        self._has_used_gradients, self._final_at = True, NEVER
         self._accumulation.note_step(self.optimizer, self.step_was_skipped)
         return result
 
