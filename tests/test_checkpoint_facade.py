@@ -58,7 +58,10 @@ def in_parts(project, parts, workers):
     seen = []
     for number, steps in enumerate(parts):
         run = run_of(project, workers, seed=3 if number == 0 else 100 + number)
-        assert run[0].resume() is False if number == 0 else (run[0].load_state() is None)
+        if number == 0:
+            assert not run[0].resume()
+        else:
+            run[0].load_state()
         assert run[0].counters.step == sum(parts[:number])
         seen += train(run, steps)
         run[0].save_state()
@@ -170,6 +173,7 @@ def replace_one(project):
     return step, sorted(path.name for path in project.iterdir())
 
 
+@pytest.mark.fault_row(4)
 def test_a_named_checkpoint_is_replaced_as_a_whole(ranks, tmp_path):
     assert ranks.run(2, replace_one, tmp_path) == [(3, ["mine"])] * 2
 
@@ -249,3 +253,73 @@ def test_random_streams_are_derived_on_another_world_with_a_warning(ranks, tmp_p
     assert [seed for seed, _ in first] == [seed for seed, _ in second]
     assert len({seed for seed, _ in first}) == 3
     assert "saved by 2 ranks, loading on 3" in first[0][1][0] and not first[1][1]
+
+
+def go_back(project):
+    run = run_of(project)
+    for steps in (1, 1, 3):
+        train(run, steps)
+        run[0].save_state()
+    run[0].load_state(project / "checkpoints/step-00000001")
+    train(run, 2)
+    run[0].save_state()
+    run[0].load_state()
+    step, names = run[0].counters.step, [found.step for found in folder.steps(project / "checkpoints")]
+    train(run, 2)
+    run[0].save_state()
+    run[0].load_state()
+    again = run[0].counters.step
+    saving.close(run[0])
+    return step, names, again, manifest.read(project / "checkpoints/step-00000005").parent is not None
+
+
+def test_going_back_and_on_leaves_the_line_that_was_given_up(ranks, tmp_path):
+    assert ranks.run(2, go_back, tmp_path) == [(3, [5, 3, 2, 1], 5, True)] * 2
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter on a frozen base."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapters_only(project):
+    """The adapter trains, is saved and resumed; the base does not move."""
+    torch.manual_seed(0)
+    model = Adapted()
+    wrap = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    naming = ProjectConfiguration(str(project), automatic_checkpoint_naming=True)
+    given = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": wrap}
+    accelerator = Accelerator(config=given, project_config=naming)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def steps(count):
+        for number in range(count):
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+
+    before = steps(2)
+    accelerator.save_state()
+    after = steps(2)
+    accelerator.load_state()
+    again = steps(2)
+    saving.close(accelerator)
+    assert torch.equal(before["base.weight"], again["base.weight"])
+    assert not torch.equal(before["up.weight"], again["up.weight"])
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    return sorted(path.name for path in (project / "checkpoints/step-00000002/optim").iterdir())
+
+
+@pytest.mark.requirement("N4")
+def test_adapters_on_a_frozen_base_are_saved_and_resumed(ranks, tmp_path):
+    assert len(ranks.run(2, adapters_only, tmp_path)[0]) == 2

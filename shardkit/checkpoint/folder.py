@@ -65,6 +65,24 @@ def steps(root: Path) -> list[Found]:
     return sorted(found, key=lambda item: item.step, reverse=True)
 
 
+def candidates(root: Path) -> list[Found]:
+    """As `steps`, in the order in which a resume tries them: the one committed last first, whatever its step.
+
+    A run that went back to an earlier step, and on from there, leaves higher steps of the line it gave up. What has no
+    readable manifest comes by its step: before the rest where it is the highest, to be told of, else last.
+    """
+    committed, unreadable = [], []
+    for found in steps(root):
+        try:
+            committed.append((manifest.read(found.path).created_utc, found))
+        except (CheckpointError, OSError):
+            unreadable.append(found)
+    committed.sort(key=lambda item: (item[0], item[1].step), reverse=True)
+    highest = committed[0][1].step if committed else -1
+    above = [found for found in unreadable if found.step > highest]
+    return [*above, *(found for _, found in committed), *(found for found in unreadable if found not in above)]
+
+
 def inspect(path: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
     heal(path)
@@ -79,7 +97,7 @@ def inspect(path: Path) -> Manifest:
 def newest_valid(root: Path) -> tuple[Found | None, list[Skipped]]:
     """The newest checkpoint that is whole by manifest and sizes, and the newer ones that are not. Reads no tensor."""
     skipped = []
-    for found in steps(root):
+    for found in candidates(root):
         try:
             inspect(found.path)
         except (CheckpointError, OSError) as error:

@@ -126,7 +126,7 @@ def load_newest(
     the model is an error, and no reason to fall back.
     """
     skipped: list[Skipped] = []
-    for step, name in control.share([[found.step, found.path.name] for found in folder.steps(root)]):
+    for step, name in control.share([[found.step, found.path.name] for found in folder.candidates(root)]):
         try:
             checkpoint = open_together(root / name, control)
         except LostRank:
@@ -155,8 +155,14 @@ def _warn_of(skipped: list[Skipped], checkpoint: Checkpoint, control: Control) -
         return
     step = checkpoint.manifest.step
     for item in skipped:
-        lost = f"resuming at step {step}, {item.step - step} steps are repeated"
+        lost = f"resuming at step {step}, {max(0, item.step - step)} steps are repeated"
         logger.warning("checkpoint: skipped step %d (%s); %s.", item.step, item.reason, lost)
+    known = {item.step for item in skipped}
+    above = [found.step for found in folder.steps(checkpoint.path.parent) if found.step > step]
+    stale = sorted(set(above) - known)
+    if stale:
+        given_up = ", ".join(map(str, stale[:5]))
+        logger.warning("checkpoint: resuming at step %d, which is newer than what is saved of step %s.", step, given_up)
 
 
 def _load(

@@ -34,11 +34,14 @@ class Background:
         `on_commit` is called on every rank by the `wait` that finds the save committed.
         """
         assert self._thread is None, "one save at a time: wait first"
-        faults.reach("stage", self.beside.rank)
-        prepared.pieces = {
-            section: [(chunk, self._copied(section, chunk, tensor)) for chunk, tensor in pieces]
-            for section, pieces in prepared.pieces.items()
-        }
+        try:
+            faults.reach("stage", self.beside.rank)
+            prepared.pieces = {
+                section: [(chunk, self._copied(section, chunk, tensor)) for chunk, tensor in pieces]
+                for section, pieces in prepared.pieces.items()
+            }
+        except (OSError, RuntimeError, MemoryError) as error:  # told to all ranks where they agree on the writing
+            prepared.trouble = error
         self._where, self._on_commit = prepared.request.final, on_commit
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
         self._thread = threading.Thread(target=self._run, args=(prepared,), name="shardkit-save")

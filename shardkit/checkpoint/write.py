@@ -79,6 +79,8 @@ class Prepared:
     pieces: dict[str, list[tuple[Chunk, torch.Tensor]]]
     temporary: Path
     hold: int | None
+    trouble: Exception | None = None
+    """What went wrong on this rank since; the write raises it."""
 
 
 def save(live: Live, kind: Kind, request: Request, control: Control) -> Path:
@@ -305,6 +307,8 @@ def _wait_until_seen(temporary: Path) -> None:
 
 def _write(prepared: Prepared, control: Control) -> dict[str, list[Any]]:
     """{file: [bytes, digest]} of everything this rank wrote; all of it is on disk."""
+    if prepared.trouble is not None:
+        raise prepared.trouble
     written: dict[str, list[Any]] = {}
     with _Hasher(prepared.request.digest) as hasher:
         for section, pieces in prepared.pieces.items():

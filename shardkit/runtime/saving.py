@@ -60,10 +60,11 @@ def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, 
     """The folder with the whole training state. Collective; CheckpointSaveError on all ranks where one fails.
 
     Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole, and
-    stays as it is until the new one is committed. With `blocking` False the state is copied aside, and training goes on.
+    stays as it is until the new one is committed. With `blocking` False the state is copied aside and
+    training goes on; where such a save fails, the next call raises on every rank, unless it says `blocking` True.
     """
     session = session_of(accelerator)
-    wait(accelerator)
+    _settle(accelerator, is_last_chance=blocking is True)
     request = _request(accelerator, session, output)
     if _is_saved_already(request, session):
         return request.final
@@ -78,6 +79,16 @@ def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, 
     else:
         _save_beside(accelerator, session, request)
     return request.final
+
+
+def _settle(accelerator: "Accelerator", is_last_chance: bool) -> None:
+    """As `wait`; but where the script insists on a save now, one that failed before is only logged. Collective."""
+    try:
+        wait(accelerator)
+    except CheckpointSaveError as error:
+        if not is_last_chance:
+            raise
+        logger.error("%s", error)
 
 
 def _save_beside(accelerator: "Accelerator", session: Session, request: Request) -> None:
