@@ -5,6 +5,7 @@ The numbers are those of the study in which each was run; the launcher's and the
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import yaml
 
 from shardkit.config import files
 from shardkit.errors import ConfigError
-from tests.wizard_screen import Screen
+from tests.wizard_screen import TIMEOUT_S, Screen
 from tests.wizard_talk import BACK, CPU_ONLY, DOWN, EIGHT_GPUS, ENTER, STOP, project, talk, talk_plainly
 
 
@@ -139,6 +140,29 @@ def test_8_escape_goes_back_and_eats_no_key(folder):
         assert terminal.wait_for_end() == 130
     finally:
         terminal.close()
+
+
+# --- 9: no terminal ---
+
+
+def test_9_without_a_terminal_it_is_two_lines_that_name_the_flags(folder):
+    command = [sys.executable, "-m", "shardkit", "config"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "stdin is not a terminal" in done.stderr and "--defaults" in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+
+
+@pytest.mark.slow
+def test_9_in_a_ci_job_with_a_terminal_it_does_not_ask_either(folder):
+    terminal = screen(folder, CI="true")
+    try:
+        assert terminal.wait_for_end() == 2
+    finally:
+        terminal.close()
+    assert "$CI is set" in terminal.text and "--defaults" in terminal.text
 
 
 # --- 10: terminals ---
