@@ -1,7 +1,10 @@
 """Small models that many tests share."""
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Block(nn.Module):
@@ -90,3 +93,17 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of each token from those before it."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Reductions(TorchDispatchMode):
+    """Records the dtypes of every reduction over the ranks inside it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("c10d::") and "reduce" in func._schema.name:
+            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            self.dtypes.append(str(first.dtype))
+        return func(*args, **(kwargs or {}))

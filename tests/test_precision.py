@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.config.schema import Config
 from shardkit.runtime import optim, precision, process
@@ -16,6 +15,7 @@ from shardkit.runtime.mesh import build_mesh
 from shardkit.runtime.optim import unwrapped
 from shardkit.runtime.parallel import parallelize
 from tests import models
+from tests.models import Reductions
 
 
 def config_for(world: int, strategy: int = 1, mixed_precision: str = "no", dtypes: Any = None, **fsdp: Any) -> Config:
@@ -84,20 +84,6 @@ def dtypes_seen(strategy: int, mixed_precision: str, reduce_dtype: str | None) -
     parameters = list(model.parameters())
     seen.update(kept=str(parameters[0].dtype), gradient=str(parameters[0].grad.dtype))
     return seen
-
-
-class Reductions(TorchDispatchMode):
-    """Records the dtypes in which gradients are reduced over the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("c10d::") and "reduce" in func._schema.name:
-            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            self.dtypes.append(str(first.dtype))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.requirement("B4")
