@@ -498,6 +498,29 @@ def run_epoch(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader
             optimizer.zero_grad()
 
 
+def evaluate(accelerator: Accelerator, loader: Any) -> None:
+    """In the second batch, rank 1 gets a signal. A loop without an exchange may be one rank's own."""
+    if dist.get_rank() == 0:
+        list(loader)
+    for number, batch in enumerate(loader):
+        accelerator.gather_for_metrics(batch["index"])
+        assert number < 2, "the boundary of the second batch stops the run"
+        if number == 1 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def told_to_stop_in_evaluation(path: str) -> str:
+    env.update({env.RESOLVED: path})
+    try:
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DataLoader(Points(32), batch_size=4))
+        with pytest.raises(Preempted) as caught:
+            evaluate(accelerator, loader)
+        return str(caught.value)
+    finally:
+        preemption.uninstall()
+
+
 def told_to_stop(path: str) -> tuple[str, int, int, float, list[str]]:
     env.update({env.RESOLVED: path})
     heard = logging.handlers.BufferingHandler(1000)
@@ -530,3 +553,4 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
         "checkpoint.resume: nothing was resumed (got auto), and this run trains from the start; "
         "call accelerator.resume() after prepare."
     ], "one rank says it, once"
+    assert all("after step 0" in message for message in ranks.run(2, told_to_stop_in_evaluation, str(path)))

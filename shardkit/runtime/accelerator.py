@@ -337,14 +337,17 @@ class Accelerator:
 
     def gather(self, tensor: Any) -> Any:
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective."""
+        self.accumulation.note_meeting()
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that pad the loader's last batch; other objects as one list. Collective."""
+        self.accumulation.note_meeting()
         return collectives.gather_real(input_data, self._real_samples(), use_gather_object)
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks, on every rank. Collective."""
+        self.accumulation.note_meeting()
         return collectives.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:

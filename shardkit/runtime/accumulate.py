@@ -58,6 +58,7 @@ class Accumulation:
         self._calls_before_window = 0
         self._calls_before_micro_batch = 0
         self._batch_counted = 0
+        self._have_ranks_met = False
         self._boundary_is_due = False
         self._boundary_loader: PreparedLoader | None = None
 
@@ -154,11 +155,22 @@ class Accumulation:
             return False
         return self.backward_calls == self._calls_before_micro_batch or self._has_stepped_in_micro_batch
 
+    def note_meeting(self) -> None:
+        """All ranks have just exchanged something: they go through this batch together."""
+        self._have_ranks_met = True
+
     def after_batch(self, loader: PreparedLoader) -> None:
-        """What a loader calls when the loop comes back for more: all that belongs to the batch before is done."""
+        """What a loader calls when the loop comes back for more: all that belongs to the batch before is done.
+
+        A boundary is one after a training step; or a batch of another loop, an evaluation, in which all ranks met and
+        no window is open. (A loop that rank 0 runs alone must not wait for the others.)
+        """
         progress.post("data", self.counters.step)
+        met, self._have_ranks_met = self._have_ranks_met, False
         if self._boundary_is_due and loader is self._boundary_loader:
             self._boundary_is_due = False
+            self.at_boundary()
+        elif met and loader is not self._boundary_loader and self.counters.micro_step == 0:
             self.at_boundary()
 
     def _begin(self) -> None:
