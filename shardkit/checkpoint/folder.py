@@ -136,7 +136,8 @@ def hold(temporary: Path) -> int:
     return descriptor
 
 
-def _is_held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
+    """Whether a living process is writing this folder; see `hold`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +154,7 @@ def clean_debris(root: Path, name: str | None = None) -> list[Path]:
     removed = []
     for path in [*root.glob(pattern), *root.glob(".trash-*"), *root.glob(".old-step-*")]:
         try:
-            if path.is_dir() and not path.is_symlink() and not _is_held(path) and not _is_needed(path):
+            if path.is_dir() and not path.is_symlink() and not is_held(path) and not _is_needed(path):
                 shutil.rmtree(path)
                 removed.append(path)
         except OSError as error:

@@ -9,52 +9,23 @@ A sharded checkpoint and a full one differ in `_pieces` only: a full tensor is o
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, faults, folder, layout, manifest, random_state, tensors
 from shardkit.checkpoint.control import Control, LostRank
 from shardkit.checkpoint.folder import Skipped
 from shardkit.checkpoint.layout import Box, Index, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, Target, apply_objects, apply_tensors, take_back, wanted
+from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file, open_checkpoint
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 from shardkit.log import get_logger
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint whose manifest has been read: what it says, and its small files, each verified when it is read."""
-
-    path: Path
-    manifest: Manifest
-
-    def text(self, name: str) -> bytes:
-        """A small file; CheckpointCorrupted where its bytes are not those that were saved."""
-        if name not in self.manifest.files:
-            raise CheckpointCorrupted(f"{self.path / name}: not in the manifest; the checkpoint is incomplete.")
-        data = disk.read_small(self.path, name)
-        found = digests.of_bytes(self.manifest.digest, data)
-        if found not in self.manifest.files[name].digests.values():
-            raise CheckpointCorrupted(differs(self.path / name, self.manifest))
-        return data
-
-    def json(self, name: str) -> Any:
-        """The value of a small JSON file."""
-        return disk.from_json(self.text(name), str(self.path / name))
-
-    @cached_property
-    def index(self) -> Index:
-        """What tensors there are, and where."""
-        return layout.index_from_json(self.json("index.json"), str(self.path / "index.json"))
 
 
 @dataclass(frozen=True)
@@ -65,16 +36,6 @@ class Loaded:
     common: dict[str, Any]
     random_is_exact: bool
     skipped: tuple[Skipped, ...] = ()
-
-
-def differs(path: Path, record: Manifest) -> str:
-    """The message for bytes that are not those that were saved."""
-    return f"{path}: its {record.digest} digest differs from the manifest (corrupted)"
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
-    return Checkpoint(path, folder.inspect(path))
 
 
 def open_together(path: Path, control: Control) -> Checkpoint:
@@ -258,7 +219,7 @@ def verify_together(checkpoint: Checkpoint, control: Control, verify: str = "dig
 def read_targets(checkpoint: Checkpoint, targets: Iterable[Target], control: Control, verify: str) -> None:
     """Fill the targets' host memory, and hash this rank's share of the files on the way. Not collective."""
     faults.reach("verify", control.rank)
-    with _Files(checkpoint) as files:
+    with Files(checkpoint) as files:
         by_place: dict[tuple[str, str], list[Target]] = {}
         for target in targets:
             by_place.setdefault((target.section, target.name), []).append(target)
@@ -281,117 +242,26 @@ def _share(record: Manifest, control: Control) -> list[tuple[str, int]]:
     return sorted((name, writer) for name, writer in pairs if writer % control.world_size == control.rank)
 
 
-class _Files:
-    """Open tensor files of a checkpoint, with their headers."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._stack = ExitStack()
-        self._headers: dict[str, dict[str, Stored]] = {}
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def where(self, name: str) -> str:
-        return str(self.checkpoint.path / name)
-
-    def reading(self, name: str) -> Any:
-        """A context with the descriptor of a file that the manifest knows."""
-        if name not in self.checkpoint.manifest.files:
-            raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
-        return disk.reading(self.checkpoint.path, name)
-
-    def header(self, name: str, descriptor: int) -> dict[str, Stored]:
-        """Where the file keeps its tensors."""
-        if name not in self._headers:
-            size = self.checkpoint.manifest.files[name].bytes
-            where = self.where(name)
-            found = layout.read_header(lambda at, length: disk.read_at(descriptor, at, length, where), size, where)
-            self._headers[name] = found
-        return self._headers[name]
-
-
-@dataclass(frozen=True)
-class _Span:
-    """A stretch of what one rank wrote into a file: a piece of a tensor, or (name None) a header or a small file."""
-
-    name: str | None
-    box: Box | None
-    ranges: list[tuple[int, int]]
-
-
-def _spans(files: _Files, name: str, writer: int, descriptor: int) -> Iterator[_Span]:
-    """What a rank wrote into a file, in the order in which it was hashed."""
-    size = files.checkpoint.manifest.files[name].bytes
-    if not name.endswith(".safetensors"):
-        yield _Span(None, None, [(0, size)])
-        return
-    index, section = files.checkpoint.index, name.split("/")[0]
-    if section not in index.sections:
-        raise CheckpointCorrupted(f"{files.where(name)}: not in the index; the checkpoint is damaged.")
-    stored = files.header(name, descriptor)
-    data = min((item.begin for item in stored.values()), default=size)
-    if index.kind == "sharded" or writer == 0:
-        yield _Span(None, None, [(0, data)])
-    for chunk in layout.chunks_of(index, section, writer):
-        place = stored.get(chunk.name)
-        if place is None:
-            raise CheckpointCorrupted(f"{files.where(name)}: {chunk.name} is missing; the file is damaged.")
-        if index.kind == "sharded":
-            yield _Span(chunk.name, chunk.box, [(place.begin, place.bytes)])
-        else:
-            item = layout.ITEM_BYTES[chunk.dtype]
-            runs = layout.runs(place.shape, chunk.box, item)
-            yield _Span(chunk.name, chunk.box, [(place.begin + offset, length) for offset, length in runs])
-
-
-def _hash(files: _Files, name: str, writer: int, by_place: dict[tuple[str, str], list[Target]]) -> set[int]:
+def _hash(files: Files, name: str, writer: int, by_place: dict[tuple[str, str], list[Target]]) -> set[int]:
     """Hash what a rank wrote into a file; pieces that this rank wants whole are read where they are wanted."""
-    record, section = files.checkpoint.manifest, name.split("/")[0]
-    digest, filled = digests.new(record.digest), set()
-    scratch = memoryview(bytearray(disk.BLOCK_BYTES))
-    with files.reading(name) as descriptor:
-        for span in _spans(files, name, writer, descriptor):
-            target = _wanting(by_place, section, span)
-            if target is not None:
-                filled.add(id(target))
-                _read_and_hash(descriptor, tensors.memory(target.staged), span.ranges, digest, files.where(name))
-            else:
-                _only_hash(descriptor, scratch, span.ranges, digest, files.where(name))
-    if digest.hexdigest() != record.files[name].digests[writer]:
-        raise CheckpointCorrupted(differs(files.checkpoint.path / name, record))
+    section, filled = name.split("/")[0], set()
+
+    def take(span: Span) -> memoryview | None:
+        target = _wanting(by_place, section, span)
+        if target is None:
+            return None
+        filled.add(id(target))
+        return tensors.memory(target.staged)
+
+    hash_file(files, name, writer, take)
     return filled
 
 
-def _wanting(by_place: dict[tuple[str, str], list[Target]], section: str, span: _Span) -> Target | None:
+def _wanting(by_place: dict[tuple[str, str], list[Target]], section: str, span: Span) -> Target | None:
     for target in by_place.get((section, span.name or ""), []):
         if target.box == span.box:
             return target
     return None
-
-
-def _read_and_hash(
-    descriptor: int, data: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
-) -> None:
-    for offset, length in ranges:
-        for low in range(0, length, disk.BLOCK_BYTES):
-            block = data[low : min(low + disk.BLOCK_BYTES, length)]
-            disk.read_into(descriptor, block, offset + low, where)
-            digest.update(block)
-        data = data[length:]
-
-
-def _only_hash(
-    descriptor: int, scratch: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
-) -> None:
-    for offset, length in ranges:
-        for low in range(0, length, len(scratch)):
-            block = scratch[: min(len(scratch), length - low)]
-            disk.read_into(descriptor, block, offset + low, where)
-            digest.update(block)
 
 
 def _pieces(index: Index, target: Target) -> Iterator[tuple[str, Box]]:
@@ -405,7 +275,7 @@ def _pieces(index: Index, target: Target) -> Iterator[tuple[str, Box]]:
         yield layout.file_of(index, target.section, rank), box
 
 
-def _read(files: _Files, target: Target) -> None:
+def _read(files: Files, target: Target) -> None:
     """Fill a target from all pieces that overlap it."""
     for name, piece in _pieces(files.checkpoint.index, target):
         part = target.box.overlap(piece)

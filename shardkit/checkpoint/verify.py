@@ -1,0 +1,182 @@
+"""Opening a checkpoint and hashing what is in it, without torch.
+
+open_checkpoint(path)          the manifest is good, and all files are there with their sizes
+damages(checkpoint)            what is wrong with its bytes, a line for each file; empty: nothing
+hash_file(files, name, ...)    the same for what one rank wrote into one file; a reader takes bytes on the way
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk, folder, layout
+from shardkit.checkpoint.layout import Box, Index, Stored
+from shardkit.checkpoint.manifest import Manifest
+from shardkit.errors import CheckpointCorrupted
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest has been read: what it says, and its small files, each verified when it is read."""
+
+    path: Path
+    manifest: Manifest
+
+    def text(self, name: str) -> bytes:
+        """A small file; CheckpointCorrupted where its bytes are not those that were saved."""
+        if name not in self.manifest.files:
+            raise CheckpointCorrupted(f"{self.path / name}: not in the manifest; the checkpoint is incomplete.")
+        data = disk.read_small(self.path, name)
+        found = digests.of_bytes(self.manifest.digest, data)
+        if found not in self.manifest.files[name].digests.values():
+            raise CheckpointCorrupted(differs(self.path / name, self.manifest))
+        return data
+
+    def json(self, name: str) -> Any:
+        """The value of a small JSON file."""
+        return disk.from_json(self.text(name), str(self.path / name))
+
+    @cached_property
+    def index(self) -> Index:
+        """What tensors there are, and where."""
+        return layout.index_from_json(self.json("index.json"), str(self.path / "index.json"))
+
+
+def differs(path: Path, record: Manifest) -> str:
+    """The message for bytes that are not those that were saved."""
+    return f"{path}: its {record.digest} digest differs from the manifest (corrupted)"
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
+    return Checkpoint(path, folder.inspect(path))
+
+
+def damages(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:
+    """What is wrong with the bytes of a checkpoint, a line for each file that is damaged. Reads everything once.
+
+    `on_file(name, bytes)` is called after each part, for a progress bar.
+    """
+    problems: list[str] = []
+    with Files(checkpoint) as files:
+        for name, file in checkpoint.manifest.files.items():
+            try:
+                for writer in file.digests:
+                    hash_file(files, name, writer)
+            except CheckpointCorrupted as error:
+                problems.append(str(error))
+            on_file(name, file.bytes)
+    return list(dict.fromkeys(problems))
+
+
+class Files:
+    """Open tensor files of a checkpoint, with their headers."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._stack = ExitStack()
+        self._headers: dict[str, dict[str, Stored]] = {}
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def where(self, name: str) -> str:
+        return str(self.checkpoint.path / name)
+
+    def reading(self, name: str) -> Any:
+        """A context with the descriptor of a file that the manifest knows."""
+        if name not in self.checkpoint.manifest.files:
+            raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
+        return disk.reading(self.checkpoint.path, name)
+
+    def header(self, name: str, descriptor: int) -> dict[str, Stored]:
+        """Where the file keeps its tensors."""
+        if name not in self._headers:
+            size = self.checkpoint.manifest.files[name].bytes
+            where = self.where(name)
+            found = layout.read_header(lambda at, length: disk.read_at(descriptor, at, length, where), size, where)
+            self._headers[name] = found
+        return self._headers[name]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of what one rank wrote into a file: a piece of a tensor, or (name None) a header or a small file."""
+
+    name: str | None
+    box: Box | None
+    ranges: list[tuple[int, int]]
+
+
+def spans(files: Files, name: str, writer: int, descriptor: int) -> Iterator[Span]:
+    """What a rank wrote into a file, in the order in which it was hashed."""
+    size = files.checkpoint.manifest.files[name].bytes
+    if not name.endswith(".safetensors"):
+        yield Span(None, None, [(0, size)])
+        return
+    index, section = files.checkpoint.index, name.split("/")[0]
+    if section not in index.sections:
+        raise CheckpointCorrupted(f"{files.where(name)}: not in the index; the checkpoint is damaged.")
+    stored = files.header(name, descriptor)
+    data = min((item.begin for item in stored.values()), default=size)
+    if index.kind == "sharded" or writer == 0:
+        yield Span(None, None, [(0, data)])
+    for chunk in layout.chunks_of(index, section, writer):
+        place = stored.get(chunk.name)
+        if place is None:
+            raise CheckpointCorrupted(f"{files.where(name)}: {chunk.name} is missing; the file is damaged.")
+        if index.kind == "sharded":
+            yield Span(chunk.name, chunk.box, [(place.begin, place.bytes)])
+        else:
+            item = layout.ITEM_BYTES[chunk.dtype]
+            runs = layout.runs(place.shape, chunk.box, item)
+            yield Span(chunk.name, chunk.box, [(place.begin + offset, length) for offset, length in runs])
+
+
+def hash_file(
+    files: Files, name: str, writer: int, take: Callable[[Span], memoryview | None] = lambda span: None
+) -> None:
+    """Hash what a rank wrote into a file; CheckpointCorrupted where it is not what was saved.
+
+    `take(span)` may return memory of the span's size, which is then filled on the way.
+    """
+    record = files.checkpoint.manifest
+    digest = digests.new(record.digest)
+    scratch = memoryview(bytearray(disk.BLOCK_BYTES))
+    with files.reading(name) as descriptor:
+        for span in spans(files, name, writer, descriptor):
+            target = take(span)
+            if target is not None:
+                _read_and_hash(descriptor, target, span.ranges, digest, files.where(name))
+            else:
+                _only_hash(descriptor, scratch, span.ranges, digest, files.where(name))
+    if digest.hexdigest() != record.files[name].digests[writer]:
+        raise CheckpointCorrupted(differs(files.checkpoint.path / name, record))
+
+
+def _read_and_hash(
+    descriptor: int, data: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
+) -> None:
+    for offset, length in ranges:
+        for low in range(0, length, disk.BLOCK_BYTES):
+            block = data[low : min(low + disk.BLOCK_BYTES, length)]
+            disk.read_into(descriptor, block, offset + low, where)
+            digest.update(block)
+        data = data[length:]
+
+
+def _only_hash(
+    descriptor: int, scratch: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
+) -> None:
+    for offset, length in ranges:
+        for low in range(0, length, len(scratch)):
+            block = scratch[: min(len(scratch), length - low)]
+            disk.read_into(descriptor, block, offset + low, where)
+            digest.update(block)
