@@ -1,6 +1,8 @@
 """Who writes which bytes, worked out without torch: every element once, whatever the mesh, and found again by a box."""
 
 import json
+import subprocess
+import sys
 from itertools import product
 from math import prod
 
@@ -107,7 +109,7 @@ def test_the_index_survives_its_file():
             layout.index_from_json(wrong, "x")
 
 
-def plan_seconds_and_bytes(ranks):
+def llama_70b_with_adam(ranks):
     """Index of the tensor list of a 70B Llama with Adam, and what one rank writes of it."""
     entries = {}
     for block in range(80):
@@ -130,8 +132,25 @@ def plan_seconds_and_bytes(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4096])
 def test_the_index_does_not_grow_with_the_ranks(ranks):
-    index = plan_seconds_and_bytes(ranks)
+    index = llama_70b_with_adam(ranks)
     assert sum(map(len, index.sections.values())) == 2169
     assert len(json.dumps(layout.index_to_json(index))) < 400_000
     chunks = [layout.chunks_of(index, section, ranks - 1) for section in index.sections]
     assert len(chunks[1]) == 2 * len(chunks[0])
+
+
+@pytest.mark.parametrize(("saved", "loading"), [(4096, 64), (64, 4096)])
+def test_a_reader_looks_at_overlapping_pieces_only(saved, loading):
+    index, now = llama_70b_with_adam(saved), llama_70b_with_adam(loading)
+    name = "model.layers.3.mlp.gate_proj.weight"
+    entry = index.sections["model"][name]
+    box = layout.local_box(entry, now.meshes[0], (loading // 2,))
+    found = list(layout.saved_chunks(name, entry, index.meshes[0], box))
+    assert len(found) == max(1, saved // loading)
+    assert sum(piece.overlap(box).count for _, piece in found) == box.count
+
+
+def test_what_needs_no_torch_loads_none():
+    names = ["layout", "manifest", "folder", "disk", "digest", "retention", "lock", "faults", "values", "verify"]
+    code = "import sys\n" + "\n".join(f"import shardkit.checkpoint.{name}" for name in names)
+    subprocess.run([sys.executable, "-c", f"{code}\nassert 'torch' not in sys.modules"], check=True, timeout=120)
