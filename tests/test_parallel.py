@@ -207,6 +207,41 @@ def test_a_container_is_never_a_unit():
     assert "blocks.0" in [unit.fqn for unit in cut.units]
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x)[0]
+
+
+def attention_by_size(encoder: bool, expected_units: list[str]) -> float:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) if encoder else Attending()
+    model = nn.Sequential(layer, nn.Linear(8, 8))
+    data = torch.randn(2, 3, 8)
+    expected = steps(copy.deepcopy(model), data)
+    wrap = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 50}
+    sharded = parallel(model, config_for(2, **wrap))
+    assert [type(m).__name__ for m in sharded.modules() if isinstance(m, FSDPModule)] == expected_units
+    found = steps(sharded, data)
+    with torch.no_grad():
+        sharded.eval()(data)
+    return max((found[fqn] - expected[fqn]).abs().max().item() for fqn in expected)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "units_found"),
+    [
+        (True, ["FSDPSequential", "FSDPTransformerEncoderLayer", "FSDPLinear"]),
+        (False, ["FSDPSequential", "FSDPMultiheadAttention", "FSDPLinear"]),
+    ],
+)
+def test_attention_that_uses_weights_without_calling_their_module(ranks, encoder, units_found):
+    assert max(ranks.run(2, attention_by_size, encoder, units_found)) < 1e-6
+
+
 def test_an_odd_dtype_becomes_a_unit_or_is_refused():
     model = models.Gpt()
     model.blocks[1].norm1.double()

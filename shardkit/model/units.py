@@ -10,6 +10,8 @@ from shardkit.config.schema import FsdpConfig, WrapPolicy
 from shardkit.errors import ModelError
 from shardkit.model.tree import ModuleNode
 
+CALLS_NO_CHILD = {"MultiheadAttention", "TransformerEncoderLayer"}  # the latter in evaluation
+
 
 @dataclass(frozen=True)
 class BlockClass:
@@ -115,13 +117,17 @@ def _candidates_text(root: ModuleNode) -> str:
 def _by_size(root: ModuleNode, min_num_params: int) -> list[str]:
     """Bottom-up: a module becomes a unit when what is left in it, beside the units below, reaches the minimum.
 
-    A container is never one: its parameters count for the module around it.
+    A container is never one: its parameters count for the module around it. Neither is what lies in a module that uses
+    its children's weights without calling them: nobody would gather these.
     """
     chosen: set[str] = set()
 
     def left_over(node: ModuleNode) -> int:
         own = sum(p.numel for p in node.parameters if p.tied_to is None)
-        rest = own + sum(left_over(child) for child in node.children)
+        if node.class_name in CALLS_NO_CHILD:
+            rest = node.numel
+        else:
+            rest = own + sum(left_over(child) for child in node.children)
         if node.fqn and not node.is_container and rest >= min_num_params:
             chosen.add(node.fqn)
             return 0
