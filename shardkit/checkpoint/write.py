@@ -90,7 +90,11 @@ def save(live: Live, kind: Kind, request: Request, control: Control) -> Path:
 
 def prepare(live: Live, kind: Kind, request: Request, control: Control) -> Prepared:
     """A save ready to be written: everything checked, the temporary folder made. Collective."""
-    captured = _capture_together(live, kind, request, control)
+    return ready(_capture_together(live, kind, request, control), request, control)
+
+
+def ready(captured: Captured, request: Request, control: Control) -> Prepared:
+    """As `prepare`, of a state that is captured already. Collective."""
     pieces = {
         section: tensors.pieces_to_write(captured.index, section, captured.tensors[section], control.rank)
         for section in captured.index.sections
@@ -100,7 +104,7 @@ def prepare(live: Live, kind: Kind, request: Request, control: Control) -> Prepa
     prepared = Prepared(request, captured.index, captured.common, captured.own, pieces, temporary, None)
     try:
         _together(control, request, "temporary", lambda: _make_temporary(prepared, control))
-        _together(control, request, "probe", lambda: _wait_until_seen(temporary))
+        _together(control, request, "probe", lambda: wait_until_seen(temporary))
     except CheckpointSaveError:
         _discard(prepared, control)
         raise
@@ -291,7 +295,8 @@ def _begin_full_file(prepared: Prepared, section: str) -> None:
         os.close(descriptor)
 
 
-def _wait_until_seen(temporary: Path) -> None:
+def wait_until_seen(temporary: Path) -> None:
+    """Until the folder that rank 0 made is seen here; CheckpointError where the storage is not shared."""
     deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
     while True:
         with suppress(OSError):
