@@ -183,6 +183,16 @@ def test_the_checkbox_of_classes_takes_space(folder):
     assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Layer,Sequential"
 
 
+@pytest.mark.slow
+def test_a_class_that_the_model_does_not_have_is_not_kept(folder):
+    (folder / "my_model.py").write_text(MODEL)
+    (folder / "shardkit.yaml").write_text(
+        "num_processes: 8\nfsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: BertLayer\n"
+    )
+    assert talk(ENTER * 6, model="my_model:build") == 0
+    assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Layer"
+
+
 # --- the model's numbers ---
 
 

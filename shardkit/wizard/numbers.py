@@ -7,6 +7,7 @@ from functools import lru_cache
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.model.describe import Description
+from shardkit.model.units import BlockClass
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 
@@ -189,6 +190,16 @@ class _Model:
 def suggested_classes(model: Description) -> list[str]:
     """The model's repeated block classes; a large tree is walked once."""
     return _suggested_classes(_Model(model))
+
+
+def block_classes(model: Description) -> list[BlockClass]:
+    """Classes of the model that could be units; a large tree is walked once."""
+    return _block_classes(_Model(model))
+
+
+@lru_cache(maxsize=16)
+def _block_classes(model: _Model) -> list[BlockClass]:
+    return model.description.block_classes
 
 
 @lru_cache(maxsize=16)

@@ -286,7 +286,7 @@ def _class_options(s: Situation) -> Sequence[Option]:
         return ()
     return tuple(
         Option(c.name, c.name, f"{c.count} x {count_text(c.numel_each)}, {c.share:.0%} of parameters")
-        for c in s.model.block_classes[:12]
+        for c in numbers.block_classes(s.model)
     )
 
 
@@ -295,6 +295,10 @@ def _check_classes(s: Situation, typed: str) -> list[str]:
     wrong = [name for name in names if not name.isidentifier()]
     if wrong:
         raise ValueError(f"not a class name (got {wrong[0]!r}); give names with commas, like BertLayer, T5Block.")
+    known = {option.value for option in _class_options(s)}
+    missing = [name for name in names if known and name not in known]
+    if missing:
+        raise ValueError(f"not a class of the model (got {missing[0]}); choose among {', '.join(sorted(known))}.")
     return names
 
 
