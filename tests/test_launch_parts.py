@@ -387,6 +387,10 @@ def test_the_words_for_a_failure():
     )
     assert rest[0] == "  then     rank 0 ended because its peer was gone"
     assert rest[1].startswith("  logs     runs/x/rank1.log")
+    saved = diagnosis.render(found, 10.0, "runs/x", saved_step=5)
+    assert "  saved    step 5; --resume auto goes on from it" in saved
+    out_of_memory = diagnosis.diagnose([Outcome(0, exit_code=1, error=error(0, kind="OutOfMemoryError"))])
+    assert "  next     shardkit plan shows" in diagnosis.render(out_of_memory, 0.0, "runs/x")
     assert diagnosis.signal_name(9) == "SIGKILL"
     assert diagnosis.signal_name(77) == "signal 77"
 

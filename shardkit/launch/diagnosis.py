@@ -103,8 +103,8 @@ def exit_code_of(outcome: Outcome) -> int:
     return code if code > 0 else 128 - code
 
 
-def render(diagnosis: Diagnosis, started_s: float, log_dir: str) -> str:
-    """The lines that end a failed run on the screen: the cause first."""
+def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int = -1) -> str:
+    """The lines that end a failed run on the screen: the cause first. `saved_step`: the newest checkpoint; -1: none."""
     outcome = diagnosis.outcome
     where = f" ({diagnosis.where})" if diagnosis.where else ""
     after = f", after {outcome.time_s - started_s:.1f} s" if outcome.time_s < float("inf") else ""
@@ -114,6 +114,10 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str) -> str:
     lines += [f"    {line}" for line in more]
     if diagnosis.others:
         lines.append(f"  then     {'; '.join(diagnosis.others[:4])}{_and_more(len(diagnosis.others) - 4)}")
+    if saved_step >= 0:
+        lines.append(f"  saved    step {saved_step}; --resume auto goes on from it")
+    if outcome.error is not None and outcome.error.kind == "OutOfMemoryError":
+        lines.append("  next     shardkit plan shows what takes the memory, and what each change would give back")
     lines.append(f"  logs     {log_dir}/rank{diagnosis.rank}.log, and those of the others beside it")
     lines.append(f"  exit     {diagnosis.exit_code}")
     return "\n".join(lines)

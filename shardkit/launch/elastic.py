@@ -26,7 +26,7 @@ from shardkit.launch.diagnosis import Outcome
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, headline
-from shardkit.launch.watch import Watch
+from shardkit.launch.watch import Hang, Watch
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,7 @@ def error_of(attempt: Attempt, spec: LaunchSpec, log_dir: Path, output: Output) 
     """The error that a failed attempt ends with; shows the traceback of the rank that failed first, and no other."""
     watch, logs = attempt.watch, _short(log_dir)
     if watch.hang is not None:
-        return HangError(
-            f"launch: HANG, no progress for {spec.launch.hang_timeout_s:g} s\n{watch.hang.table}\n"
-            f"  First to stop: rank {watch.hang.first}. The stacks of all ranks are in {logs}/rank*.stack."
-        )
+        return HangError(_hang(watch.hang, spec.launch.hang_timeout_s, logs, attempt.committed_step))
     found = diagnosis.diagnose(attempt.outcomes, spec.num_machines > 1)
     stop, root = watch.stop, found.outcome
     if root.error is not None and root.error.exit_code == EXIT_PREEMPTED:
@@ -219,7 +216,7 @@ def error_of(attempt: Attempt, spec: LaunchSpec, log_dir: Path, output: Output) 
         return RankFailure(f"launch: {name} ended the ranks; nothing was saved for it. logs {logs}", 128 + stop.number)
     if root.error is not None and root.error.kind not in _SHOWN_WITHOUT_TRACEBACK:
         output.show(found.rank, root.error.traceback.rstrip("\n"))
-    return RankFailure(diagnosis.render(found, attempt.started_s, logs), found.exit_code)
+    return RankFailure(diagnosis.render(found, attempt.started_s, logs, attempt.committed_step), found.exit_code)
 
 
 def make_log_dir(spec: LaunchSpec) -> Path:
@@ -265,6 +262,14 @@ def _writable(path: Path) -> Iterator[None]:
         raise MachineError(
             f"launch: log folder {path} cannot be made ({error.strerror}); give another one with --logs DIR."
         ) from None
+
+
+def _hang(hang: Hang, timeout_s: float, logs: str, saved_step: int) -> str:
+    lines = [f"launch: HANG, no progress for {timeout_s:g} s", hang.table]
+    lines.append(f"  First to stop: rank {hang.first}. The stacks of all ranks are in {logs}/rank*.stack.")
+    if saved_step >= 0:
+        lines.append(f"  Last good checkpoint: step {saved_step}; --resume auto goes on from it.")
+    return "\n".join(lines)
 
 
 def _no_meeting(spec: LaunchSpec, error: Exception) -> str:
