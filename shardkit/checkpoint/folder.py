@@ -137,7 +137,6 @@ def hold(temporary: Path) -> int:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process marked the folder as in use."""
     """Whether a living process is writing this folder; see `hold`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
