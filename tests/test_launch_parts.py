@@ -432,6 +432,8 @@ def test_an_exception_becomes_a_record():
     assert (hidden.is_lost_peer, hidden.kind, hidden.message) == (False, "ValueError", "the cause")
     assert failure.describe(0, raised(fail_because_of_a_lost_peer), set()).is_lost_peer
     assert "test_launch_parts" not in failure.describe(0, raised(lose_peer), {__file__}).traceback
+    assert failure.words_of(ConfigError(["one", "two", "three", "four"])).splitlines()[-1] == "four"
+    assert failure.words_of(ValueError("one\ntwo\n\nthree\nfour")) == "one\ntwo\nthree"
     assert failure.exit_code_of(SystemExit(5)) == 5
     assert failure.exit_code_of(SystemExit("words")) == 1
     assert failure.exit_code_of(SystemExit()) == 0

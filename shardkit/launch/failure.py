@@ -51,11 +51,11 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """The message in at most three lines."""
+    """The message: all lines of shardkit's own errors, which are written for a reader, and three of any other."""
     if isinstance(error, SystemExit):
         return f"the script ended itself with sys.exit({error.code!r})"
     lines = [line.rstrip() for line in str(error).strip().splitlines() if line.strip()]
-    return "\n".join(lines[:3])[:600]
+    return "\n".join(lines) if isinstance(error, ShardkitError) else "\n".join(lines[:3])[:600]
 
 
 def exit_code_of(error: BaseException) -> int:
