@@ -188,3 +188,84 @@ def differ_in_step(folder):
 
 def test_ranks_must_save_the_same_step(ranks, tmp_path):
     assert ranks.run(2, differ_in_step, tmp_path / "c") == [[], []]
+
+
+def columns(seed, rows):
+    """A model whose parameters are split on dim 1, and one whose are split on dim 0."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(300, rows, bias=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
+
+
+def save_columns(folder, kind, digest):
+    from shardkit.checkpoint.state import Live
+
+    model = columns(1, 40)
+    checkpoints.save(Live([model]), folder, kind=kind, digest=digest)
+    return model.weight.full_tensor().tolist()
+
+
+def load_columns(folder, seed):
+    from shardkit.checkpoint.state import Live
+
+    models = columns(seed, 40), torch.nn.Linear(300, 40, bias=False)
+    for model in models:
+        checkpoints.load(Live([model]), folder)
+    return models[0].weight.full_tensor().tolist(), models[1].weight.tolist()
+
+
+@pytest.mark.parametrize(("kind", "digest"), [("sharded", "sha256"), ("full", "sha256"), ("full", "xxh3")])
+def test_any_dim_may_be_split_and_either_digest_guards(ranks, tmp_path, kind, digest):
+    (expected, _) = ranks.run(2, save_columns, tmp_path / "c", kind, digest)
+    assert manifest.read(tmp_path / "c").digest == digest
+    for size in (2, 3):
+        for found in ranks.run(size, load_columns, tmp_path / "c", 9):
+            assert found == (expected, expected)
+
+
+def several(folder):
+    """Two models, an optimizer over both and one of its own, nested and plain optimizer state, a scaler."""
+    from shardkit.checkpoint.state import Live
+
+    def build_several(seed):
+        torch.manual_seed(seed)
+        first, second = checkpoints.build("fsdp", seed).models[0], torch.nn.Linear(3, 3)
+        both = torch.optim.SGD(
+            [*(p for p in first.parameters() if p.requires_grad), *second.parameters()], momentum=0.9
+        )
+        own = torch.optim.Adagrad(second.parameters())
+        own.state[second.bias] |= {"count": 3, "nested": {"kept": (torch.full((3,), float(seed)), "text")}}
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
+        return Live([first, second], [both, own], {"scaler": scaler, "counter": checkpoints.Counter()})
+
+    saved = build_several(3)
+    for model, shape in ((saved.models[0], (2, 5)), (saved.models[1], (2, 3))):
+        inputs = torch.zeros(shape, dtype=torch.int64) if len(shape) == 2 and shape[1] == 5 else torch.ones(shape)
+        model(inputs).sum().backward()
+    for optimizer in saved.optimizers:
+        optimizer.step()
+    checkpoints.save(saved, folder)
+    loaded = build_several(4)
+    checkpoints.load(loaded, folder)
+    assert loaded.objects["scaler"].state_dict()["scale"] == 8.0
+    rows = [live.optimizers[1].state[live.models[1].bias] for live in (saved, loaded)]
+    assert rows[1]["count"] == 3 and rows[1]["nested"]["kept"][1] == "text"
+    assert rows[1]["nested"]["kept"][0].tolist() == [3.0] * 3
+    assert torch.equal(rows[0]["sum"], rows[1]["sum"])
+    momentum = [live.optimizers[0].state[live.models[1].weight]["momentum_buffer"] for live in (saved, loaded)]
+    assert torch.equal(*momentum)
+    assert checkpoints.digest_of(saved) == checkpoints.digest_of(loaded)
+    without = build_several(5)
+    del without.objects["scaler"]
+    checkpoints.load(without, folder)
+
+
+def test_several_models_and_optimizers(ranks, tmp_path):
+    ranks.run(2, several, tmp_path / "c")
+    assert {path.name for path in (tmp_path / "c").iterdir()} >= {"model", "model_1", "optim", "optim_1"}

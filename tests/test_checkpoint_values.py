@@ -1,0 +1,122 @@
+"""Plain values in a checkpoint, names in its folder, and replacing a folder where the system cannot swap."""
+
+import json
+from collections import Counter, OrderedDict, deque
+from enum import Enum
+
+import pytest
+
+from shardkit.checkpoint import disk, folder, manifest, values
+from shardkit.checkpoint.values import NotStorable, decode, encode
+
+
+class Mode(Enum):
+    FAST = "fast"
+
+
+def there_and_back(value):
+    text = json.dumps(encode(value, "x", lambda path, item: None), allow_nan=False)
+    return decode(json.loads(text), lambda name: name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [True, 1, 0.1, "é", {"a": []}],
+        (1, (2, "three")),
+        float("inf"),
+        -float("inf"),
+        b"\x00\xff",
+        {1: "a", (2, 3): "b", None: "c"},
+        {"$tensor": "not one", "$tuple": 1},
+        Counter({30: 2, 80: 1}),
+        {1, 2, 3},
+        deque([1, 2]),
+        OrderedDict(a=1, b=OrderedDict(c=2)),
+        10**40,
+    ],
+    ids=repr,
+)
+def test_values_come_back_as_they_were(value):
+    again = there_and_back(value)
+    assert again == value
+    if not isinstance(value, OrderedDict):
+        assert type(again) is type(value)
+
+
+def test_not_a_number_comes_back():
+    again = there_and_back(float("nan"))
+    assert again != again
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": [1, object()]}, r"x\.a\[1\]: a builtins\.object"),
+        ([{"b": lambda: 1}], r"x\[0\]\.b: a builtins\.function"),
+        ({"c": Mode.FAST}, r"x\.c: a tests\.test_checkpoint_values\.Mode"),
+        ((1, 1j), r"x\[1\]: a builtins\.complex"),
+        ({object(): 1}, r"x \(key\): a builtins\.object"),
+    ],
+    ids=["list", "function", "enum", "complex", "key"],
+)
+def test_what_has_no_place_is_named_by_its_path(value, path):
+    with pytest.raises(NotStorable, match=f"^{path} cannot be saved; return numbers"):
+        encode(value, "x", lambda where, item: None)
+
+
+def test_tensors_are_left_to_the_caller():
+    stored = {}
+
+    def store(path, item):
+        stored[path] = item
+        return path
+
+    marker = object()
+    encoded = encode({"w": [marker]}, "x", store)
+    assert encoded == {"w": [{"$tensor": "x.w[0]"}]} and stored == {"x.w[0]": marker}
+    assert decode(encoded, stored.__getitem__) == {"w": [marker]}
+
+
+def test_an_unknown_tag_is_refused():
+    with pytest.raises(values.CheckpointCorrupted, match="unknown tag"):
+        decode({"$pickle": "x"}, str)
+
+
+def test_only_full_names_are_steps(tmp_path):
+    for name in ("step-00000005", "step-00000012", "step-5", "xstep-00000006", "step-00000007.tmp", "step-000000008"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000099").touch()
+    assert [found.step for found in folder.steps(tmp_path)] == [12, 8, 5]
+    assert folder.steps(tmp_path / "nowhere") == []
+    assert folder.step_folder(tmp_path, 123456789).name == "step-123456789"
+
+
+def test_a_folder_is_replaced_without_the_systems_swap(tmp_path, monkeypatch):
+    new, old = tmp_path / ".tmp-a-1", tmp_path / "a"
+    for path, text in ((new, "new"), (old, "old")):
+        path.mkdir()
+        (path / "file").write_text(text)
+    monkeypatch.setattr(disk, "_exchange_at_once", lambda first, second: False)
+    disk.exchange(new, old)
+    assert (old / "file").read_text() == "new" and (new / "file").read_text() == "old"
+
+
+def test_a_replacement_that_stopped_halfway_is_put_back(tmp_path):
+    (tmp_path / ".old-a").mkdir()
+    (tmp_path / ".old-a" / manifest.NAME).write_text("{}")
+    folder.heal(tmp_path / "a")
+    assert (tmp_path / "a" / manifest.NAME).exists() and not (tmp_path / ".old-a").exists()
+
+
+def test_debris_goes_and_what_is_being_written_stays(tmp_path):
+    for name in (".tmp-step-00000001-a", ".tmp-step-00000002-b", ".trash-1", "step-00000003"):
+        (tmp_path / name).mkdir()
+    held = folder.hold(tmp_path / ".tmp-step-00000002-b")
+    assert len(folder.clean_debris(tmp_path)) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {".tmp-step-00000002-b", "step-00000003"}
+    import os
+
+    os.close(held)
+    assert len(folder.clean_debris(tmp_path)) == 1
