@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
 
 _LONGEST_LIST = 4
+_WIDTH = 100
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def text(accelerator: "Accelerator") -> str:
@@ -155,7 +158,9 @@ def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     if not by_place:
         yield "all defaults"
     for place, entries in by_place.items():
-        yield f"{place}: {', '.join(entries)}"
+        whole = [entry.replace(" ", _NO_BREAK) for entry in entries]
+        lines = wrap(f"{place}: {', '.join(whole)}", _WIDTH, subsequent_indent="  ", break_long_words=False)
+        yield from (line.replace(_NO_BREAK, " ") for line in lines)
 
 
 def _place(where: str) -> tuple[str, str]:
