@@ -87,7 +87,7 @@ def run_and_kill(
             process.join(TIMEOUT_S)
             process.kill()
             process.join()
-        return all(process.exitcode == -signal.SIGKILL for process in victims)
+        return any(process.exitcode == -signal.SIGKILL for process in victims)
 
 
 def _outcome(path: Path, exit_code: int | None, marks: frozenset[str]) -> Outcome:
