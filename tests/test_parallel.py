@@ -338,6 +338,30 @@ def test_a_parameter_without_a_dimension_and_rows_fewer_than_ranks(ranks, strate
     assert max(ranks.run(4, odd_shapes, config, True)) < 1e-6
 
 
+def after_an_aborted_backward() -> list[float]:
+    model = parallel(models.Scaled(), config_for(2, fsdp_transformer_layer_cls_to_wrap="Sequential"))
+    data = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    hook = model.inner[0][0].register_full_backward_hook(_raise)
+    with pytest.raises(RuntimeError, match="aborted"):
+        model(data).square().mean().backward()
+    hook.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    model(data).square().mean().backward()
+    scales = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(scales, model.scale.grad)
+    return [scale.item() for scale in scales]
+
+
+def _raise(*_: Any) -> None:
+    raise RuntimeError("aborted")
+
+
+def test_an_aborted_backward_leaves_no_trace(ranks):
+    for first, second in ranks.run(2, after_an_aborted_backward):
+        assert first == second
+
+
 def test_ignored_modules_train_on_all_ranks_alike(ranks):
     config = config_for(2, fsdp_transformer_layer_cls_to_wrap="Sequential", fsdp_ignored_modules=r"inner\.0|head")
     assert max(ranks.run(2, odd_shapes, config, False)) < 1e-6

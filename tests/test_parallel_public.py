@@ -144,10 +144,11 @@ def built(path: Path) -> list[float]:
 
 
 @pytest.mark.requirement("A7")
-def test_reading_slices_is_as_good_as_rank_0s_weights(ranks, tmp_path):
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_reading_slices_is_as_good_as_rank_0s_weights(ranks, tmp_path, strategy):
     torch.manual_seed(5)
     weights = tmp_path / "model.safetensors"
     save_file({fqn: p.detach() for fqn, p in models.Gpt(tied=True).named_parameters()}, weights)
     settings = {"fsdp_cpu_ram_efficient_loading": True, "fsdp_sync_module_states": True, "fsdp_use_orig_params": True}
-    path = written(tmp_path, settings)
+    path = written(tmp_path, {"fsdp_sharding_strategy": strategy, **settings})
     assert ranks.run(2, filled, path, weights) == ranks.run(2, built, path)

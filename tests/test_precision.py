@@ -188,6 +188,8 @@ def loaded_in_bf16() -> tuple[str, str]:
     model = models.Gpt().to(torch.bfloat16)
     model.embed.weight.requires_grad_(False)
     model = parallel(model, config_for(2, 1, "bf16"))
+    models.next_token_loss(model, torch.zeros(1, 4, dtype=torch.long)).backward()
+    assert model.embed.weight.grad is None and model.head.weight.grad.dtype == torch.float32
     return str(model.head.weight.dtype), str(model.embed.weight.dtype)
 
 

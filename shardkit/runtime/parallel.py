@@ -210,19 +210,19 @@ class _Replicated:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.sync = True
-        self._queued = False
+        self._queued_in = -1
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, _: torch.Tensor) -> None:
-        if self.sync and not self._queued:
-            self._queued = True
+        backward = torch._C._current_graph_task_id()  # a new number each time, so that an aborted one leaves no trace
+        if self.sync and self._queued_in != backward:
+            self._queued_in = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     @torch.no_grad()
     def _reduce(self) -> None:
         """One all-reduce for all of them, in a fixed order. A rank without a gradient takes part with zeros."""
-        self._queued = False
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
