@@ -397,6 +397,7 @@ def test_without_a_terminal_it_never_asks_and_names_the_flags(folder, arguments)
 
 FIRST_PROMPT = """
 import sys
+import shardkit.cli.config
 from tests.wizard_talk import talk, ENTER, STOP
 assert talk(STOP) == 130
 assert talk(ENTER * 3 + STOP, model="gpt:layers=4,hidden=256,heads=4") == 130

@@ -20,8 +20,6 @@ class Session:
     start: Situation
     reader: ModelReader
     given: dict[str, Any] = field(default_factory=dict)
-    answered: set[str] = field(default_factory=set)
-    """Keys that the person was asked for in this session."""
     model_is_asked: bool = True
     on_answer: Callable[[Mapping[str, Any]], None] = lambda given: None
     """Called with all answers after each; keeps the draft."""
@@ -111,7 +109,6 @@ def ask(session: Session, question: Question, problem: str = "") -> None:
     situation = session.situation(until=question.key)
     value = _put(session, question, situation, problem)
     session.given[question.key] = value
-    session.answered.add(question.key)
     if question.key == "model":
         session.start = replace(session.start, model=None)
         session.reader.begin(value)
@@ -138,19 +135,23 @@ def wait_for_model(session: Session) -> None:
 
 
 def _put(session: Session, question: Question, situation: Situation, problem: str) -> Any:
-    default = question.default(situation)
     present = answer_of(question, situation, session.given)
     options = question.options(situation)
-    kept = question.key in session.given and present == session.given[question.key]
-    reason = (
-        "" if kept and present != default.value else f"{shown(question, situation, default.value)}: {default.reason}"
-    )
+    reason = _reason(session, question, situation, present)
     prompt = Prompt(question.title, tuple(question.lines(situation)), problem, question.help)
     if question.kind == "choose":
         return session.prompter.choose(_with_reason(prompt, reason), options, present)
     if question.kind == "several" and options:
         return session.prompter.choose_many(prompt, options, present)
     return _put_text(session.prompter, question, situation, _with_reason(prompt, reason), present)
+
+
+def _reason(session: Session, question: Question, situation: Situation, present: Any) -> str:
+    """What Enter takes and why; empty where it keeps an answer that was given."""
+    default = question.default(situation)
+    if question.key in session.given and present != default.value:
+        return ""
+    return f"{shown(question, situation, default.value)}: {default.reason}"
 
 
 def _with_reason(prompt: Prompt, reason: str) -> Prompt:

@@ -91,7 +91,7 @@ def _show(session: Session, config: Config, text: str, target: Target) -> None:
         findings = [*checks.problems(config), *checks.notes(config)]
         say("\n".join(f"  ! {_yaml_name(finding)}: {finding.text}" for finding in findings) if findings else "")
     else:
-        say(f"{target.shown} will say (with a comment on each line):")
+        say(f"{target.shown} will say (each line gets a comment):")
         say(annotated(config))
     for line in numbers.review_lines(session.situation(), config):
         say(f"  {line}")
