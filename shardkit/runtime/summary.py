@@ -159,7 +159,8 @@ def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
         yield "all defaults"
     for place, entries in by_place.items():
         whole = [entry.replace(" ", _NO_BREAK) for entry in entries]
-        lines = wrap(f"{place}: {', '.join(whole)}", _WIDTH, subsequent_indent="  ", break_long_words=False)
+        text = f"{place}: {', '.join(whole)}"
+        lines = wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         yield from (line.replace(_NO_BREAK, " ") for line in lines)
 
 
