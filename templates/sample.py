@@ -26,6 +26,7 @@ if __name__ == "__main__":
     weights = {}
     for file in sorted(Path(sys.argv[1]).glob("*.safetensors")):
         weights |= load_file(file)
+    torch.set_num_threads(1)  # one byte at a time is too little work to share
     model = GPT()
     model.load_state_dict(weights)
     print(write(model.eval(), sys.argv[2] if len(sys.argv) > 2 else "def "))
