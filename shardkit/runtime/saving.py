@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import control, folder, lock, manifest, read, state, write
+from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.control import Control
 from shardkit.checkpoint.lock import Lock
 from shardkit.checkpoint.read import Loaded
@@ -313,6 +314,20 @@ def _loaded(accelerator: "Accelerator", session: Session, loaded: Loaded) -> Pat
     if accelerator.process.rank == 0:
         logger.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
     return loaded.checkpoint.path
+
+
+def save_model(
+    accelerator: "Accelerator",
+    model: torch.nn.Module,
+    folder: str | Path,
+    max_shard_size: str | int = "5GB",
+    dtype: str | torch.dtype | None = None,
+) -> None:
+    """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
+    session, step = session_of(accelerator), accelerator.counters.step
+    progress.post("save", step)
+    session.control.tick = lambda: progress.post("save", step)
+    exporting.save(model, Path(folder), session.control, max_shard_size, dtype)
 
 
 def get_state_dict(accelerator: "Accelerator", model: torch.nn.Module) -> dict[str, Any]:

@@ -1,0 +1,295 @@
+"""save_model: every rank writes its own byte ranges of a model straight into the files that other programs open.
+
+Nothing is gathered: the ranks agree on the plan without exchanging it (`export.plan` is a pure function), rank 0 makes
+the files, each rank casts and writes block by block, and rank 0 gives the files their names. The extra memory is one
+block, and one tensor piece where a piece is not contiguous.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk, export, faults, layout, state, tensors, write
+from shardkit.checkpoint.control import Control, LostRank
+from shardkit.checkpoint.export import ExportFile, Opened
+from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
+from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
+from shardkit.log import get_logger
+
+logger = get_logger(__name__)
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp64": torch.float64, "float64": torch.float64,
+}  # fmt: skip
+# Narrow floats are widened unless the caller says otherwise; wide ones, integers and 8-bit floats stay what they are.
+_WIDENED = {torch.float16, torch.bfloat16, torch.float32}
+_CAST = {*_WIDENED, torch.float64}
+
+
+@dataclass
+class Part:
+    """What is saved into one folder: tensors by name, further names of them, and the JSON files beside."""
+
+    folder: Path
+    stem: str
+    tensors: dict[str, torch.Tensor]
+    buffers: set[str]
+    ties: dict[str, str]
+    one_file: bool
+    write_beside: Callable[[Path], None]
+
+
+def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The torch dtype of bf16, float32, torch.bfloat16, ...; UsageError on what floats cannot be saved as."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.").lower()
+    if name not in DTYPES:
+        raise UsageError(f"save_model: dtype is unknown (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
+    return DTYPES[name]
+
+
+def save(
+    model: nn.Module,
+    folder: Path,
+    control: Control,
+    max_shard_size: str | int = "5GB",
+    dtype: str | torch.dtype | None = None,
+) -> None:
+    """Write the whole model as safetensors that plain torch, Transformers and peft open. Collective.
+
+    In fp32 unless `dtype` says otherwise; tied weights once; of a peft model its adapters only. All ranks raise
+    CheckpointSaveError where one fails, and an earlier export in the folder is then whole.
+    """
+    limit, wanted = export.size_in_bytes(max_shard_size), dtype_named(dtype)
+    parts = _together(control, folder, lambda: _parts(model, folder))
+    for part in parts:
+        _save(part, control, limit, wanted)
+
+
+def _parts(model: nn.Module, folder: Path) -> list[Part]:
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"a model is expected (got {type(model).__name__}); give what prepare() returned")
+    inner: Any = state.unwrapped(model)
+    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+        return [_adapter(inner, name, folder) for name in inner.peft_config]
+    found = state.model_tensors(model)
+    ties = state.tied_names(model, found)
+    whole = {name: tensor for name, tensor in found.items() if name not in ties}
+    buffers = {state.clean_name(name) for name, _ in inner.named_buffers()}
+    return [Part(folder, "model", whole, buffers, ties, False, lambda at: _write_model_config(inner, at))]
+
+
+def _adapter(model: Any, adapter: str, folder: Path) -> Part:
+    """One adapter of a peft model, in peft's own layout: the default one in the folder, others in folders below."""
+    from peft import get_peft_model_state_dict
+
+    found = state.model_tensors(model)
+    # Looking only for embeddings of the base model could ask the network, and differ between ranks.
+    chosen = get_peft_model_state_dict(model, state_dict=found, adapter_name=adapter, save_embedding_layers=False)
+    _warn_of_left_out(model, chosen)
+    buffers = {id(found[name]) for name in map(state.clean_name, dict(model.named_buffers())) if name in found}
+    held_by_rank_0 = {name for name, tensor in chosen.items() if id(tensor) in buffers}
+    return Part(
+        folder=folder if adapter == "default" else folder / adapter,
+        stem="adapter_model",
+        tensors=dict(chosen),
+        buffers=held_by_rank_0,
+        ties={},
+        one_file=True,
+        write_beside=lambda at: _write_adapter_config(model, adapter, at),
+    )
+
+
+def _warn_of_left_out(model: nn.Module, chosen: Mapping[str, torch.Tensor]) -> None:
+    """Parameters that were trained, belong to no adapter, and so would be lost without a word."""
+    saved = {tensors.local(tensor).data_ptr() for tensor in chosen.values()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and tensors.local(p).numel()}
+    names = [state.clean_name(name) for name, p in trained.items() if tensors.local(p).data_ptr() not in saved]
+    names = [name for name in names if not any(mark in name for mark in ("lora_", "prompt_encoder", "modules_to_save"))]
+    if names:
+        logger.warning(
+            "save_model: trained, but part of no adapter, and not saved: %s; name their modules in peft's "
+            "modules_to_save.",
+            ", ".join(names[:5]),
+        )
+
+
+def _write_model_config(model: Any, folder: Path) -> None:
+    """config.json and generation_config.json, where the model has them. Trouble with these is a warning."""
+    try:
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "save_pretrained"):
+            config = copy.deepcopy(config)
+            if hasattr(config, "architectures"):
+                config.architectures = [_class_name(model)]
+            config.save_pretrained(folder)
+        generation: Any = getattr(model, "generation_config", None)
+        if hasattr(generation, "save_pretrained"):
+            generation.save_pretrained(folder)
+    except Exception as error:  # whatever another library does here: the weights matter more
+        logger.warning("save_model: %s: the model's configuration was not written (%s).", folder.parent, error)
+
+
+def _class_name(model: nn.Module) -> str:
+    """The model's class as its author named it: fully_shard gives the object a subclass."""
+    kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.")]
+    own = [kind for kind in kinds if not (kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2)]
+    return own[0].__name__
+
+
+def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
+    config = copy.deepcopy(model.peft_config[adapter])
+    base = model.base_model if config.is_prompt_learning else model.base_model.model
+    config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        inner = model.get_base_model()
+        mapping = {"base_model_class": _class_name(inner), "parent_library": type(inner).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+
+
+def _save(part: Part, control: Control, limit: int, wanted: torch.dtype | None) -> None:
+    index = _together(control, part.folder, lambda: _index(part, control.world_size))
+    targets = {name: _target(tensor.dtype, wanted) for name, tensor in part.tensors.items()}
+    shapes = {name: (tensors.DTYPES[targets[name]], entry.shape) for name, entry in index.sections["model"].items()}
+    limit = max(limit, 1 << 62) if part.one_file else limit
+    files = export.plan(shapes, part.ties, limit, part.stem)
+    _same_on_all_ranks(part, files, control)
+    opened: list[Opened] = []
+    try:
+        temporary, tag = _together(control, part.folder, lambda: _begin(part, shapes, limit, control, opened), 0)
+        files = export.plan(shapes, part.ties, limit, part.stem, tag)
+        _together(control, part.folder, lambda: _write(part, index, targets, files, Path(temporary), control))
+        _together(control, part.folder, lambda: _publish(part, opened), 0)
+    except CheckpointSaveError:
+        for mine in opened:
+            export.discard(mine)
+        raise
+    size, count = export.total_bytes(files), len(files)
+    logger.info("model saved in %s (%.1f MB, %d file%s)", part.folder, size / 1e6, count, "s" if count > 1 else "")
+
+
+def _index(part: Part, world_size: int) -> Index:
+    """The tensors of a part by name, with their placements: what `layout` works out each rank's ranges from."""
+    index = Index("full", world_size)
+    everyone, first = Mesh((world_size,)), Mesh((1,))
+    entries = index.sections.setdefault("model", {})
+    for name, tensor in part.tensors.items():
+        if tensor.is_meta:
+            raise CheckpointError(f"{name}: has no values yet (meta device); prepare() the model first")
+        # Replicas of a buffer may drift apart (batch norm): rank 0's is written, and never a mix.
+        holders = first if name in part.buffers else everyone
+        entries[name] = tensors.entry_of(tensor, index, holders, name)
+    index.sort()
+    return index
+
+
+def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    if wanted is not None:
+        return wanted if dtype in _CAST else dtype
+    return torch.float32 if dtype in _WIDENED else dtype
+
+
+def _same_on_all_ranks(part: Part, files: list[ExportFile], control: Control) -> None:
+    plan = disk.to_json([[file.name, file.header.hex()] for file in files])
+    mine = [str(part.folder), digests.of_bytes("xxh3", plan)]
+    answers = _gather(control, part.folder, mine)
+    if any(folder != answers[0][0] for folder, _ in answers):
+        raise CheckpointSaveError(f"save_model: the ranks give different folders: {[folder for folder, _ in answers]}.")
+    if any(answer != answers[0] for answer in answers):
+        raise CheckpointSaveError(f"save_model: {part.folder}: the ranks hold different models; call it on all alike.")
+
+
+def _begin(
+    part: Part, shapes: Mapping[str, tuple[str, tuple[int, ...]]], limit: int, control: Control, opened: list[Opened]
+) -> list[str] | None:
+    """Rank 0 makes the files; where they are, and the end of their names."""
+    if control.rank != 0:
+        return None
+    tag = export.free_tag(part.folder, export.plan(shapes, part.ties, limit, part.stem))
+    opened.append(export.begin(part.folder, export.plan(shapes, part.ties, limit, part.stem, tag), part.stem))
+    part.write_beside(opened[0].temporary)
+    return [str(opened[0].temporary), tag]
+
+
+def _publish(part: Part, opened: list[Opened]) -> None:
+    for mine in opened:
+        export.publish(mine)
+
+
+def _write(
+    part: Part,
+    index: Index,
+    targets: Mapping[str, torch.dtype],
+    files: list[ExportFile],
+    temporary: Path,
+    control: Control,
+) -> None:
+    """Write what this rank holds, and bring it to disk."""
+    write.wait_until_seen(temporary)
+    where = {name: (file.name, place) for file in files for name, place in file.places.items()}
+    descriptors: dict[str, int] = {}
+    try:
+        for chunk, piece in tensors.pieces_to_write(index, "model", part.tensors, control.rank):
+            control.tick()
+            faults.reach("export-write", control.rank)
+            name, place = where[chunk.name]
+            if name not in descriptors:
+                descriptors[name] = os.open(temporary / name, os.O_WRONLY | os.O_CLOEXEC)
+            _write_piece(descriptors[name], chunk, piece, place, targets[chunk.name])
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def _write_piece(descriptor: int, chunk: Chunk, piece: torch.Tensor, place: Stored, target: torch.dtype) -> None:
+    """Cast a piece and put it where it belongs in the whole tensor, a block at a time."""
+    flat = piece.detach().contiguous().view(-1)
+    item, done = layout.ITEM_BYTES[place.dtype], 0
+    at_once = disk.BLOCK_BYTES // max(item, flat.element_size())
+    for offset, length in layout.runs(place.shape, chunk.box, item):
+        count = length // item
+        for low in range(0, count, at_once):
+            block = flat[done + low : done + min(low + at_once, count)].to("cpu", target)
+            disk.write_all_at(descriptor, tensors.memory(block), place.begin + offset + low * item)
+        done += count
+
+
+def _together(control: Control, folder: Path, action: Callable[[], Any], of_rank: int | None = None) -> Any:
+    """What `action` returned here, or on rank `of_rank`. Where it failed on one rank, all raise the same error."""
+    result, problem = None, None
+    try:
+        result = action()
+    except Exception as error:  # whatever it is: the others wait for this rank's answer
+        problem = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        problem = problem or repr(error)
+    answers = _gather(control, folder, [problem, None if of_rank is None else result])
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+    if failed:
+        raise CheckpointSaveError(_report(folder, failed))
+    return result if of_rank is None else answers[of_rank][1]
+
+
+def _gather(control: Control, folder: Path, value: Any) -> list[Any]:
+    try:
+        return control.gather(value)
+    except LostRank as error:
+        raise CheckpointSaveError(_report(folder, [str(error)])) from error
+
+
+def _report(folder: Path, failed: list[str]) -> str:
+    more = f" (and {len(failed) - 3} more ranks)" if len(failed) > 3 else ""
+    said = "; ".join(failed[:3]).rstrip(".")
+    return f"save_model: {folder}: {said}{more}. What was in the folder before is as it was."
