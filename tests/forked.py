@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -40,42 +41,41 @@ class Outcome:
 
 def run(world_size: int, function: Callable, *args: Any, fault: str | None = None) -> list[Outcome]:
     """`function(*args)` on fresh ranks; `fault` is armed for all of them from the start."""
+    with _started(world_size, fault, function, args) as (folder, processes):
+        deadline = time.monotonic() + TIMEOUT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        assert not stuck, f"ranks {stuck} did not end in {TIMEOUT_S:.0f} s"
+        marks = frozenset(path.name for path in (folder / "marks").iterdir())
+        return [_outcome(folder / f"rank-{rank}.json", one.exitcode, marks) for rank, one in enumerate(processes)]
+
+
+@contextmanager
+def _started(world_size: int, fault: str | None, function: Callable, args: Any) -> Iterator[tuple[Path, list[Any]]]:
+    """Fresh ranks at work; none of them is left when the block ends."""
     with tempfile.TemporaryDirectory(prefix="shardkit-forked-") as name:
-        folder = Path(name)
+        (Path(name) / "marks").mkdir()
         processes = [
-            context.Process(target=_rank, args=(rank, world_size, folder, fault, function, args))
+            context.Process(target=_rank, args=(rank, world_size, Path(name), fault, function, args))
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(TIMEOUT_S)
-        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
-        assert not stuck, f"ranks {stuck} did not end in {TIMEOUT_S:.0f} s"
-        marks = (
-            frozenset(path.name for path in (folder / "marks").iterdir())
-            if (folder / "marks").exists()
-            else frozenset()
-        )
-        return [
-            _outcome(folder / f"rank-{rank}.json", process.exitcode, marks) for rank, process in enumerate(processes)
-        ]
+        try:
+            for process in processes:
+                process.start()
+            yield Path(name), processes
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
 
 
 def run_and_kill(
     world_size: int, function: Callable, *args: Any, generator: Any, ready: Path, longest_s: float = 0.5
 ) -> bool:
     """Start ranks that never end, wait for `ready` to exist, and kill all or one of them at a random time after."""
-    with tempfile.TemporaryDirectory(prefix="shardkit-forked-") as name:
-        processes = [
-            context.Process(target=_rank, args=(rank, world_size, Path(name), None, function, args))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
+    with _started(world_size, None, function, args) as (_, processes):
         deadline = time.monotonic() + TIMEOUT_S
         while not ready.exists() and time.monotonic() < deadline and processes[0].is_alive():
             time.sleep(0.005)
@@ -85,8 +85,6 @@ def run_and_kill(
             process.kill()
         for process in processes:
             process.join(TIMEOUT_S)
-            process.kill()
-            process.join()
         return any(process.exitcode == -signal.SIGKILL for process in victims)
 
 
@@ -107,7 +105,6 @@ def _rank(rank: int, world_size: int, folder: Path, fault: str | None, function:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     os.environ["SHARDKIT_FAULT_MARKS"] = str(folder / "marks")
-    (folder / "marks").mkdir(exist_ok=True)
     sys.stderr = open(folder / f"rank-{rank}.log", "w")  # noqa: SIM115
     import torch
     import torch.distributed as dist

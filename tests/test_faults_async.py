@@ -106,6 +106,7 @@ def save_for_ever(root, mode):
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(3600)
 @pytest.mark.fault_row(2)
 @pytest.mark.parametrize("mode", ["sharded", "full", "ddp"])
 def test_killed_at_random_times(tmp_path, mode):

@@ -90,6 +90,7 @@ def test_any_flipped_bit_is_found_and_its_file_named(saved, kind):
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(3600)
 @pytest.mark.fault_row(9)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_thousand_flipped_bits(saved, kind):
