@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ def _place(where: str) -> tuple[str, str]:
     if where.startswith("$"):
         return "environment", ""
     place, _, rest = where.partition(":")
-    return place, rest.partition(":")[0]
+    return place.removeprefix(f"{Path.cwd()}/"), rest.partition(":")[0]
 
 
 def _shown(value: Any) -> str:
