@@ -33,7 +33,19 @@ def plan(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one rank's micro-batch.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence; by default the model's.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, adafactor, ...")] = "adamw",
-    strategy: Annotated[str | None, typer.Option(help="1 to 5 or a name; by default the file's.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="1 to 5 or a name; by default the file's. With --simulate also: all.")
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run one training step on fake tensors: exact memory, no hardware.")
+    ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Simulate every layer, also where equal ones could be left out.")
+    ] = False,
+    batch: Annotated[
+        str | None, typer.Option(help="For --simulate: module:function that returns one micro-batch.")
+    ] = None,
+    closed_form: Annotated[bool, typer.Option("--closed-form", help="By formula alone, which is the default.")] = False,
     find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg, .html or .png.")] = None,
     config: Annotated[Path | None, typer.Option(help="The configuration; by default the one found here.")] = None,
@@ -44,15 +56,53 @@ def plan(
     from shardkit.plan.report import render
 
     path = _config_path(config)
-    given = _settings(settings or [], strategy)
+    _check_simulation(simulate, exact, batch, closed_form, optimizer)
+    everything = simulate and (strategy or "").strip().lower() == "all"
+    given = _settings(settings or [], None if everything else strategy)
     resolved = _configuration(path, given, world, per_machine)
-    request = _request(resolved, _model(model, path), per_machine, device, memory, optimizer, batch_size, seq_len)
+    request = _request(
+        resolved, _model(model, path), per_machine, device, memory, _known(optimizer), batch_size, seq_len
+    )
     if network is not None:
         request = _with_network(request, network)
     answer = _answer(request, find)
+    if simulate:
+        answer = _simulated(answer, everything, exact, batch, optimizer)
     if plot is not None:
         _save_plot(answer, plot)
     typer.echo(_json(answer) if as_json else render(answer))
+
+
+def _check_simulation(simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str) -> None:
+    from shardkit.errors import UsageError
+
+    flags = {"--exact": exact, "--batch": bool(batch), f"--optimizer {optimizer}": ":" in optimizer}
+    given = [name for name, is_given in flags.items() if is_given and not simulate]
+    problems = [f"{name}: it is for simulations (got no --simulate); add --simulate." for name in given]
+    if simulate and closed_form:
+        problems.append("--closed-form: it is the opposite of --simulate (got both); leave one out.")
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _known(optimizer: str) -> str:
+    """The optimizer that the closed form takes for one of the user's own."""
+    return "adamw" if ":" in optimizer else optimizer
+
+
+def _simulated(answer: "Answer", everything: bool, exact: bool, batch: str | None, optimizer: str) -> "Answer":
+    """The answer with simulated memory in the configured strategy's row, or in all."""
+    from dataclasses import replace
+
+    from shardkit.plan.simulation import refine
+
+    strategies = [row.strategy for row in answer.rows if everything or row.strategy is answer.chosen]
+    rows, notes = refine(
+        answer.request, answer.rows, strategies, is_exact=exact, batch=batch, optimizer=optimizer.strip()
+    )
+    if ":" in optimizer:
+        notes += (f"The closed form takes AdamW for {optimizer}.",)
+    return replace(answer, rows=rows, notes=(*answer.notes, *notes))
 
 
 def _config_path(config: Path | None) -> Path | None:

@@ -88,7 +88,10 @@ def _number(value: float) -> str:
 
 
 def _method(answer: Answer) -> str:
-    return "simulated" if any(row.simulated for row in answer.rows) else "closed form"
+    simulated = [row for row in answer.rows if row.simulated]
+    if len(simulated) == len(answer.rows):
+        return "simulated"
+    return "* simulated, the others closed form" if simulated else "closed form"
 
 
 def _why_unknown(request: Request) -> str:

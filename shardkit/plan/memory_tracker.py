@@ -1,0 +1,203 @@
+"""Bytes alive in one process, by category, at every moment of a training step: a dispatch mode that sees each operator.
+
+What counts is storages, once each however many tensors share one, from the operator that makes them until the last
+reference goes. Fake tensors have storages too, of the size that the real ones would have.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardkit.plan.closed_form import Memory, Moment
+
+CATEGORIES = tuple(field.name for field in fields(Memory))
+_GATHERED = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_")
+_PAYLOADS = {  # which argument torch counts: the output of an all-gather, the input of a reduce-scatter
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+}
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Inside, everything that operators allocate is counted. `enter` begins a moment; `moments` are those so far.
+
+    Each moment holds what was alive when its sum was largest. `payload_bytes`: the collectives' bytes by kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: list[Moment] = []
+        self.payload_bytes: dict[str, int] = {}
+        self._default = "activations"
+        self._alive: dict[int, tuple[int, str, weakref.ref]] = {}
+        self._bytes = dict.fromkeys(CATEGORIES, 0)
+        self._total = 0
+        self._now = ("", "")
+        self._peak, self._at_peak = 0, dict(self._bytes)
+        self._is_passing = False
+        self._fake_mode: Any = None
+        self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def enter(self, phase: str, unit: str = "", is_passing: bool = False) -> None:
+        """End the present moment and begin another. One that `is_passing` counts for the moment before it, unless it
+        is the last of its phase."""
+        if self._now[0]:
+            last = Moment(*self._now, Memory(**self._at_peak))
+            if self._is_passing and phase == self._now[0] and self.moments:
+                before = self.moments.pop()
+                last = before if before.memory.total >= last.memory.total else Moment(*_name(before), last.memory)
+            self.moments.append(last)
+        self._now, self._is_passing = (phase, unit), is_passing
+        self._peak = self._total
+        self._at_peak = dict(self._bytes)
+
+    @property
+    def unit(self) -> str:
+        """The unit of the present moment."""
+        return self._now[1]
+
+    @contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """Inside, what is allocated belongs to the optimizer, and a number read from a fake tensor is 1: some
+        optimizers scale their update by a norm. (In a model such a number would decide what runs: there it fails.)"""
+        found, self._default = self._default, "optimizer_state"
+        try:
+            yield
+        finally:
+            self._default = found
+
+    def restart(self) -> None:
+        """Forget the moments and the traffic so far, not what is alive."""
+        self.moments, self.payload_bytes, self._now = [], {}, ("", "")
+
+    def count(self, tensors: Iterable[Any], category: str) -> None:
+        """Put the tensors' storages into a category, whether they were counted before or not."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor._local_tensor
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor, category, is_final=True)
+        self._note()
+
+    def category_of(self, tensor: torch.Tensor) -> str | None:
+        """The category that the tensor's storage is counted in."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return found[1] if found else None
+
+    def __enter__(self) -> MemoryTracker:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
+        self._fake_mode = modes[-1] if modes else None
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # it comes back as operators on the local tensors
+        if function is torch.ops.aten._local_scalar_dense.default and self._default == "optimizer_state":
+            return 1.0 if args[0].is_floating_point() else 1
+        result = function(*args, **(kwargs or {}))
+        if not self._is_propagating():
+            self._see(function._schema.name, args, kwargs or {}, result)
+        return result
+
+    def _is_propagating(self) -> bool:
+        """DTensor works out shapes in a fake mode of its own; nothing of that is ever allocated."""
+        from torch._guards import active_fake_mode
+
+        return active_fake_mode() is not self._fake_mode
+
+    def _see(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        category = self._default
+        if name == "aten::_to_copy":
+            category = self._of_copy(args[0])
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor, category)
+        if name.startswith(("fsdp::", "c10d::")):
+            self._see_collective(name, args, kwargs, result)
+        self._note()
+
+    def _of_copy(self, source: torch.Tensor) -> str:
+        """Parameters in another dtype are for compute; a reduced gradient in another dtype stays one."""
+        kinds = {"parameters": "gathered", "gradients": "gradients", "reduction": "reduction"}
+        return kinds.get(self.category_of(source) or "", self._default)
+
+    def _see_collective(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        if name in _GATHERED:
+            self.count(tree_leaves([result, kwargs.get("out")]), "gathered")
+        elif name == "fsdp::chunk_cat":
+            self.count(tree_leaves([kwargs.get("out")]), "reduction")
+        elif name == "c10d::_reduce_scatter_base_":
+            self.count([args[1]], "reduction")
+            self.count([args[0]], "gradients")
+        if name in _PAYLOADS:
+            kind, position = _PAYLOADS[name]
+            tensors = tree_leaves(args[position])
+            sent = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+            self.payload_bytes[kind] = self.payload_bytes.get(kind, 0) + sent
+
+    def _add(self, tensor: torch.Tensor, category: str, is_final: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._alive.get(key)
+        if found is None:
+            reference = weakref.ref(storage, partial(self._gone, key))
+            self._alive[key] = (storage.nbytes(), category, reference)
+            self._change(category, storage.nbytes())
+        elif is_final and found[1] != category:
+            self._change(found[1], -found[0])
+            self._alive[key] = (found[0], category, found[2])
+            self._change(category, found[0])
+
+    def _gone(self, key: int, _: weakref.ref) -> None:
+        size, category, _ = self._alive.pop(key)
+        self._change(category, -size)
+
+    def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """FSDP frees and allocates gathered parameters by resizing their storages, past the dispatcher."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            found = self._alive.get(storage._cdata)
+            if found is not None:
+                self._alive[storage._cdata] = (storage.nbytes(), found[1], found[2])
+                self._change(found[1], storage.nbytes() - found[0])
+                self._note()
+            return result
+
+        return resize
+
+    def _change(self, category: str, size: int) -> None:
+        self._bytes[category] += size
+        self._total += size
+
+    def _note(self) -> None:
+        """Equal sums count as newer: a buffer's category is known only when it is used."""
+        if self._total >= self._peak:
+            self._peak = self._total
+            self._at_peak = dict(self._bytes)
+
+
+def _name(moment: Moment) -> tuple[str, str]:
+    return moment.phase, moment.unit

@@ -1,0 +1,205 @@
+"""Repeated blocks simulated a few times instead of all: what to leave out, and the whole step from two short ones.
+
+With one block more in a run of equal blocks, every moment's bytes grow by the same amount, as long as the moment is
+counted from the nearer end of the run: "backward of the second block from the end" gathers, reduces and keeps the same
+as in the longer model, beside a constant number of bytes for each block between the ends. So a step with 4 blocks and
+one with 5 give every moment of a step with any number, and the peak is found among these, in whichever phase it lies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardkit.model.tree import ModuleNode
+from shardkit.plan.closed_form import Memory, Moment
+
+KEPT, MORE = 4, 5  # two blocks at each end are unlike those between: the first and last, and their neighbours
+_MOST_RUNS = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal blocks one after another: `length` children of the module `container`, from index `start` on."""
+
+    container: str
+    start: int
+    length: int
+
+
+def runs_of(tree: ModuleNode) -> list[Run]:
+    """The runs that are worth leaving blocks out of; empty where there is none, or where there are too many."""
+    shared = {p.tied_to for node in tree.walk() for p in node.parameters if p.tied_to}
+    found: list[Run] = []
+
+    def visit(node: ModuleNode) -> None:
+        mine = list(_runs_in(node, shared)) if node.is_container or node.class_name == "Sequential" else []
+        found.extend(mine)
+        inside = {index for run in mine for index in range(run.start, run.start + run.length)}
+        for index, child in enumerate(node.children):
+            if index not in inside:
+                visit(child)
+
+    visit(tree)
+    return found if len(found) <= _MOST_RUNS else []
+
+
+def _runs_in(node: ModuleNode, shared: set[str]) -> Iterator[Run]:
+    kinds = [_kind(child, shared) for child in node.children]
+    start = 0
+    for index in range(1, len(kinds) + 1):
+        if index == len(kinds) or kinds[index] is None or kinds[index] != kinds[start]:
+            if index - start > MORE and kinds[start] is not None:
+                yield Run(node.fqn, start, index - start)
+            start = index
+
+
+def _kind(block: ModuleNode, shared: set[str]) -> Hashable:
+    """Equal for equal blocks; None for what is no block, or shares a parameter with something else."""
+    parts: list[Hashable] = []
+    for node in block.walk():
+        name = node.fqn[len(block.fqn) :]
+        for parameter in node.parameters:
+            if parameter.tied_to or f"{node.fqn}.{parameter.name}" in shared:
+                return None
+        parts.append((name, node.class_name, node.parameters, node.buffers))
+    return tuple(parts) if block.children and block.numel else None
+
+
+def shorten(model: Any, runs: Sequence[Run], kept: Sequence[int]) -> None:
+    """Leave only `kept[i]` blocks of run i in the torch model, in place; those after them move up."""
+    for run, keep in sorted(zip(runs, kept, strict=True), key=lambda pair: -pair[0].start):
+        container = model.get_submodule(run.container)
+        del container[run.start + 2 : run.start + 2 + run.length - keep]
+
+
+def original_name(fqn: str, runs: Sequence[Run], kept: Sequence[int]) -> tuple[str, int | None, int]:
+    """(name in the whole model, number of the run that it lies in, the block's index in the shortened run).
+
+    A block's name is that of the block as far from the nearer end.
+    """
+    for container in sorted({run.container for run in runs}, key=len, reverse=True):
+        prefix = f"{container}." if container else ""
+        head, dot, rest = fqn[len(prefix) :].partition(".")
+        if fqn.startswith(prefix) and head.isdigit():
+            index = int(head)
+            moved = 0
+            for number, (run, keep) in enumerate(zip(runs, kept, strict=True)):
+                if run.container != container:
+                    continue
+                local = index - (run.start - moved)
+                if 0 <= local < keep:
+                    there = local if local < 2 else run.length - keep + local
+                    return f"{prefix}{run.start + there}{dot}{rest}", number, local
+                if local >= keep:
+                    moved += run.length - keep
+            return f"{prefix}{index + moved}{dot}{rest}", None, 0
+    return fqn, None, 0
+
+
+def whole_step(runs: Sequence[Run], short: Sequence[Moment], longer: Sequence[Sequence[Moment]]) -> list[Moment] | None:
+    """The moments of a step with all blocks. `short` is a step with KEPT blocks in every run, `longer[i]` one with
+    MORE in run i. None where they do not correspond, moment by moment."""
+    base_kept = [KEPT] * len(runs)
+    base = list(_keyed(short, runs, base_kept))
+    growth: list[Mapping[Hashable, Memory]] = []
+    for number, moments in enumerate(longer):
+        kept = [MORE if index == number else KEPT for index in range(len(runs))]
+        growth.append({step.key: step.moment.memory for step in _keyed(moments, runs, kept)})
+    if any(step.key not in found for step in base for found in growth):
+        return None
+    whole = [_grown(step, runs, growth) for step in base]
+    return list(_filled(whole, runs))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A moment with its place: `key` is the same in steps with more or fewer blocks."""
+
+    key: Hashable
+    moment: Moment
+    run: int | None
+    index: int
+
+
+def _keyed(moments: Sequence[Moment], runs: Sequence[Run], kept: Sequence[int]) -> Iterator[_Step]:
+    counts: Counter[Hashable] = Counter()
+    for moment in moments:
+        name, run, index = original_name(moment.unit, runs, kept)
+        is_between = run is not None and 2 <= index < kept[run] - 2
+        key = (moment.phase, name, is_between and index)
+        counts[key] += 1
+        yield _Step((key, counts[key]), Moment(moment.phase, name, moment.memory), run, index)
+
+
+def _grown(step: _Step, runs: Sequence[Run], growth: Sequence[Mapping[Hashable, Memory]]) -> _Step:
+    memory = step.moment.memory
+    for run, found in zip(runs, growth, strict=True):
+        memory = _add(memory, found[step.key], step.moment.memory, run.length - KEPT)
+    return _Step(step.key, Moment(step.moment.phase, step.moment.unit, memory), step.run, step.index)
+
+
+def _add(memory: Memory, more: Memory, less: Memory, times: int) -> Memory:
+    def one(name: str) -> int:
+        return max(0, getattr(memory, name) + (getattr(more, name) - getattr(less, name)) * times)
+
+    return Memory(**{field.name: one(field.name) for field in fields(Memory)})
+
+
+def _filled(steps: Sequence[_Step], runs: Sequence[Run]) -> Iterator[Moment]:
+    """All moments in order, those of the blocks between drawn in a straight line between their neighbours."""
+    position = 0
+    while position < len(steps):
+        step = steps[position]
+        if step.run is None or step.index not in (1, 2):
+            yield step.moment
+            position += 1
+            continue
+        first = _group(steps, position)
+        second = _group(steps, position + len(first))
+        if len(second) == len(first) and second[0].run == step.run and second[0].index == 3 - step.index:
+            yield from _between(first, second, runs[step.run])
+            position += len(first) + len(second)
+        else:
+            yield from (one.moment for one in first)
+            position += len(first)
+
+
+def _group(steps: Sequence[_Step], position: int) -> list[_Step]:
+    """The moments from `position` on that belong to one block in one phase."""
+    if position >= len(steps):
+        return []
+    first = steps[position]
+    found = []
+    for step in steps[position:]:
+        if (step.run, step.index, step.moment.phase) != (first.run, first.index, first.moment.phase):
+            break
+        found.append(step)
+    return found
+
+
+def _between(first: Sequence[_Step], second: Sequence[_Step], run: Run) -> Iterator[Moment]:
+    """The groups of blocks 1 to length - 2, in the order in which the two that are known came."""
+    last = run.length - 3
+    forward = first[0].index == 1
+    for number in range(last + 1):
+        index = run.start + (1 + number if forward else run.length - 2 - number)
+        for one, other in zip(first, second, strict=True):
+            name = _renumbered(one.moment.unit, run, index)
+            yield Moment(one.moment.phase, name, _mean(one.moment.memory, other.moment.memory, number, last))
+
+
+def _renumbered(fqn: str, run: Run, index: int) -> str:
+    prefix = f"{run.container}." if run.container else ""
+    _, dot, rest = fqn[len(prefix) :].partition(".")
+    return f"{prefix}{index}{dot}{rest}"
+
+
+def _mean(start: Memory, stop: Memory, number: int, last: int) -> Memory:
+    def one(name: str) -> int:
+        a, b = getattr(start, name), getattr(stop, name)
+        return a + (b - a) * number // last
+
+    return Memory(**{field.name: one(field.name) for field in fields(Memory)})

@@ -1,0 +1,194 @@
+"""Memory of one rank by simulation: the runtime's own `parallelize` on fake tensors, one training step, any number of
+ranks. Torch is loaded in a child process only.
+
+Nothing is allocated and nothing computed, so 175 billion parameters on 128 ranks take seconds on a laptop. Equal
+blocks are simulated a few times and the rest follows (`repeats.py`), unless it is asked for exactly.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardkit import env
+from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.errors import ModelError, ShardkitError, UsageError
+from shardkit.model.builtin import BUILTIN
+from shardkit.plan.answer import Request, Row
+from shardkit.plan.closed_form import Memory, Moment, RankMemory
+
+CLOSED_FORM_HINT = "or leave --simulate out: the closed form needs nothing to run"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One simulated step: memory, what its collectives carry (as `traffic.Collective` counts it), and remarks."""
+
+    memory: RankMemory
+    payload_bytes: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def refine(
+    request: Request,
+    rows: tuple[Row, ...],
+    strategies: list[ShardingStrategy],
+    *,
+    is_exact: bool = False,
+    batch: str | None = None,
+    optimizer: str | None = None,
+) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """The rows, those of the given strategies with simulated memory, and the notes that belong to it."""
+    wanted = [row for row in rows if row.strategy in strategies]
+    configs = [row.estimate.config for row in wanted]
+    found = simulate(request, configs, is_exact=is_exact, batch=batch, optimizer=optimizer)
+    by_strategy = dict(zip([row.strategy for row in wanted], found, strict=True))
+
+    def refined(row: Row) -> Row:
+        if row.strategy not in by_strategy:
+            return row
+        memory = by_strategy[row.strategy].memory
+        return replace(row, simulated=memory, fits=request.device.fits(memory.peak.total))
+
+    notes = dict.fromkeys(note for simulation in found for note in simulation.notes)
+    return tuple(refined(row) for row in rows), tuple(notes)
+
+
+def simulate(
+    request: Request,
+    configs: list[Config] | None = None,
+    *,
+    is_exact: bool = False,
+    batch: str | None = None,
+    optimizer: str | None = None,
+    timeout_s: float = 1800.0,
+    folder: Path | None = None,
+) -> list[Simulation]:
+    """One simulated step for each configuration (the request's own), in one child process.
+
+    `batch` is a module:function that returns a micro-batch, `optimizer` one that makes an optimizer of a list of
+    parameters. ModelError where the model cannot run on fake tensors: it names the line.
+    """
+    configs = [request.config] if configs is None else configs
+    folder = Path.cwd() if folder is None else folder
+    job = {
+        "kind": _kind(request, folder),
+        "spec": request.description.spec,
+        "configs": [config.model_dump(mode="json") for config in configs],
+        "world_size": request.world_size,
+        "ranks_per_machine": min(request.ranks_per_machine, request.world_size),
+        "optimizer": optimizer or request.optimizer,
+        "batch": batch,
+        "batch_size": request.batch_size or 1,
+        "seq_len": request.seq_len,
+        "is_exact": is_exact,
+    }
+    steps = _in_child(job, timeout_s, folder)
+    return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]
+
+
+def strategies_of(request: Request, chosen: ShardingStrategy, asked: str | None) -> list[ShardingStrategy]:
+    """Which strategies to simulate: the configured one, or `all`."""
+    return list(ShardingStrategy) if asked and asked.strip().lower() == "all" else [chosen]
+
+
+def _kind(request: Request, folder: Path) -> str:
+    spec = request.description.spec
+    if spec in BUILTIN or spec.startswith("gpt:"):
+        return "gpt"
+    path = folder / spec
+    if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
+        return "transformers"
+    if path.exists():
+        raise UsageError(
+            f"--simulate: weights alone cannot run (got {spec}); give the model as module:function or config.json, "
+            f"{CLOSED_FORM_HINT}."
+        )
+    return "factory"
+
+
+def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="shardkit-simulation-") as scratch:
+        order, result = Path(scratch) / "job.json", Path(scratch) / "result.json"
+        order.write_text(json.dumps(job))
+        code, errors = _run_worker(job["spec"], order, result, timeout_s, folder)
+        if not result.is_file():
+            lines = [line.strip() for line in errors.splitlines() if line.strip()]
+            raise ModelError(
+                f"--simulate {job['spec']}: the simulation ended with exit code {code} "
+                f"({lines[-1] if lines else 'no message'}); report it, {CLOSED_FORM_HINT}."
+            )
+        answer = json.loads(result.read_text())
+    if "refused" in answer:
+        raise ShardkitError(answer["refused"])
+    if "error" in answer:
+        place = _relative(answer["where"], folder) or f"--simulate {job['spec']}"
+        raise ModelError(
+            f"{place}: the model {job['spec']} cannot train on fake tensors ({answer['error']}); "
+            f"mend that line (values of tensors are not known there), {CLOSED_FORM_HINT}."
+        )
+    return answer["steps"]
+
+
+def _run_worker(spec: str, order: Path, result: Path, timeout_s: float, folder: Path) -> tuple[int, str]:
+    """Exit code and errors of the child. It sees no GPU: everything is simulated on the CPU, wherever it runs."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardkit.plan.worker", str(order), str(result)],
+            cwd=folder,
+            env={**env.copy(), "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"--simulate {spec}: no end after {timeout_s:g} s; {CLOSED_FORM_HINT}.") from None
+    return done.returncode, done.stderr.decode(errors="replace")
+
+
+def _relative(place: str | None, folder: Path) -> str | None:
+    if place is None:
+        return None
+    file, _, line = place.rpartition(":")
+    try:
+        return f"{Path(file).resolve().relative_to(folder.resolve())}:{line}"
+    except ValueError:
+        return place
+
+
+def _simulation(request: Request, config: Config, step: dict[str, Any], batch: str | None) -> Simulation:
+    timeline = tuple(Moment(phase, unit, Memory(*numbers)) for phase, unit, numbers in step["moments"])
+    host = Memory()
+    if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
+        timeline, host = _offloaded(timeline)
+    top = max(timeline, key=lambda moment: moment.memory.total)
+    memory = RankMemory(top.memory, top.text, timeline, host, activations_known=True)
+    return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remark"], batch)))
+
+
+def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
+    """The device's part without the shards, which lie on the host, where the optimizer runs."""
+    last = timeline[-1].memory
+    return tuple(
+        replace(moment, memory=replace(moment.memory, parameters=0, gradients=0, optimizer_state=0))
+        for moment in timeline
+        if moment.phase != "optimizer"
+    ), Memory(last.parameters, last.gradients, last.optimizer_state)
+
+
+def _notes(request: Request, config: Config, remark: str | None, batch: str | None) -> list[str]:
+    notes = ["Simulated: one steady training step on fake tensors, with torch's operators for the CPU."]
+    if remark:
+        notes.append(remark)
+    if request.batch_size is None and batch is None:
+        notes.append("The simulated micro-batch is one sample; --batch-size changes it.")
+    if config.shardkit.compile:
+        notes.append("compile: simulated without; compiled units keep fewer activations.")
+    if config.mode == "ddp":
+        notes.append("DDP's buckets are added by hand: its reducer does not run on fake tensors.")
+    return notes

@@ -1,0 +1,188 @@
+"""One training step of a model that the runtime has made parallel, with its memory tracked moment by moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardkit.config.schema import Config
+from shardkit.errors import ModelError
+from shardkit.plan.memory_tracker import MemoryTracker
+from shardkit.runtime import optim, precision, units
+from shardkit.runtime.accumulate import deferred
+from shardkit.runtime.parallel import parallelize
+from shardkit.runtime.process import Process
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
+
+
+def tracked_step(
+    model: nn.Module,
+    config: Config,
+    mesh: DeviceMesh | None,
+    process: Process,
+    make_optimizer: OptimizerFactory,
+    loss: Loss,
+    has_buckets: bool,
+) -> MemoryTracker:
+    """The tracker after one steady step: optimizer state is there, the last of its micro-batches is in `moments`.
+
+    `loss(model)` runs forward and gives what the script holds until the end of the step, and the loss.
+    """
+    precision.autocast_forward(model, config, process.device)
+    parallel = parallelize(model, config, mesh, process)
+    trained = [p for p in parallel.parameters() if p.requires_grad]
+    if not trained:
+        raise ModelError("model: no parameter is trained; set requires_grad on some.")
+    optimizer = make_optimizer(trained)
+    optim.use_fast_step(optimizer)
+    tracker = MemoryTracker()
+    with tracker:
+        _make_states(optimizer, trained, tracker)
+        tracker.count([*parallel.parameters(), *parallel.buffers()], "parameters")
+        tracker.count((value for state in optimizer.state.values() for value in state.values()), "optimizer_state")
+        if config.mode != "fsdp":
+            _hold_gradients(trained, tracker, has_buckets)
+        _mark(parallel, config, tracker)
+        _run(parallel, optimizer, config, loss, tracker)
+    return tracker
+
+
+def _make_states(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], tracker: MemoryTracker) -> None:
+    """The optimizer's state as it is from the second step on."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    with tracker.in_optimizer():
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def _run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, loss: Loss, tracker: MemoryTracker
+) -> None:
+    """Two micro-batches stand for any larger number: the second finds what the first leaves behind."""
+    for micro_batch in range(min(config.shardkit.gradient_accumulation_steps, 2), 0, -1):
+        tracker.restart()
+        with ExitStack() as stack:
+            if micro_batch > 1:
+                stack.enter_context(deferred(model))
+            tracker.enter("forward", "the root")
+            output, value = loss(model)
+            tracker.enter("backward", "the loss")
+            value.backward()
+    tracker.enter("optimizer")
+    with tracker.in_optimizer():
+        optimizer.step()
+    tracker.enter("end")
+    optimizer.zero_grad()
+    del output, value
+
+
+def _hold_gradients(trained: list[nn.Parameter], tracker: MemoryTracker, has_buckets: bool) -> None:
+    """Without FSDP gradients are whole. DDP's lie in its buckets, which are there from the start: each new gradient
+    is copied in and let go (`gradient_as_bucket_view`)."""
+    buckets = {id(p): torch.empty_like(p, requires_grad=False) for p in trained} if has_buckets else {}
+    tracker.count(buckets.values(), "gradients")
+
+    def arrived(parameter: torch.Tensor) -> None:
+        bucket, gradient = buckets.get(id(parameter)), parameter.grad
+        if bucket is not None and gradient is not None and gradient is not bucket:
+            parameter.grad = bucket.copy_(gradient)
+        tracker.count([parameter.grad], "gradients")
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
+    """Let the units (without FSDP the blocks) tell the tracker when their forward and backward begin."""
+    modules = dict(model.named_modules())
+    marks = _units(modules) or _blocks(model, config, modules)
+    for fqn, module in marks.items():
+        module.register_forward_pre_hook(_on_forward(fqn, tracker), prepend=True)
+        module.register_forward_hook(_on_output(fqn, tracker), prepend=True)
+        module.register_forward_hook(lambda *_: _pass(tracker))
+    model.register_forward_hook(lambda *_: tracker.enter("loss"))
+    if config.mode == "fsdp":
+        seen: dict[int, nn.Parameter] = {id(p): p for p in model.parameters()}
+        for fqn, module in modules.items():
+            if module._parameters:
+                in_root = not any(fqn == mark or fqn.startswith(f"{mark}.") for mark in marks)
+                module.register_forward_pre_hook(_on_gathered(seen, in_root, tracker))
+        for parameter in seen.values():  # those that no rank splits
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.register_post_accumulate_grad_hook(lambda p: tracker.count([p.grad], "gradients"))
+
+
+def _units(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {fqn: module for fqn, module in modules.items() if fqn and isinstance(module, FSDPModule)}
+
+
+def _blocks(model: nn.Module, config: Config, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    try:
+        found = {id(block) for block in units.blocks(model, config.fsdp)}
+    except ModelError:
+        return {}
+    return {fqn: module for fqn, module in modules.items() if id(module) in found}
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _on_forward(fqn: str, tracker: MemoryTracker) -> Callable[..., None]:
+    """A forward inside backward recomputes."""
+
+    def hook(*_: Any) -> None:
+        tracker.enter("backward" if _in_backward() else "forward", fqn)
+
+    return hook
+
+
+def _pass(tracker: MemoryTracker) -> None:
+    if not _in_backward():
+        tracker.enter("forward", "the root", is_passing=True)
+
+
+def _on_output(fqn: str, tracker: MemoryTracker) -> Callable[..., None]:
+    """Backward of a unit begins with the gradient of one of its outputs."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        state = {"has_begun": False}
+
+        def begin(_: torch.Tensor) -> None:
+            if not state["has_begun"]:
+                state["has_begun"] = True
+                tracker.enter("backward", fqn)
+
+        for tensor in torch.utils._pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    return hook
+
+
+def _on_gathered(seen: dict[int, nn.Parameter], in_root: bool, tracker: MemoryTracker) -> Callable[..., None]:
+    """In forward a module's parameters are the gathered ones; their gradients are whole until they are reduced."""
+
+    def arrived(parameter: torch.Tensor) -> None:
+        tracker.count([parameter.grad], "reduction")
+        if in_root and tracker.unit not in ("the loss", "the root"):
+            tracker.enter("backward", "the root")
+
+    def hook(module: nn.Module, _args: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen[id(parameter)] = parameter
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(arrived)
+
+    return hook

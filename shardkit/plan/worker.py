@@ -1,0 +1,185 @@
+"""Simulates training steps on fake tensors. Run in a child process by `simulation.py`: it loads torch and the user's
+own code, and starts a process group of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardkit.config.schema import Config
+from shardkit.errors import ShardkitError, UsageError
+from shardkit.model import gpt
+from shardkit.model.builtin import BUILTIN
+from shardkit.model.live import tree_of
+from shardkit.model.probe import build_factory, build_transformers, error_text, where
+from shardkit.model.tree import ModuleNode
+from shardkit.model.units import select_units
+from shardkit.plan import batches, repeats
+from shardkit.plan.closed_form import Moment
+from shardkit.plan.fake_world import fake_world
+from shardkit.plan.training_step import tracked_step
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to simulate, for each of the configurations: `kind` says what `spec` is (gpt, transformers, factory)."""
+
+    kind: str
+    spec: str
+    configs: list[dict[str, Any]]
+    world_size: int
+    ranks_per_machine: int
+    optimizer: str
+    batch: str | None
+    batch_size: int
+    seq_len: int | None
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One simulated step: its moments and what its collectives carry."""
+
+    moments: list[Moment]
+    payload_bytes: dict[str, int]
+
+
+def main() -> None:
+    """`python -m shardkit.plan.worker JOB RESULT`: reads the job, writes the steps, or what went wrong."""
+    job_file, result = Path(sys.argv[1]), Path(sys.argv[2])
+    try:
+        job = Job(**json.loads(job_file.read_text()))
+        answer: dict[str, Any] = {"steps": [_to_json(*simulated(job, Config(**c))) for c in job.configs]}
+    except ShardkitError as error:
+        answer = {"refused": str(error)}
+    except (Exception, SystemExit) as error:
+        answer = {"error": error_text(error), "where": where(error)}
+    result.write_text(json.dumps(answer))
+
+
+def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
+    """The step of the whole model, and a remark where something was done otherwise than usual."""
+    if job.is_exact:
+        return _step(job, config, [], []), None
+    tree = _tree(job)
+    runs = repeats.runs_of(tree)
+    if not runs:
+        return _step(job, config, [], []), None
+    base = [repeats.KEPT] * len(runs)
+    lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
+    if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
+        return _step(job, config, [], []), "Every layer was simulated: fewer layers would be cut into other units."
+    try:
+        short, *longer = (_step(job, config, runs, kept) for kept in lengths)
+        moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
+    except IndexError:  # the model's forward counts its blocks
+        moments = None
+    if moments is None:
+        return _step(job, config, [], []), "Every layer was simulated: the model does not run with fewer."
+    return Step(moments, _grown_payload(runs, short, longer)), None
+
+
+def _grown_payload(runs: list[repeats.Run], short: Step, longer: list[Step]) -> dict[str, int]:
+    payload = dict(short.payload_bytes)
+    for run, step in zip(runs, longer, strict=True):
+        for kind, size in step.payload_bytes.items():
+            each = size - short.payload_bytes.get(kind, 0)
+            payload[kind] = payload.get(kind, 0) + each * (run.length - repeats.KEPT)
+    return payload
+
+
+def _tree(job: Job) -> ModuleNode:
+    """The whole model's modules, without building them where sizes say it all."""
+    if job.kind == "gpt":
+        return gpt.tree(_shape(job))
+    with FakeTensorMode():
+        return tree_of(_built(job))
+
+
+def _short_tree(job: Job, runs: list[repeats.Run], kept: list[int]) -> ModuleNode:
+    if job.kind == "gpt":
+        return gpt.tree(replace(_shape(job), layers=kept[0]))
+    with FakeTensorMode():
+        return tree_of(_shortened(job, runs, kept))
+
+
+def _is_cut_alike(job: Job, config: Config, tree: ModuleNode, runs: list[repeats.Run], kept: list[int]) -> bool:
+    """Whether the shortened model's units are those of the whole one, without those of the blocks left out."""
+    if config.mode != "fsdp":
+        return True
+    short = _short_tree(job, runs, kept)
+    found = {repeats.original_name(fqn, runs, kept)[0] for fqn in select_units(short, config.fsdp)}
+    whole = set(select_units(tree, config.fsdp))
+    present = {repeats.original_name(node.fqn, runs, kept)[0] for node in short.walk()}
+    return found == whole & present
+
+
+def _shape(job: Job) -> gpt.GptShape:
+    return BUILTIN.get(job.spec) or gpt.parse(job.spec.removeprefix("gpt:"))
+
+
+def _built(job: Job) -> nn.Module:
+    return build_transformers(job.spec) if job.kind == "transformers" else build_factory(job.spec)
+
+
+def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
+    """The model with as many blocks as asked for; all of them where `runs` is empty."""
+    if job.kind == "gpt":
+        from shardkit.model import gpt_module
+
+        shape = _shape(job)
+        return gpt_module.build(replace(shape, layers=kept[0]) if runs else shape)
+    model = _built(job)
+    repeats.shorten(model, runs, kept)
+    return model
+
+
+def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) -> Step:
+    # Rank 0's values and the compiler's kernels change nothing in what a step holds.
+    fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
+    section = config.shardkit.model_copy(update={"compile": False})
+    config = config.model_copy(update={"fsdp": fsdp, "shardkit": section})
+    with fake_world(config, job.world_size, job.ranks_per_machine) as (process, mesh):
+        model = _shortened(job, runs, kept)
+        loss = _loss(job, model)
+        has_buckets = config.mode == "ddp" and job.world_size > 1
+        factory = batches.optimizer_factory(job.optimizer)
+        tracker = tracked_step(model, config, mesh, process, factory, loss, has_buckets)
+        step = Step(tracker.moments, tracker.payload_bytes)
+        del model, loss, tracker
+    gc.collect()
+    return step
+
+
+def _loss(job: Job, model: nn.Module) -> batches.Loss:
+    if job.batch is not None:
+        found = batches.named(job.batch)
+        return batches.given_loss(found() if callable(found) else found)
+    if job.kind == "gpt":
+        shape = _shape(job)
+        return batches.next_token_loss(job.batch_size, job.seq_len or shape.seq, shape.vocab)
+    if hasattr(model, "config") and hasattr(model, "main_input_name"):
+        return batches.given_loss(batches.transformers_batch(model, job.batch_size, job.seq_len))
+    raise UsageError(
+        f"--simulate: what goes into the model {job.spec}? (got no --batch); "
+        "add --batch module:function, a function that returns one micro-batch."
+    )
+
+
+def _to_json(step: Step, remark: str | None) -> dict[str, Any]:
+    return {
+        "moments": [[m.phase, m.unit, list(asdict(m.memory).values())] for m in step.moments],
+        "payload_bytes": step.payload_bytes,
+        "remark": remark,
+    }
+
+
+if __name__ == "__main__":
+    main()
