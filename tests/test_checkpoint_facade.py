@@ -173,6 +173,20 @@ def replace_one(project):
     return step, sorted(path.name for path in project.iterdir())
 
 
+def replace_with_notes(project):
+    run = run_of(project)
+    path = run[0].save_state(project / "mine")
+    (path / "notes.txt").write_text("keep me")
+    run[0].save_state(path)
+    (kept,) = project.glob("mine.replaced-*")
+    run[0].load_state(path)
+    return (kept / "notes.txt").read_text()
+
+
+def test_other_files_in_a_replaced_checkpoint_are_kept(ranks, tmp_path):
+    assert ranks.run(1, replace_with_notes, tmp_path) == ["keep me"]
+
+
 @pytest.mark.fault_row(4)
 def test_a_named_checkpoint_is_replaced_as_a_whole(ranks, tmp_path):
     assert ranks.run(2, replace_one, tmp_path) == [(3, ["mine"])] * 2

@@ -25,10 +25,12 @@ class Lock:
     descriptor: int
 
     def release(self) -> None:
-        """Leave the folder to others."""
-        with contextlib.suppress(OSError):
-            os.ftruncate(self.descriptor, 0)
-        os.close(self.descriptor)
+        """Leave the folder to others. A second call does nothing."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+            os.close(descriptor)
 
 
 def acquire(root: Path, run_id: str) -> Lock:

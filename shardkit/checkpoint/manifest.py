@@ -139,13 +139,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
             problems.append(f"{path}: not a plain file")
         elif found.st_size != file.bytes:
             problems.append(f"{path}: {found.st_size} bytes where {file.bytes} were saved (cut short or overwritten)")
-    return problems + _strangers(folder, manifest)
+    return problems + [f"{path}: not part of this checkpoint" for path in strangers(folder, manifest)]
 
 
-def _strangers(folder: Path, manifest: Manifest) -> list[str]:
+def strangers(folder: Path, manifest: Manifest) -> list[Path]:
     """Files below the folder that the manifest does not know; hidden ones (.DS_Store, .nfs...) are let be."""
     known = {*manifest.files, NAME}
     found = (path for path in folder.rglob("*") if not path.is_dir() and not path.name.startswith("."))
-    return [
-        f"{path}: not part of this checkpoint" for path in found if path.relative_to(folder).as_posix() not in known
-    ]
+    return sorted(path for path in found if path.relative_to(folder).as_posix() not in known)

@@ -532,8 +532,8 @@ def _after_commit(prepared: Prepared, started: float, record: dict[str, Any] | N
     """LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
     request = prepared.request
     try:
-        if prepared.temporary.exists():  # the one that was replaced
-            disk.remove_folder(prepared.temporary)
+        if prepared.temporary.exists():
+            _remove_replaced(prepared)
         if request.in_series:
             faults.reach("latest", 0)
             hint = {"step": request.step, "dir": request.final.name, "save_id": request.save_id}
@@ -546,6 +546,21 @@ def _after_commit(prepared: Prepared, started: float, record: dict[str, Any] | N
         logger.warning("checkpoint: step %d is saved, but: %s.", request.step, _words(error))
     size, seconds = (record or {}).get("bytes", 0), time.monotonic() - started
     logger.info("checkpoint: step %d saved in %s (%.1f MB, %.1f s)", request.step, request.final, size / 1e6, seconds)
+
+
+def _remove_replaced(prepared: Prepared) -> None:
+    """Delete the checkpoint that was replaced; where somebody put other files into it, keep it under another name."""
+    old, final = prepared.temporary, prepared.request.final
+    try:
+        others = manifest.strangers(old, manifest.read(old))
+    except CheckpointError:
+        others = []
+    if not others:
+        disk.remove_folder(old)
+        return
+    kept = final.with_name(f"{final.name}.replaced-{prepared.request.save_id[:8]}")
+    os.rename(old, kept)
+    logger.warning("checkpoint: the old %s held other files (%s); it is kept as %s.", final, others[0].name, kept)
 
 
 def _discard(prepared: Prepared, control: Control) -> None:

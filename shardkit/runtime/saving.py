@@ -206,6 +206,7 @@ def _lock(session: Session, root: Path) -> None:
                 session.lock.release()
                 session.lock = None
             session.lock = lock.acquire(root, session.run_id)
+            atexit.register(session.lock.release)  # for scripts that end without end_training()
         except CheckpointSaveError as error:
             problem = str(error)
         except OSError as error:
