@@ -15,7 +15,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,10 +200,11 @@ def _remove_stale(folder: Path, stem: str, kept: set[str]) -> None:
 
 
 def discard(opened: Opened) -> None:
-    """Remove what is left of the temporary folder."""
+    """Remove what is left of the temporary folder. Twice is as good as once."""
     shutil.rmtree(opened.temporary, ignore_errors=True)
-    with suppress(OSError):
+    if opened.hold >= 0:
         os.close(opened.hold)
+        opened.hold = -1
 
 
 def clean_debris(folder: Path) -> list[Path]:

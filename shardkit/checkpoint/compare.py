@@ -1,0 +1,166 @@
+"""What differs between two checkpoints, by bytes, whatever the number of ranks behind each. Needs no torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+from shardkit.checkpoint import disk, layout
+from shardkit.checkpoint.layout import ITEM_BYTES, Box, Entry
+from shardkit.checkpoint.verify import Checkpoint, Files
+from shardkit.errors import CheckpointCorrupted
+
+FACTS = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "config_sha256", "model_fingerprint", "run_id")
+
+
+@dataclass
+class Difference:
+    """What differs. Tensors are named `section: name`; `equal` counts those whose bytes are the same."""
+
+    facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    other_shape: dict[str, tuple[str, str]] = field(default_factory=dict)
+    other_values: list[str] = field(default_factory=list)
+    other_state: list[str] = field(default_factory=list)
+    equal: int = 0
+
+    @property
+    def same_state(self) -> bool:
+        """Whether a run would go on alike from both; the facts about the saving itself may differ."""
+        return not (self.only_first or self.only_second or self.other_shape or self.other_values or self.other_state)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"same_state": self.same_state, **asdict(self)}
+
+
+def compare(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None) -> Difference:
+    """What differs in tensors, in the states of scheduler, loaders and registered objects, and in the records."""
+    found = Difference()
+    for name in FACTS:
+        pair = getattr(first.manifest, name), getattr(second.manifest, name)
+        if pair[0] != pair[1]:
+            found.facts[name] = pair
+    found.other_state = _other_state(first, second)
+    with Files(first) as a, Files(second) as b:
+        _compare_tensors(a, b, found, on_bytes)
+    return found
+
+
+def _other_state(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Parts of the plain state that differ: objects by name, the loaders' positions, each optimizer's settings."""
+    one, two = (_flat_state(item.json("state/common.json")) for item in (first, second))
+    return [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
+
+
+def _flat_state(common: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = dict(common["objects"]) | dict(common["loaders"])
+    return found | {f"optim {number} settings": value for number, value in enumerate(common["optimizers"])}
+
+
+def _compare_tensors(a: Files, b: Files, found: Difference, on_bytes: Callable[[int], None]) -> None:
+    one, two = _entries(a), _entries(b)
+    found.only_first = [_label(key) for key in one if key not in two]
+    found.only_second = [_label(key) for key in two if key not in one]
+    untouched = _sections_with_equal_digests(a, b)
+    for key in (key for key in one if key in two):
+        kinds = [f"{entries[key].dtype} {list(entries[key].shape)}" for entries in (one, two)]
+        if kinds[0] != kinds[1]:
+            found.other_shape[_label(key)] = (kinds[0], kinds[1])
+        elif key[0] in untouched or _same_bytes(a, b, key, on_bytes):
+            found.equal += 1
+        else:
+            found.other_values.append(_label(key))
+
+
+def _entries(files: Files) -> dict[tuple[str, str], Entry]:
+    sections = files.checkpoint.index.sections
+    return {(section, name): entry for section, entries in sections.items() for name, entry in entries.items()}
+
+
+def _label(key: tuple[str, str]) -> str:
+    return f"{key[0]}: {key[1]}"
+
+
+def _sections_with_equal_digests(a: Files, b: Files) -> set[str]:
+    """Sections that the same ranks wrote the same bytes of: nothing of them has to be read."""
+    one, two = a.checkpoint, b.checkpoint
+    if layout.index_to_json(one.index) != layout.index_to_json(two.index) or one.manifest.digest != two.manifest.digest:
+        return set()
+    equal = set()
+    for section in one.index.sections:
+        parts = [
+            {name: file for name, file in item.manifest.files.items() if name.startswith(f"{section}/")}
+            for item in (one, two)
+        ]
+        if parts[0] == parts[1]:
+            equal.add(section)
+    return equal
+
+
+def _same_bytes(a: Files, b: Files, key: tuple[str, str], on_bytes: Callable[[int], None]) -> bool:
+    entry = a.checkpoint.index.sections[key[0]][key[1]]
+    for box in _blocks(entry):
+        on_bytes(2 * box.count * ITEM_BYTES[entry.dtype])
+        if read_box(a, *key, box) != read_box(b, *key, box):
+            return False
+    return True
+
+
+def _blocks(entry: Entry) -> Iterator[Box]:
+    """Rows of dim 0 of a tensor, a bounded number of bytes at a time (at least one row)."""
+    if not entry.shape:
+        yield entry.whole
+        return
+    rest = entry.shape[1:]
+    at_once = max(1, disk.BLOCK_BYTES // max(1, prod(rest) * ITEM_BYTES[entry.dtype]))
+    for row in range(0, entry.shape[0], at_once):
+        yield Box((row, *(0 for _ in rest)), (min(at_once, entry.shape[0] - row), *rest))
+
+
+def read_box(files: Files, section: str, name: str, box: Box) -> bytearray:
+    """The bytes of a box of a saved tensor, in row-major order, put together from the pieces that hold them."""
+    index = files.checkpoint.index
+    entry = index.sections[section][name]
+    item = ITEM_BYTES[entry.dtype]
+    data = bytearray(box.count * item)
+    for file, piece in _pieces(files, section, name, box):
+        part = box.overlap(piece)
+        if part is None:
+            continue
+        with files.reading(file) as descriptor:
+            stored = files.header(file, descriptor).get(name)
+            if stored is None or stored.shape != piece.sizes or stored.dtype != entry.dtype:
+                raise CheckpointCorrupted(f"{files.where(file)}: {name} is not as the index says; it is damaged.")
+            for source, target, length in _common_runs(
+                stored.shape, part.inside(piece), box.sizes, part.inside(box), item
+            ):
+                view = memoryview(data)[target : target + length]
+                disk.read_into(descriptor, view, stored.begin + source, files.where(file))
+    return data
+
+
+def _pieces(files: Files, section: str, name: str, box: Box) -> Iterator[tuple[str, Box]]:
+    index = files.checkpoint.index
+    entry = index.sections[section][name]
+    if index.kind == "full":
+        yield layout.file_of(index, section, 0), entry.whole
+        return
+    for rank, piece in layout.saved_chunks(name, entry, index.meshes[entry.mesh], box):
+        yield layout.file_of(index, section, rank), piece
+
+
+def _common_runs(
+    source_shape: Sequence[int], source: Box, target_shape: Sequence[int], target: Box, item: int
+) -> Iterator[tuple[int, int, int]]:
+    """(offset in one array, offset in the other, length) of stretches that are contiguous in both."""
+    left, right = layout.runs(source_shape, source, item), layout.runs(target_shape, target, item)
+    (a, more_a), (b, more_b) = next(left, (0, 0)), next(right, (0, 0))
+    while more_a and more_b:
+        length = min(more_a, more_b)
+        yield a, b, length
+        a, b, more_a, more_b = a + length, b + length, more_a - length, more_b - length
+        if not more_a:
+            a, more_a = next(left, (0, 0))
+        if not more_b:
+            b, more_b = next(right, (0, 0))

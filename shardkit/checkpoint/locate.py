@@ -1,0 +1,48 @@
+"""Finds the checkpoint that a path means: a project folder, a folder of checkpoints, or a checkpoint itself."""
+
+from pathlib import Path
+
+from shardkit.checkpoint import folder, manifest
+from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
+from shardkit.errors import CheckpointError
+
+# What Accelerator(project_config=...) puts the step folders of a project into.
+SERIES = "checkpoints"
+
+
+def series(path: Path) -> Path:
+    """The folder of step folders: the path itself, its `checkpoints`, or the one that a step folder lies in."""
+    for candidate in (path, path / SERIES):
+        if folder.steps(candidate):
+            return candidate
+    if _is_checkpoint(path):
+        return path.parent
+    if not path.exists():
+        raise CheckpointError(f"checkpoint: {path}: no such folder; give a project folder or a folder of checkpoints.")
+    raise CheckpointError(f"checkpoint: {path}: no step-* folder in it, nor in its {SERIES}; give the folder of a run.")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / manifest.NAME).exists() or (folder.STEP.fullmatch(path.name) is not None and path.is_dir())
+
+
+def checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path, or the newest whole one of a folder of them; CheckpointError with the reason."""
+    try:
+        if _is_checkpoint(path):
+            return open_checkpoint(path)
+        root = series(path)
+        found, skipped = folder.newest_valid(root)
+        if found is None:
+            raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is whole: {skipped[0].reason}")
+        return open_checkpoint(found.path)
+    except CheckpointError as error:
+        text = str(error)
+        raise type(error)(text if text.startswith("checkpoint: ") else f"checkpoint: {text}") from None
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The checkpoint at a path alone, or all of a folder of them, oldest first."""
+    if _is_checkpoint(path):
+        return [path]
+    return [found.path for found in reversed(folder.steps(series(path)))]

@@ -1,0 +1,150 @@
+"""The model of a checkpoint as an export: its files are read once, from front to back, hashed, and copied into place.
+
+Extra memory is one tensor piece. Where the dtype stays, bytes are copied and no torch is loaded.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from shardkit.checkpoint import disk, export, layout
+from shardkit.checkpoint.export import ExportFile
+from shardkit.checkpoint.layout import ITEM_BYTES, Stored
+from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file
+from shardkit.errors import CheckpointError, UsageError
+
+# Names of the safetensors format by what people write.
+DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16", "bf16": "BF16", "bfloat16": "BF16"}
+DTYPES |= {"fp64": "F64", "float64": "F64"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+OnBytes = Callable[[int], None]
+
+
+def merge(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: str | None = None,
+    max_shard_size: str | int = "5GB",
+    on_bytes: OnBytes = lambda count: None,
+) -> dict[Path, list[ExportFile]]:
+    """Write every model of a checkpoint as safetensors; the files by folder. Nothing is published where bytes differ.
+
+    The first model goes into `folder`, further ones into `folder/model_1`, ... `on_bytes` is told what was read.
+    """
+    limit, target = export.size_in_bytes(max_shard_size), _target(dtype)
+    sections = [name for name in checkpoint.index.sections if name.split("_")[0] == "model"]
+    if not any(checkpoint.index.sections[name] for name in sections):
+        raise CheckpointError(f"checkpoint: {checkpoint.path}: holds no model; there is nothing to merge.")
+    written = {}
+    for section in sections:
+        where = folder if section == "model" else folder / section
+        written[where] = _merge_section(checkpoint, section, where, target, limit, on_bytes)
+    return written
+
+
+def model_bytes(checkpoint: Checkpoint) -> int:
+    """What `merge` reads."""
+    return sum(file.bytes for name, file in checkpoint.manifest.files.items() if name.startswith("model"))
+
+
+def _target(dtype: str | None) -> str | None:
+    if dtype is not None and dtype.lower() not in DTYPES:
+        raise UsageError(f"--dtype: unknown (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
+    return None if dtype is None else DTYPES[dtype.lower()]
+
+
+def _merge_section(
+    checkpoint: Checkpoint, section: str, folder: Path, target: str | None, limit: int, on_bytes: OnBytes
+) -> list[ExportFile]:
+    entries, ties = checkpoint.index.sections[section], checkpoint.index.aliases.get(section, {})
+    kinds = {name: target if target and entry.dtype in _FLOATS else entry.dtype for name, entry in entries.items()}
+    shapes = {name: (kinds[name], entry.shape) for name, entry in entries.items()}
+    tag = export.free_tag(folder, export.plan(shapes, ties, limit))
+    files = export.plan(shapes, ties, limit, tag=tag)
+    opened = export.begin(folder, files)
+    try:
+        _copy(checkpoint, section, opened.temporary, files, on_bytes)
+        export.publish(opened)
+    finally:
+        export.discard(opened)
+    return files
+
+
+def _copy(checkpoint: Checkpoint, section: str, temporary: Path, targets: list[ExportFile], on_bytes: OnBytes) -> None:
+    record = checkpoint.manifest
+    with _Output(temporary, targets) as output, Files(checkpoint) as files:
+        for name, file in record.files.items():
+            if name.split("/")[0] != section:
+                continue
+            for writer in sorted(file.digests):
+                hash_file(files, name, writer, lambda span: output.take(span, checkpoint, section, on_bytes))
+                output.flush()
+        output.sync()
+
+
+class _Output:
+    """The files that are written; `take` lends memory for a piece, which is written when the next one is asked for."""
+
+    def __init__(self, folder: Path, targets: list[ExportFile]) -> None:
+        self._where = {name: (file.name, place) for file in targets for name, place in file.places.items()}
+        self._descriptors = {file.name: os.open(folder / file.name, os.O_WRONLY | os.O_CLOEXEC) for file in targets}
+        self._memory = bytearray()
+        self._waiting: tuple[Span, str, int] | None = None
+
+    def __enter__(self) -> "_Output":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def sync(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def take(self, span: Span, checkpoint: Checkpoint, section: str, on_bytes: OnBytes) -> memoryview | None:
+        """Memory for a piece of a tensor; None for a header."""
+        self.flush()
+        size = sum(length for _, length in span.ranges)
+        on_bytes(size)
+        if span.name is None or not size:
+            return None
+        if len(self._memory) < size:
+            self._memory = bytearray(size)
+        self._waiting = (span, checkpoint.index.sections[section][span.name].dtype, size)
+        return memoryview(self._memory)[:size]
+
+    def flush(self) -> None:
+        """Write the piece that was lent out last."""
+        if self._waiting is None:
+            return
+        (span, dtype, size), self._waiting = self._waiting, None
+        assert span.name is not None and span.box is not None
+        file, place = self._where[span.name]
+        data = memoryview(self._memory)[:size]
+        descriptor, done = self._descriptors[file], 0
+        for offset, length in layout.runs(place.shape, span.box, ITEM_BYTES[dtype]):
+            _put(descriptor, data[done : done + length], place, offset // ITEM_BYTES[dtype], dtype)
+            done += length
+
+
+def _put(descriptor: int, data: memoryview, place: Stored, first: int, dtype: str) -> None:
+    """Write elements, from the `first` of the tensor on, cast where the file has another dtype."""
+    begin, item = place.begin + first * ITEM_BYTES[place.dtype], ITEM_BYTES[dtype]
+    if place.dtype == dtype:
+        disk.write_all_at(descriptor, data, begin)
+        return
+    at_once = disk.BLOCK_BYTES // item * item
+    for low in range(0, len(data), at_once):
+        cast = _cast(data[low : low + at_once], dtype, place.dtype)
+        disk.write_all_at(descriptor, cast, begin + low // item * ITEM_BYTES[place.dtype])
+
+
+def _cast(data: memoryview, source: str, target: str) -> memoryview:
+    import torch
+
+    from shardkit.checkpoint import tensors
+
+    block = torch.frombuffer(data, dtype=tensors.TORCH_DTYPES[source]).to(tensors.TORCH_DTYPES[target])
+    return memoryview(bytearray(tensors.memory(block)))

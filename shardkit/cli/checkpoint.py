@@ -1,0 +1,312 @@
+"""`shardkit checkpoint`: what was saved, whether it is whole, what differs; files from and for other programs."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
+
+if TYPE_CHECKING:
+    from shardkit.checkpoint.compare import Difference
+    from shardkit.checkpoint.verify import Checkpoint
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+Where = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints (its newest), or a project folder.")]
+Series = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, or a project folder.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default as saved.")]
+ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, such as 5GB or 500MB.")]
+
+
+@app.callback()
+def checkpoint() -> None:
+    """List, inspect, verify, compare, merge, prune and convert saved training states."""
+
+
+@app.command("list")
+def list_(path: Series = Path(), as_json: AsJson = False) -> int:
+    """The checkpoints of a run, oldest first: step, date, size, and whether each is whole."""
+    from shardkit.checkpoint import folder, locate
+
+    root = locate.series(path)
+    rows = [_row(found.step, found.path) for found in reversed(folder.steps(root))]
+    latest = folder.read_latest(root)
+    for row in rows:
+        row["latest"] = Path(row["path"]).name == latest
+    if as_json:
+        print(json.dumps({"root": str(root), "checkpoints": rows}, indent=2))
+        return 0
+    print(f"{root}: {_count(len(rows), 'checkpoint')}")
+    for row in rows:
+        print("  " + _row_in_words(row))
+    return 0
+
+
+def _row(step: int, path: Path) -> dict[str, Any]:
+    from shardkit.checkpoint import folder, retention
+
+    row: dict[str, Any] = {"step": step, "path": str(path), "pinned": retention.is_pinned(path), "problem": None}
+    try:
+        record = folder.inspect(path)
+    except (CheckpointError, OSError) as error:
+        return {**row, "problem": str(error)}
+    names = ("kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id")
+    return row | {name: getattr(record, name) for name in names}
+
+
+def _row_in_words(row: dict[str, Any]) -> str:
+    if row["problem"]:
+        return f"step {row['step']:>8}  DAMAGED  {row['problem']}"
+    marks = [name for name in ("latest", "pinned") if row[name]]
+    told = f"{row['kind']:<7}  {_count(row['world_size'], 'rank'):>9}  {_size(row['bytes']):>9}  {_date(row)}"
+    return f"step {row['step']:>8}  {told}{'  ' if marks else ''}{', '.join(marks)}"
+
+
+@app.command()
+def inspect(
+    path: Where = Path(),
+    tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor: dtype, shape, placement.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """What is in a checkpoint: step, ranks, sizes, versions, and with --tensors every tensor."""
+    from shardkit.checkpoint import locate
+
+    found = locate.checkpoint(path)
+    facts = _facts(found)
+    if tensors:
+        facts["tensors"] = _tensors(found)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for line in _facts_in_words(facts):
+        print(line)
+    return 0
+
+
+def _facts(found: "Checkpoint") -> dict[str, Any]:
+    record = found.manifest
+    names = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "created_utc", "save_id", "run_id")
+    facts = {"path": str(found.path), **{name: getattr(record, name) for name in (*names, "parent", "digest")}}
+    facts |= {"versions": record.versions, "bytes": record.bytes, "files": len(record.files)}
+    facts["sections"] = {
+        section: {
+            "tensors": len(entries),
+            "bytes": sum(entry.bytes for entry in entries.values()),
+            "elements": sum(entry.whole.count for entry in entries.values()),
+            "dtypes": sorted({entry.dtype for entry in entries.values()}),
+            "tied": found.index.aliases.get(section, {}),
+        }
+        for section, entries in found.index.sections.items()
+    }
+    return facts
+
+
+def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
+    """Every tensor by section and name, its placement as in DTensor: S0 is sharded on dim 0, R replicated."""
+    return {
+        section: {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "placements": ["R" if dim is None else f"S{dim}" for dim in entry.placements],
+            }
+            for name, entry in entries.items()
+        }
+        for section, entries in found.index.sections.items()
+    }
+
+
+def _facts_in_words(facts: dict[str, Any]) -> list[str]:
+    mesh = " x ".join(f"{name} {size}" for name, size in zip(*(facts["mesh"].get(k, []) for k in ("names", "shape"))))  # noqa: B905
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    lines = [
+        facts["path"],
+        f"  step      {facts['step']}, epoch {facts['epoch']}, {facts['samples_seen']:,} samples seen",
+        f"  saved     {_date(facts)}, {facts['kind']}, {_count(facts['world_size'], 'rank')}"
+        + (f", mesh {mesh}" if mesh else ""),
+        f"  by        {versions}; run {facts['run_id'][:8]}",
+        f"  size      {_size(facts['bytes'])} in {_count(facts['files'], 'file')}, {facts['digest']} digests",
+    ]
+    for section, part in facts["sections"].items():
+        if part["tensors"]:
+            kinds, tied = ", ".join(part["dtypes"]), f"; {len(part['tied'])} tied" if part["tied"] else ""
+            size = (
+                f"{_size(part['bytes'])}, {_count(part['tensors'], 'tensor')}, {part['elements']:,} elements, {kinds}"
+            )
+            lines.append(f"  {section:<9} {size}{tied}")
+    for section, entries in facts.get("tensors", {}).items():
+        lines += [
+            f"  {section}: {name}  {e['dtype']} {e['shape']} {' '.join(e['placements'])}" for name, e in entries.items()
+        ]
+    return lines
+
+
+@app.command()
+def verify(path: Where = Path(), as_json: AsJson = False) -> int:
+    """Read every byte and compare it with what was saved. A folder of checkpoints: all of them. Exit code 3 if not."""
+    from shardkit.checkpoint import locate
+
+    results = []
+    for found in locate.checkpoints(path):
+        problems, size = _damages(found)
+        results.append({"path": str(found), "bytes": size, "problems": problems})
+        if not as_json:
+            print("\n".join(problems) if problems else f"{found}: whole ({_size(size)})")
+    if as_json:
+        print(json.dumps(results, indent=2))
+    bad = sum(bool(result["problems"]) for result in results)
+    if bad:
+        what = "1 checkpoint is" if bad == 1 else f"{bad} checkpoints are"
+        raise CheckpointCorrupted(f"checkpoint: {what} damaged, of {len(results)}; resume from another one.")
+    return 0
+
+
+def _damages(path: Path) -> tuple[list[str], int]:
+    from shardkit.checkpoint.verify import damages, open_checkpoint
+
+    try:
+        found = open_checkpoint(path)
+        with _Progress("verified", found.manifest.bytes) as progress:
+            return damages(found, lambda name, size: progress.add(size)), found.manifest.bytes
+    except (CheckpointError, OSError) as error:
+        return [str(error)], 0
+
+
+@app.command()
+def diff(first: Where, second: Where, as_json: AsJson = False) -> int:
+    """What differs between two checkpoints, whatever ranks saved them. Exit code 1 where the states differ."""
+    from shardkit.checkpoint import locate
+    from shardkit.checkpoint.compare import compare
+
+    one, two = locate.checkpoint(first), locate.checkpoint(second)
+    with _Progress("compared", one.manifest.bytes + two.manifest.bytes) as progress:
+        found = compare(one, two, progress.add)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print("\n".join(_difference_in_words(found)))
+    return 0 if found.same_state else EXIT_CHECK_FAILED
+
+
+def _difference_in_words(found: "Difference") -> list[str]:
+    lines = [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.facts.items()]
+    lines += [f"only in the first: {name}" for name in found.only_first]
+    lines += [f"only in the second: {name}" for name in found.only_second]
+    lines += [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.other_shape.items()]
+    lines += [f"{name}: values differ" for name in found.other_values]
+    lines += [f"state: {name} differs" for name in found.other_state]
+    counted = len(found.other_values) + len(found.other_shape)
+    return [*lines, f"{_count(found.equal, 'tensor')} equal, {counted} not."]
+
+
+@app.command()
+def merge(
+    path: Where,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder for the safetensors files.")],
+    dtype: Dtype = None,
+    max_shard_size: ShardSize = "5GB",
+    as_json: AsJson = False,
+) -> int:
+    """The model of a checkpoint as safetensors files that plain torch and Transformers open, verified on the way."""
+    from shardkit.checkpoint import export, locate
+    from shardkit.checkpoint.merge import merge as merge_into
+    from shardkit.checkpoint.merge import model_bytes
+
+    found = locate.checkpoint(path)
+    with _Progress("merged", model_bytes(found)) as progress:
+        written = merge_into(found, output, dtype, max_shard_size, progress.add)
+    rows: list[dict[str, Any]] = [
+        {"folder": str(where), "files": [file.name for file in files], "bytes": export.total_bytes(files)}
+        for where, files in written.items()
+    ]
+    if as_json:
+        print(json.dumps({"checkpoint": str(found.path), "step": found.manifest.step, "written": rows}, indent=2))
+        return 0
+    for row in rows:
+        print(
+            f"{row['folder']}: {_size(row['bytes'])} in {_count(len(row['files']), 'file')}, step {found.manifest.step}"
+        )
+    return 0
+
+
+@app.command()
+def prune(
+    path: Series,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many of the newest stay.")],
+    keep_every: Annotated[int, typer.Option("--keep-every", min=0, help="Multiples of so many steps stay too.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, delete nothing.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Delete older checkpoints, and what killed saves left. Pinned and damaged ones stay; a live run is respected."""
+    from shardkit.checkpoint import locate, retention
+
+    root = locate.series(path)
+    going = [found.path for found in retention.expendable(root, keep_last, keep_every)]
+    freed = sum(file.stat().st_size for found in going for file in found.rglob("*") if file.is_file())
+    removed = going if dry_run else _prune(root, keep_last, keep_every)
+    if as_json:
+        print(json.dumps({"removed": [str(found) for found in removed], "bytes": freed, "dry_run": dry_run}, indent=2))
+        return 0
+    for found in removed:
+        print(f"{'would delete' if dry_run else 'deleted'} {found}")
+    print(f"{_count(len(removed), 'checkpoint')}, {_size(freed)}{' (dry run)' if dry_run else ''}")
+    return 0
+
+
+def _prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
+    from shardkit.checkpoint import folder, lock, retention
+
+    held = lock.acquire(root, "shardkit checkpoint prune")
+    try:
+        folder.clean_debris(root)
+        return retention.apply(root, keep_last, keep_every)
+    finally:
+        held.release()
+
+
+class _Progress:
+    """Tells on stderr how far a long reading has come; silent where it takes less than two seconds."""
+
+    def __init__(self, verb: str, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.verb, self.total, self.done = verb, total_bytes, 0
+        self.clock, self.next_s = clock, clock() + 2.0
+        self.told = False
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.told and sys.stderr.isatty():
+            print(file=sys.stderr)
+
+    def add(self, count: int) -> None:
+        """So many more bytes are done."""
+        self.done += count
+        now = self.clock()
+        if now < self.next_s:
+            return
+        on_screen = sys.stderr.isatty()
+        self.next_s, self.told = now + (0.5 if on_screen else 10.0), True
+        text = f"{self.verb} {_size(min(self.done, self.total))} of {_size(self.total)}"
+        print(f"\r{text}" if on_screen else text, end="" if on_screen else "\n", file=sys.stderr, flush=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def _date(row: dict[str, Any]) -> str:
+    return f"{row['created_utc'][:19].replace('T', ' ')} UTC"

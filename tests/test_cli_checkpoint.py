@@ -1,0 +1,251 @@
+"""`shardkit checkpoint` on checkpoints that real ranks saved: what it prints, writes, deletes and refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardkit.checkpoint import control, disk, folder, retention, save_model
+from shardkit.cli import checkpoint as commands
+from shardkit.cli.main import run
+from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG
+from tests.checkpoints import build, save, train
+
+KINDS = {"sharded": 4, "full": 8}
+
+
+def make_series(root):
+    """Steps 4 (sharded) and 8 (full), on this many ranks, with an export beside the last; the live model is dropped."""
+    live = build("fsdp" if torch.distributed.get_world_size() > 1 else "single")
+    for kind, step in KINDS.items():
+        train(live, 1, first=step)
+        final = folder.step_folder(root / "checkpoints", step)
+        save(live, final, step, kind, in_series=True, mesh={"names": ["shard"], "shape": [2]}, config_text="a: 1\n")
+        save_model.save(live.models[0], root / f"export-{step}", control.start(60.0))
+
+
+@pytest.fixture(scope="module")
+def project(ranks, tmp_path_factory):
+    """A project of two ranks; not to be changed."""
+    root = tmp_path_factory.mktemp("project")
+    ranks.run(2, make_series, root)
+    return root
+
+
+def of_one_rank(root):
+    """The steps of `make_series`, saved by one rank from the weights that two ranks saved."""
+    from tests.checkpoints import load
+
+    live = build("single")
+    load(live, folder.step_folder(root / "checkpoints", 4))
+    save(live, root / "one" / "step-00000004", 4, "sharded", config_text="a: 1\n")
+
+
+def called(capsys, *arguments, code=0):
+    """What a command printed, which must end with that code."""
+    assert run(["checkpoint", *map(str, arguments)]) == code, capsys.readouterr()
+    return capsys.readouterr().out
+
+
+def flip(path, place=-3):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def copied(project, target):
+    import shutil
+
+    shutil.copytree(project / "checkpoints", target / "checkpoints")
+    return target / "checkpoints"
+
+
+def test_list_names_every_step_and_what_is_wrong(project, tmp_path, capsys):
+    text = called(capsys, "list", project)
+    assert f"{project / 'checkpoints'}: 2 checkpoints" in text
+    assert "step        4  sharded    2 ranks" in text
+    assert text.rstrip().endswith("UTC  latest")
+    root = copied(project, tmp_path)
+    (root / "step-00000004" / "index.json").unlink()
+    retention.pin(root / "step-00000008")
+    rows = json.loads(called(capsys, "list", root, "--json"))["checkpoints"]
+    assert [(row["step"], row["pinned"], row["problem"] is None) for row in rows] == [
+        (4, False, False),
+        (8, True, True),
+    ]
+    assert "index.json: missing" in rows[0]["problem"]
+    assert "DAMAGED" in called(capsys, "list", root)
+
+
+def test_inspect_finds_the_newest_and_tells_what_is_in_it(project, capsys):
+    text = called(capsys, "inspect", project)
+    assert text.startswith(str(project / "checkpoints" / "step-00000008"))
+    assert "step      8, epoch 0" in text
+    assert "full, 2 ranks, mesh shard 2" in text
+    assert "; 1 tied" in text
+    facts = json.loads(called(capsys, "inspect", project / "checkpoints" / "step-00000004", "--json", "--tensors"))
+    assert (facts["step"], facts["kind"], facts["world_size"]) == (4, "sharded", 2)
+    assert facts["tensors"]["model"]["embed.weight"]["placements"] == ["S0"]
+    assert facts["sections"]["model"]["tied"] == {"head.weight": "embed.weight"}
+
+
+def test_verify_names_what_is_damaged(project, tmp_path, capsys):
+    assert called(capsys, "verify", project).count(": whole (") == 2
+    root = copied(project, tmp_path)
+    damaged = root / "step-00000004" / "optim" / "r00001-of-00002.safetensors"
+    flip(damaged)
+    assert run(["checkpoint", "verify", str(root)]) == EXIT_CHECKPOINT
+    said = capsys.readouterr()
+    assert f"{damaged}: its xxh3 digest differs from the manifest (corrupted)" in said.out
+    assert "checkpoint: 1 checkpoint is damaged, of 2; resume from another one." in said.err
+    assert run(["checkpoint", "verify", str(root / "step-00000004"), "--json"]) == EXIT_CHECKPOINT
+    assert len(json.loads(capsys.readouterr().out)[0]["problems"]) == 1
+
+
+def test_diff_compares_what_different_ranks_saved(project, ranks, capsys):
+    ranks.run(1, of_one_rank, project)
+    steps, one = project / "checkpoints", project / "one" / "step-00000004"
+    assert " equal, 0 not." in called(capsys, "diff", steps / "step-00000004", steps / "step-00000004")
+    text = called(capsys, "diff", steps / "step-00000004", one)
+    assert "world_size: 2 | 1" in text
+    assert " equal, 0 not." in text
+    found = json.loads(called(capsys, "diff", steps, one, "--json", code=EXIT_CHECK_FAILED))
+    assert found["facts"]["step"] == [8, 4]
+    assert "model: embed.weight" in found["other_values"]
+    assert "model: scale" not in found["other_values"]
+    assert "scheduler.0" in found["other_state"]
+    assert not found["only_first"] and not found["only_second"]
+
+
+@pytest.mark.requirement("D4")
+@pytest.mark.parametrize("step", [4, 8])
+def test_merge_equals_save_model(project, tmp_path, capsys, step):
+    path = project / "checkpoints" / f"step-{step:08d}"
+    text = called(capsys, "merge", path, "-o", tmp_path / "merged")
+    assert f"in 1 file, step {step}" in text
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == (
+        project / f"export-{step}" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_merge_casts_and_splits(project, tmp_path, capsys):
+    arguments = ["merge", project, "-o", tmp_path / "merged", "--dtype", "bf16", "--max-shard-size", "300", "--json"]
+    told = json.loads(called(capsys, *arguments))
+    files = [tmp_path / "merged" / name for name in told["written"][0]["files"]]
+    assert len(files) > 2
+    expected = load_file(project / "export-8" / "model.safetensors")
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.bfloat16() if tensor.is_floating_point() else tensor)
+
+
+def test_merge_publishes_nothing_of_damaged_bytes(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "model.safetensors").write_text("the one before")
+    for step, name in ((4, "r00001-of-00002"), (8, "model")):
+        flip(root / f"step-{step:08d}" / "model" / f"{name}.safetensors")
+        arguments = ["checkpoint", "merge", str(root / f"step-{step:08d}"), "-o", str(tmp_path / "merged")]
+        assert run(arguments) == EXIT_CHECKPOINT
+        assert "digest differs from the manifest (corrupted)" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "merged" / "model.safetensors").read_text() == "the one before"
+
+
+def test_merge_reads_a_bounded_number_of_bytes_at_once(project, tmp_path, capsys, monkeypatch):
+    largest, found = [0], disk.read_into
+
+    def counted(descriptor, target, offset, where):
+        largest[0] = max(largest[0], len(target))
+        found(descriptor, target, offset, where)
+
+    monkeypatch.setattr(disk, "read_into", counted)
+    monkeypatch.setattr(disk, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(disk, "JSON_LIMIT_BYTES", 1 << 20)
+    from shardkit.checkpoint import merge, verify
+
+    checkpoint = verify.open_checkpoint(project / "checkpoints" / "step-00000008")
+    _ = checkpoint.index
+    size = 0
+    with verify.Files(checkpoint) as files, files.reading("model/model.safetensors") as descriptor:
+        size = min(item.begin for item in files.header("model/model.safetensors", descriptor).values())
+    largest[0] = 0
+    merge.merge(checkpoint, tmp_path / "merged")
+    assert largest[0] <= max(size, 128)
+    expected = (project / "export-8" / "model.safetensors").read_bytes()
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == expected
+
+
+def test_prune_keeps_the_newest_and_what_is_pinned(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    (root / ".tmp-step-00000012-dead").mkdir()
+    assert "would delete" in called(capsys, "prune", root, "--keep-last", "1", "--dry-run")
+    assert len(folder.steps(root)) == 2
+    retention.pin(root / "step-00000004")
+    assert json.loads(called(capsys, "prune", root, "--keep-last", "1", "--json"))["removed"] == []
+    assert not (root / ".tmp-step-00000012-dead").exists()
+    retention.unpin(root / "step-00000004")
+    told = json.loads(called(capsys, "prune", tmp_path, "--keep-last", "1", "--json"))
+    assert told["removed"] == [str(root / "step-00000004")] and told["bytes"] > 1000
+    assert [found.step for found in folder.steps(root)] == [8]
+
+
+def test_prune_respects_a_live_run(project, tmp_path):
+    root = copied(project, tmp_path)
+    code = f"""
+import sys
+from pathlib import Path
+from shardkit.checkpoint import lock
+held = lock.acquire(Path({str(root)!r}), "a run")
+print("held", flush=True)
+sys.stdin.readline()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert run(["checkpoint", "prune", str(root), "--keep-last", "1"]) == EXIT_CHECKPOINT
+        assert len(folder.steps(root)) == 2
+    finally:
+        holder.communicate("\n", timeout=60)
+
+
+def test_what_is_no_checkpoint_is_said_so(tmp_path, capsys):
+    assert run(["checkpoint", "list", str(tmp_path / "none")]) == EXIT_CHECKPOINT
+    assert "no such folder; give a project folder or a folder of checkpoints." in capsys.readouterr().err
+    assert run(["checkpoint", "inspect", str(tmp_path)]) == EXIT_CHECKPOINT
+    assert "no step-* folder in it, nor in its checkpoints; give the folder of a run." in capsys.readouterr().err
+    (tmp_path / "step-00000001").mkdir()
+    assert run(["checkpoint", "inspect", str(tmp_path)]) == EXIT_CHECKPOINT
+    assert "none of its 1 checkpoints is whole" in capsys.readouterr().err
+    assert run(["checkpoint", "merge", str(tmp_path)]) == EXIT_CONFIG
+
+
+def test_a_wrong_dtype_is_refused(project, tmp_path, capsys):
+    assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path), "--dtype", "int4"]) == EXIT_CONFIG
+    assert "--dtype: unknown (got 'int4'); use fp32, bf16, fp16 or fp64." in capsys.readouterr().err
+
+
+def test_long_work_is_told_on_stderr(capsys):
+    clock = iter([0.0, 1.0, 3.0, 4.0, 14.0])
+    with commands._Progress("merged", 4_000_000, lambda: next(clock)) as progress:
+        for _ in range(4):
+            progress.add(1_000_000)
+    assert capsys.readouterr().err == "merged 2.0 MB of 4.0 MB\nmerged 4.0 MB of 4.0 MB\n"
+
+
+def test_no_command_needs_torch_but_casting_and_converting(project, tmp_path):
+    steps = project / "checkpoints"
+    lines = [
+        ["list", steps], ["inspect", steps, "--tensors"], ["verify", steps], ["diff", steps, steps],
+        ["merge", steps, "-o", tmp_path / "merged"], ["prune", steps, "--keep-last", "9", "--dry-run"],
+    ]  # fmt: skip
+    calls = "".join(f"assert run({['checkpoint', *map(str, line)]!r}) == 0\n" for line in lines)
+    code = f"import sys\nfrom shardkit.cli.main import run\n{calls}assert 'torch' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(tmp_path / "merged" / "model.safetensors").exists()
