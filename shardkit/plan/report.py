@@ -127,7 +127,7 @@ def _traffic_table(answer: Answer) -> str:
     several = answer.request.machines > 1
     lines = [f"What one rank sends in one step, {unit}" + ("; time of the step, an estimate" if timed else "")]
     head = f"  {'strategy':<20}{'in its machine':>15}" + (f"{'to others':>12}" if several else "")
-    lines.append(head + (f"{'step':>19}{'MFU':>12}" if timed else ""))
+    lines.append(head + (f"{'step':>21}{'MFU':>12}" if timed else ""))
     for row in answer.rows:
         sent = row.estimate.traffic
         cells = f"{_number(sent.inside_bytes / scale):>15}"
@@ -140,7 +140,7 @@ def _time_cells(row: Row) -> str:
     if row.time is None:
         return ""
     seconds = f"{_seconds(row.time.fastest_s)} - {_seconds(row.time.slowest_s)}"
-    return f"{seconds:>19}{f'{row.time.worst_mfu:.0%} - {row.time.best_mfu:.0%}':>12}"
+    return f"{seconds:>21}{f'{row.time.worst_mfu:.0%} - {row.time.best_mfu:.0%}':>12}"
 
 
 def _seconds(seconds: float) -> str:
