@@ -59,9 +59,8 @@ class PlaceWriter:
     def post(self, phase: str, step: int, is_watched: bool = True) -> None:
         """Say where this rank is now; the launcher counts the seconds from here."""
         now = time.monotonic()
-        place = Place(self._rank, self._local_rank, os.getpid(), phase[:64], step, now, is_watched, self._committed)
-        text = json.dumps(asdict(place)).encode()
-        self._bytes[:] = text.ljust(PLACE_BYTES)
+        place = (self._rank, self._local_rank, os.getpid(), phase[:64], step, now, is_watched, self._committed)
+        self._bytes[:] = json.dumps(place).encode().ljust(PLACE_BYTES)
 
     def committed(self, step: int) -> None:
         """Remember the newest step whose checkpoint is complete; the next post carries it."""
@@ -81,7 +80,7 @@ def read_places(folder: Path) -> dict[int, Place]:
 def _read_place(path: Path) -> Place | None:
     for _ in range(5):  # a post may fall between two halves of a read
         try:
-            return Place(**json.loads(path.read_bytes()))
+            return Place(*json.loads(path.read_bytes()))
         except (ValueError, TypeError):
             continue
         except OSError:
