@@ -101,6 +101,8 @@ def arm(fault: str | None) -> None:
 
 
 def _rank(rank: int, world_size: int, folder: Path, fault: str | None, function: Callable, args: Any) -> None:
+    for variable in [name for name in os.environ if name.startswith("SHARDKIT_")]:
+        del os.environ[variable]  # the parent may have been started in the middle of another test
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )

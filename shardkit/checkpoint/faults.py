@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from shardkit import env
+from shardkit.errors import UsageError
 
 FAULT = "SHARDKIT_FAULT"
 MARKS = "SHARDKIT_FAULT_MARKS"
@@ -27,13 +28,20 @@ LOAD_POINTS = ("verify", "read", "apply")
 def reach(point: str, rank: int) -> None:
     """Fail here if asked to."""
     wanted = env.get(FAULT)
-    if wanted is None:
+    if not wanted:
         return
     for fault in wanted.split(","):
-        name, who, action = fault.split(":")
+        name, who, action = _parts(fault)
         if name == point and who in ("*", str(rank)):
             _mark(point, rank)
             _act(action, point)
+
+
+def _parts(fault: str) -> tuple[str, str, str]:
+    parts = fault.split(":")
+    if len(parts) != 3:
+        raise UsageError(f"{FAULT}: not a fault (got {fault!r}); write <point>:<rank>:<action>.")
+    return parts[0], parts[1], parts[2]
 
 
 def _mark(point: str, rank: int) -> None:
@@ -57,4 +65,4 @@ def _act(action: str, point: str) -> None:
             number = getattr(errno, value)
             raise OSError(number, os.strerror(number), f"(fault injected at {point})")
         case _:
-            raise ValueError(f"{FAULT}: unknown action (got {action!r}); use kill, stop, exit, sleep= or raise=.")
+            raise UsageError(f"{FAULT}: unknown action (got {action!r}); use kill, stop, exit, sleep= or raise=.")
