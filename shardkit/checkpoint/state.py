@@ -402,6 +402,10 @@ def _finished(target: Target) -> torch.Tensor:
         return target.staged
     like = target.live
     part = target.staged.to(tensors.local(like).device)
+    if part.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
+        whole = torch.empty_like(like.detach(), dtype=part.dtype)
+        tensors.local(whole).copy_(part)
+        return whole
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
