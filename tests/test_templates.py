@@ -69,11 +69,12 @@ def test_templates_travel_to_where_they_are_looked_for():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.requirement("D3")
 @pytest.mark.requirement("D4")
 def test_the_demo_goes_the_whole_way(tmp_path):
     command = [sys.executable, str(templates.folder() / "demo.py"), str(tmp_path / "demo"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All checks passed" in done.stdout
 
