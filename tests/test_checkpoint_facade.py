@@ -78,7 +78,7 @@ def test_a_resume_of_a_resume_goes_on_exactly(ranks, tmp_path, parts):
     assert ranks.run(2, in_parts, tmp_path / "parts", parts, 0) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # starting and ending workers takes half a minute; test_data_resume has them without a save
 @pytest.mark.fault_row(20)
 def test_workers_that_read_ahead_lose_nothing(ranks, tmp_path):
     expected = ranks.run(2, uninterrupted, tmp_path / "whole", 6)
