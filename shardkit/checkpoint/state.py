@@ -23,7 +23,7 @@ from shardkit.errors import CheckpointError
 # Wrappers that torch puts into module names; a checkpoint names what is inside.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # How an optimizer computes, not what it remembers: these stay as the run that loads has them.
-_RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
+RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 # A run may change its precision between a save and a load; its loss scale then has no place to go, or starts anew.
@@ -176,7 +176,7 @@ def _capture_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         where = f"{section}.param_groups[{number}]"
         members = [named(parameter, names, where) for parameter in group["params"]]
-        settings = {key: value for key, value in group.items() if key not in _RUN_SETTINGS}
+        settings = {key: value for key, value in group.items() if key not in RUN_SETTINGS}
         groups.append({"params": members, "settings": values.encode(settings, where, store)})
         for name, parameter in zip(members, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -259,12 +259,12 @@ def _want_model(model: nn.Module, section: str, index: Index, strict: bool, resu
     entries, aliases = index.sections[section], index.aliases[section]
     mine = model_tensors(model)
     saved = {*entries, *aliases}
-    missing = [name for name in mine if name not in saved]
+    ties = tied_names(model, mine)
+    missing = [name for name in mine if name not in saved and ties.get(name) not in saved]
     unexpected = [name for name in saved if name not in mine]
     if strict:
         result.problems += _listed(section, "in the model, not in the checkpoint", missing)
         result.problems += _listed(section, "in the checkpoint, not in the model", sorted(unexpected))
-    ties = tied_names(model, mine)
     for name, tensor in mine.items():
         source = aliases.get(name, name)
         if source not in entries or name in ties:

@@ -259,6 +259,38 @@ def prune(
     return 0
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A folder of Accelerate's save_state, or of torch's dcp.save.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of checkpoints that it joins.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Its step; by default the optimizer's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="module:function or config.json: names for a DDP checkpoint's optimizer.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave optimizer and scheduler out.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Another program's checkpoint, read once, as one of ours; load_state and resume then take it."""
+    from shardkit.checkpoint.convert import convert as convert_into
+
+    parameters = None if model is None else _trained_parameters(model)
+    done = convert_into(source, output, step, parameters, weights_only)
+    if as_json:
+        print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
+        return 0
+    print(f"{done.path}: step {done.step}, {_count(done.models, 'model')}, {_count(done.optimizers, 'optimizer')}")
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _trained_parameters(spec: str) -> list[str]:
+    from shardkit.model.sources import describe
+
+    owned = list(describe(spec).tree.owned())
+    return [name for name, parameter in owned if parameter.trainable]
+
+
 def _prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
     from shardkit.checkpoint import folder, lock, retention
 

@@ -1,0 +1,287 @@
+"""Reads the training state that Accelerate or torch.distributed.checkpoint saved, once, into a checkpoint of ours.
+
+    sharded    pytorch_model_fsdp_0/, optimizer_0/             folders of torch.distributed.checkpoint
+    full       pytorch_model_fsdp.bin, optimizer.bin           one process wrote everything
+    DDP        model.safetensors or pytorch_model.bin, optimizer.bin with numbers for names
+
+beside scheduler.bin, scaler.pt and custom_checkpoint_N.pkl. Everything pickled is opened with torch's weights-only
+unpickler or refused. What such a checkpoint does not hold is said in the notes.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardkit.checkpoint import control, dcp, folder, random_state, tensors, values, write
+from shardkit.checkpoint.dcp import LazyTensor
+from shardkit.checkpoint.layout import Entry, Index, Mesh
+from shardkit.checkpoint.state import RUN_SETTINGS, Captured, section_name
+from shardkit.checkpoint.write import Request
+from shardkit.errors import CheckpointError
+
+RUN_ID = "converted"
+_NO_POSITION = "the position in the data is not in it: use accelerator.skip_first_batches, or begin an epoch"
+_NO_RANDOM = "random states are seeded anew"
+
+
+@dataclass
+class Converted:
+    """Where the checkpoint is, what is in it, and what is not."""
+
+    path: Path
+    step: int
+    models: int
+    optimizers: int
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Found:
+    models: list[dict[str, Any]]
+    optimizers: list[dict[str, Any]]
+    objects: dict[str, Any]
+    notes: list[str]
+
+
+def convert(
+    source: Path,
+    root: Path,
+    step: int | None = None,
+    parameters: Sequence[str] | None = None,
+    weights_only: bool = False,
+) -> Converted:
+    """A step folder below `root` with what `source` holds. CheckpointError says what cannot be read.
+
+    `step` is that of the optimizer where none is given. `parameters` are the model's trained parameters in order: only
+    DDP checkpoints, whose optimizer knows them by number, need it.
+    """
+    found = _find(source, weights_only)
+    optimizers = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
+    step = _step(optimizers) if step is None else step
+    captured = _captured(found, optimizers, step)
+    request = Request(final=folder.step_folder(root, step), step=step, run_id=RUN_ID, in_series=True)
+    alone = control.Control(0, 1, None)
+    write.finish(write.ready(captured, request, alone), alone)
+    return Converted(request.final, step, len(found.models), len(optimizers), found.notes)
+
+
+def _find(source: Path, weights_only: bool) -> _Found:
+    if not source.is_dir():
+        raise CheckpointError(f"convert: {source}: no such folder; give the folder that save_state made.")
+    if dcp.is_dcp(source):
+        found = _bare(source)
+    else:
+        found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION])
+    if not found.models:
+        raise CheckpointError(
+            f"convert: {source}: holds no checkpoint of Accelerate or torch.distributed.checkpoint (no "
+            f"pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors, .metadata); give such a folder."
+        )
+    if weights_only:
+        found.optimizers, found.objects = [], {}
+    found.notes.append(_NO_RANDOM)
+    return found
+
+
+def _bare(source: Path) -> _Found:
+    """A folder that a script saved by itself: {"model": ..., "optimizer": ...}, or a model's tensors alone."""
+    whole = dcp.read(source)
+    inner = next((part for part in (whole, *whole.values()) if isinstance(part, dict) and "model" in part), None)
+    if inner is None:
+        return _Found([_only_tensors(whole, source)], [], {}, [])
+    optimizer = next((inner[key] for key in ("optimizer", "optim") if key in inner), None)
+    left = sorted(str(key) for key in inner if key not in ("model", "optimizer", "optim"))
+    notes = [f"not taken over: {', '.join(left)}"] if left else []
+    return _Found([_only_tensors(inner["model"], source)], [optimizer] if optimizer else [], {}, notes)
+
+
+def _models(source: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    while (state := _model(source, len(found))) is not None:
+        found.append(_only_tensors(state, source))
+    return found
+
+
+def _model(source: Path, number: int) -> dict[str, Any] | None:
+    tail = f"_{number}" if number else ""
+    sharded = source / f"pytorch_model_fsdp_{number}"
+    if dcp.is_dcp(sharded):
+        whole = dcp.read(sharded)
+        return whole.get("model", whole)
+    for name in (f"pytorch_model_fsdp{tail}.bin", f"pytorch_model{tail}.bin"):
+        if (source / name).is_file():
+            return _load(source / name)
+    for stem in (f"model{tail}", f"pytorch_model{tail}"):
+        files = sorted(source.glob(f"{stem}-*-of-*.safetensors")) + sorted(source.glob(f"{stem}-*-of-*.bin"))
+        files = files or [path for path in (source / f"{stem}.safetensors",) if path.is_file()]
+        if files:
+            return {name: tensor for path in files for name, tensor in _weights(path).items()}
+    return None
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    if path.suffix == ".bin":
+        return _load(path)
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    with safe_open(path, "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(name)
+            dtype, shape = tensors.TORCH_DTYPES[part.get_dtype()], tuple(part.get_shape())
+            found[name] = LazyTensor(dtype, shape, _Reader(path, name))
+    return found
+
+
+class _Reader:
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+
+    def __call__(self) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, "pt") as opened:
+            return opened.get_tensor(self.name)
+
+
+def _load(path: Path) -> Any:
+    """What a file of torch.save holds, tensors mapped from the file; refused where it holds more than weights."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickles that are refused, damaged archives, files of an older format
+        first = (str(error).splitlines() or [repr(error)])[0]
+        raise CheckpointError(f"convert: {path}: cannot be read with the weights-only unpickler ({first}).") from None
+
+
+def _only_tensors(state: Any, source: Path) -> dict[str, Any]:
+    if not isinstance(state, dict):
+        raise CheckpointError(f"convert: {source}: the model is not a dict of tensors (got {type(state).__name__}).")
+    strangers = [name for name, value in state.items() if not isinstance(value, (torch.Tensor, LazyTensor))]
+    if strangers:
+        shown = ", ".join(map(str, strangers[:5]))
+        raise CheckpointError(f"convert: {source}: the model holds more than tensors ({shown}); these cannot be read.")
+    return dict(state)
+
+
+def _optimizers(source: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    while True:
+        number = len(found)
+        file = source / (f"optimizer_{number}.bin" if number else "optimizer.bin")
+        if dcp.is_dcp(source / f"optimizer_{number}"):
+            whole = dcp.read(source / f"optimizer_{number}")
+            found.append(whole.get("optimizer", whole))
+        elif file.is_file():
+            found.append(_load(file))
+        else:
+            return found
+
+
+def _objects(source: Path) -> dict[str, Any]:
+    """States of schedulers, the scaler and registered objects, by the names that they have in our checkpoints."""
+    found: dict[str, Any] = {}
+    for path in sorted(source.iterdir()):
+        if match := re.fullmatch(r"scheduler(?:_(\d+))?\.bin", path.name):
+            found[f"scheduler.{match[1] or 0}"] = _load(path)
+        elif match := re.fullmatch(r"custom_checkpoint_(\d+)\.pkl", path.name):
+            found[f"registered.{match[1]}"] = _load(path)
+        elif path.name == "scaler.pt":
+            found["scaler"] = _load(path)
+    return found
+
+
+def _by_name(
+    state: Mapping[str, Any], model: Mapping[str, Any], parameters: Sequence[str] | None, source: Path
+) -> dict[str, Any]:
+    """An optimizer's state whose parameters have names; those of DDP have numbers, in the order of the parameters."""
+    groups = state["param_groups"]
+    members = [name for group in groups for name in group["params"]]
+    if all(isinstance(name, str) for name in members):
+        return {"state": state["state"], "param_groups": groups}
+    here = f"convert: {source}: its optimizer knows parameters by number"
+    if parameters is None:
+        raise CheckpointError(f"{here}; give --model so that their names are known, or --weights-only to leave it out.")
+    if len(groups) > 1:
+        raise CheckpointError(f"{here}, in {len(groups)} groups: their order is not saved; use --weights-only.")
+    if len(parameters) != len(members):
+        text = f"{len(members)} in the optimizer, {len(parameters)} in --model"
+        raise CheckpointError(f"{here}, and they are not as many ({text}); give the model that was trained.")
+    names = dict(zip(members, parameters, strict=True))
+    named = {names[number]: row for number, row in state["state"].items()}
+    problems = [text for name, row in named.items() for text in _misfits(name, row, model)]
+    if problems:
+        raise CheckpointError(f"{here}, and --model does not fit: {'; '.join(problems[:3])}; give the one trained.")
+    return {"state": named, "param_groups": [{**groups[0], "params": list(parameters)}]}
+
+
+def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[str]:
+    shape = tuple(model[name].shape) if name in model else None
+    if shape is None:
+        yield f"{name} is not in the checkpoint"
+    for key, value in row.items():
+        if shape is not None and isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) != shape:
+            yield f"{name} is {list(shape)}, its {key} {list(value.shape)}"
+
+
+def _step(optimizers: Iterable[Mapping[str, Any]]) -> int:
+    """How many steps the optimizers have made, as their own states tell; 0 where they do not."""
+    steps = [row["step"] for optimizer in optimizers for row in optimizer["state"].values() if "step" in row]
+    return max((int(step.to("cpu")) if hasattr(step, "to") else int(step) for step in steps), default=0)
+
+
+def _captured(found: _Found, optimizers: list[dict[str, Any]], step: int) -> Captured:
+    """The state as one rank would have it."""
+    index = Index("sharded", 1)
+    held: dict[str, dict[str, Any]] = {}
+    alone = index.mesh_number(Mesh((1,)))
+
+    def store(section: str, name: str, value: Any) -> str | None:
+        if not isinstance(value, (torch.Tensor, LazyTensor)):
+            return None
+        index.sections[section][name] = Entry(tuple(value.shape), tensors.DTYPES[value.dtype], alone, (None,))
+        held[section][name] = value
+        return name
+
+    def begin(section: str) -> str:
+        index.sections[section], index.aliases[section], held[section] = {}, {}, {}
+        return section
+
+    for number, model in enumerate(found.models):
+        section = begin(section_name("model", number))
+        for name, value in model.items():
+            store(section, name, value)
+    told = [
+        _optimizer(optimizer, begin(section_name("optim", number)), store)
+        for number, optimizer in enumerate(optimizers)
+    ]
+    section = begin("objects")
+    counters = {"counters": {"step": step, "samples_seen": 0}}
+    objects = {
+        name: values.encode(value, name, lambda path, item: store(section, path, item))
+        for name, value in (counters | found.objects).items()
+    }
+    index.sort()
+    random_state.derive(0, step, 0)
+    common = {"optimizers": told, "objects": objects, "loaders": {}, "seed": 0}
+    return Captured(index, held, common, {"loaders": {}, "rng": random_state.capture(0)})
+
+
+def _optimizer(optimizer: Mapping[str, Any], section: str, store: Any) -> dict[str, Any]:
+    def keep(path: str, value: Any) -> str | None:
+        return store(section, path, value)
+
+    groups = []
+    for number, group in enumerate(optimizer["param_groups"]):
+        settings = {key: value for key, value in group.items() if key not in RUN_SETTINGS}
+        where = f"{section}.param_groups[{number}]"
+        groups.append({"params": list(group["params"]), "settings": values.encode(settings, where, keep)})
+    plain: dict[str, dict[str, Any]] = {}
+    for name, row in optimizer["state"].items():
+        for key, value in row.items():
+            if keep(f"{name}/{key}", value) is None:
+                plain.setdefault(name, {})[key] = values.encode(value, f"{name}/{key}", keep)
+    return {"groups": groups, "plain": plain}

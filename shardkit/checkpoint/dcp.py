@@ -1,0 +1,150 @@
+"""Reads folders of torch.distributed.checkpoint, running no code from them.
+
+Their `.metadata` is a pickle: it is opened with an unpickler that knows the few classes that belong there, and refuses
+everything else. Their items are torch.save archives: they are opened with torch's weights-only unpickler.
+"""
+
+import io
+import pickle
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from shardkit.checkpoint import disk, tensors
+from shardkit.checkpoint.layout import Box
+from shardkit.errors import CheckpointCorrupted, CheckpointError
+
+METADATA = ".metadata"
+_FILE = re.compile(r"[A-Za-z0-9_][\w.\-]*")
+_OF_DCP = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+_KNOWN = {("torch.distributed.checkpoint.metadata", name) for name in _OF_DCP}
+_KNOWN |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
+_KNOWN |= {("torch", "Size"), ("collections", "OrderedDict")}
+_KNOWN |= {("torch", str(dtype).removeprefix("torch.")) for dtype in tensors.DTYPES}
+
+
+class LazyTensor:
+    """A tensor of another format that is read when it is written: what `write` asks a tensor for, and no more."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], read: Any) -> None:
+        self.dtype, self.shape, self._read = dtype, shape, read
+
+    def detach(self) -> "LazyTensor":
+        return self
+
+    def narrow(self, dim: int, offset: int, size: int) -> "LazyTensor":
+        assert (offset, size) == (0, self.shape[dim]), "one rank writes all of it"
+        return self
+
+    def to(self, *_: Any) -> torch.Tensor:
+        """The tensor itself."""
+        return self._read()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
+            return _path_text  # where it was saved; nobody asks
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
+        return super().find_class(module, name)
+
+
+def _path_text(*parts: str) -> str:
+    return "/".join(parts)
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint saved this folder."""
+    return (folder / METADATA).is_file()
+
+
+def read(folder: Path) -> Any:
+    """What was saved, nested as it was: dicts and lists, with a LazyTensor for each tensor."""
+    where = str(folder / METADATA)
+    metadata = _metadata(folder, where)
+    places = {_key(index): info for index, info in metadata.storage_data.items()}
+    paths = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}
+    whole: dict[Any, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            value: Any = _tensor(folder, name, entry, places)
+        elif isinstance(entry, BytesStorageMetadata):
+            value = _load(folder, places.get((name, None)), name)
+        else:
+            raise CheckpointCorrupted(f"{where}: {name}: an entry of an unknown kind; the file is damaged.")
+        _put(whole, paths.get(name, (name,)), value)
+    return _with_lists(whole)
+
+
+def _metadata(folder: Path, where: str) -> Metadata:
+    try:
+        found = _Unpickler(io.BytesIO(disk.read_small(folder, METADATA))).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointCorrupted(f"{where}: not a DCP index ({error}); it is damaged, or not to be trusted.") from None
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise CheckpointCorrupted(f"{where}: not a DCP index (got {type(found).__name__}); it is damaged.")
+    return found
+
+
+def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, places: dict[Any, Any]) -> LazyTensor:
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
+    if dtype not in tensors.DTYPES:
+        raise CheckpointError(f"{folder}: {name}: safetensors has no such dtype (got {dtype}).")
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    if sum(box.count for box in boxes) != prod(shape):
+        raise CheckpointCorrupted(f"{folder}: {name}: its pieces do not make up the tensor; the checkpoint is damaged.")
+
+    def assemble() -> torch.Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for box in boxes:
+            piece = _load(folder, places.get((name, box.offsets)), name)
+            if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != box.sizes or piece.dtype != dtype:
+                raise CheckpointCorrupted(f"{folder}: {name}: a piece is not as the index says; it is damaged.")
+            tensors.narrow(whole, box).copy_(piece)
+        return whole
+
+    return LazyTensor(dtype, shape, assemble)
+
+
+def _load(folder: Path, place: Any, name: str) -> Any:
+    if place is None or not _FILE.fullmatch(str(place.relative_path)):
+        raise CheckpointCorrupted(f"{folder}: {name}: the index does not say where it is; the checkpoint is damaged.")
+    if getattr(place, "transform_descriptors", None):
+        raise CheckpointError(f"{folder}: {name}: compressed or encrypted items are not read; save without extensions.")
+    with disk.reading(folder, place.relative_path) as descriptor:
+        data = disk.read_at(descriptor, place.offset, place.length, str(folder / place.relative_path))
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged archive raises
+        first = (str(error).splitlines() or [repr(error)])[0]
+        raise CheckpointCorrupted(f"{folder / place.relative_path}: {name} cannot be read ({first}).") from None
+
+
+def _put(whole: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        whole = whole.setdefault(key, {})
+    whole[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts whose keys are 0, 1, 2, ... were lists."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(item) for key, item in value.items()}
+    if inner and all(type(key) is int for key in inner) and sorted(inner) == list(range(len(inner))):
+        return [inner[number] for number in range(len(inner))]
+    return inner

@@ -1,0 +1,224 @@
+"""`shardkit checkpoint convert`: states that torch and Accelerate saved go on here, and nothing in them is executed."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from shardkit.checkpoint import dcp
+from shardkit.cli.main import run
+from shardkit.errors import EXIT_CHECKPOINT, CheckpointCorrupted
+from tests.checkpoints import Counter, build, digest_of, dropout_off, load, train
+
+
+def extras(live, folder):
+    torch.save(live.objects["scheduler.0"].state_dict(), folder / "scheduler.bin")
+    torch.save(live.objects["registered.0"].state_dict(), folder / "custom_checkpoint_0.pkl")
+
+
+def trained():
+    live = build("fsdp")
+    dropout_off(live)
+    train(live, 2)
+    return live
+
+
+def as_sharded(folder):
+    """What Accelerate writes for SHARDED_STATE_DICT: the same calls of torch, the same names."""
+    live = trained()
+    model, optimizer = live.models[0], live.optimizers[0]
+    torch_dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+    state = get_optimizer_state_dict(model, optimizer)
+    torch_dcp.save({"optimizer": state}, checkpoint_id=folder / "optimizer_0")
+    if torch.distributed.get_rank() == 0:
+        extras(live, folder)
+    return digest_of(live), train(live, 2, first=2)
+
+
+def as_full(folder):
+    """What Accelerate writes for FULL_STATE_DICT: rank 0 has it all."""
+    live = trained()
+    model, optimizer = live.models[0], live.optimizers[0]
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if torch.distributed.get_rank() == 0:
+        torch.save(weights, folder / "pytorch_model_fsdp.bin")
+        torch.save(state, folder / "optimizer.bin")
+        extras(live, folder)
+    return digest_of(live), train(live, 2, first=2)
+
+
+def as_bare(folder):
+    """What a script on torch.distributed.checkpoint alone writes."""
+    live = trained()
+    model, optimizer = live.models[0], live.optimizers[0]
+    both = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": 3}
+    torch_dcp.save({"app": both}, checkpoint_id=folder)
+    return digest_of(live), train(live, 2, first=2)
+
+
+def go_on(path, with_objects):
+    live = build("fsdp", seed=5)
+    dropout_off(live)
+    live.objects["counters"] = Counter()
+    load(live, path, strict=with_objects)
+    digest, count = digest_of(live), live.objects["registered.0"].value["count"]
+    return digest, train(live, 2, first=2), live.objects["counters"].value, count
+
+
+@pytest.mark.requirement("A5")
+@pytest.mark.parametrize("save", [as_sharded, as_full, as_bare], ids=lambda save: save.__name__)
+def test_a_converted_run_goes_on(ranks, tmp_path, save, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    expected = ranks.run(2, save, source)
+    arguments = ["checkpoint", "convert", str(source), "-o", str(tmp_path / "checkpoints"), "--json"]
+    assert run(arguments) == 0, capsys.readouterr().err
+    told = json.loads(capsys.readouterr().out)
+    assert told["path"] == str(tmp_path / "checkpoints" / "step-00000002")
+    assert run(["checkpoint", "verify", told["path"]]) == 0
+    whole = save is not as_bare
+    assert ("not taken over: epoch" in told["notes"]) is not whole
+    found = ranks.run(2, go_on, told["path"], whole)
+    for (digest, losses), (digest_now, losses_now, counters, count) in zip(expected, found, strict=True):
+        assert digest_now == digest
+        assert counters == {"step": 2, "samples_seen": 0}
+        assert count == (1 if whole else 0)
+        if whole:
+            assert losses_now == pytest.approx(losses, abs=1e-6)
+
+
+ACCELERATE = """
+import sys, torch
+from accelerate import Accelerator
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Linear(9, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+def step():
+    loss = model(torch.ones(2, 4)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+for _ in range(3):
+    step()
+accelerator.save_state(sys.argv[1])
+print([step(), step()])
+"""
+
+MODEL = """
+import torch
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Linear(9, 3))
+"""
+
+
+def resume_here(path):
+    from shardkit import Accelerator
+
+    wrap = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "FSDP", "fsdp_config": wrap})
+    model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Linear(9, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.load_state(path)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, accelerator.counters.step
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("A5")
+def test_a_checkpoint_of_accelerate_itself_goes_on(ranks, tmp_path, capsys, monkeypatch):
+    source = tmp_path / "source"
+    done = subprocess.run(
+        [sys.executable, "-c", ACCELERATE, str(source)], capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    expected = json.loads(done.stdout.splitlines()[-1])
+    (tmp_path / "given.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["checkpoint", "convert", str(source), "-o", str(tmp_path / "checkpoints")]
+    assert run(arguments) == EXIT_CHECKPOINT
+    text = "its optimizer knows parameters by number; give --model so that their names are known, or --weights-only"
+    assert text in capsys.readouterr().err
+    assert run([*arguments, "--model", "given:build"]) == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "step-00000003: step 3, 1 model, 1 optimizer" in said.out
+    assert "note: the position in the data is not in it" in said.err
+    for losses, step in ranks.run(2, resume_here, str(tmp_path / "checkpoints" / "step-00000003")):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert step == 5
+
+
+class _Evil:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata"])
+def test_no_code_of_a_checkpoint_runs(tmp_path, capsys, name):
+    path = tmp_path / "source" / name
+    path.parent.mkdir(parents=True)
+    mark = tmp_path / "executed"
+    if path.suffix == ".bin":
+        torch.save({"weight": torch.ones(1), "more": _Evil(str(mark))}, path)
+    else:
+        path.write_bytes(pickle.dumps(_Evil(str(mark))))
+    assert run(["checkpoint", "convert", str(tmp_path / "source"), "-o", str(tmp_path / "out")]) == EXIT_CHECKPOINT
+    said = capsys.readouterr().err
+    assert "weights-only unpickler" in said or "mkdir does not belong into it" in said
+    assert not mark.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def one_folder(folder):
+    torch_dcp.save({"weight": torch.arange(12.0).reshape(3, 4)}, checkpoint_id=folder)
+
+
+def test_damaged_folders_are_refused(ranks, tmp_path):
+    ranks.run(1, one_folder, tmp_path)
+    assert torch.equal(dcp.read(tmp_path)["weight"].to("cpu"), torch.arange(12.0).reshape(3, 4))
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-200])
+    with pytest.raises(CheckpointCorrupted, match=r"distcp: ends at byte \d+; it was cut short"):
+        dcp.read(tmp_path)["weight"].to("cpu")
+    index = Path(tmp_path, ".metadata")
+    index.write_bytes(index.read_bytes().replace(data.name.encode(), b"../__0.distcp"[: len(data.name)]))
+    with pytest.raises(CheckpointCorrupted, match="the index does not say where it is"):
+        dcp.read(tmp_path)["weight"].to("cpu")
+    index.write_bytes(index.read_bytes()[:-9])
+    with pytest.raises(CheckpointCorrupted, match="not a DCP index"):
+        dcp.read(tmp_path)
+
+
+def test_what_is_none_is_said_so(tmp_path, capsys):
+    assert run(["checkpoint", "convert", str(tmp_path / "no"), "-o", str(tmp_path / "out")]) == EXIT_CHECKPOINT
+    assert "no such folder; give the folder that save_state made." in capsys.readouterr().err
+    assert run(["checkpoint", "convert", str(tmp_path), "-o", str(tmp_path / "out")]) == EXIT_CHECKPOINT
+    assert "holds no checkpoint of Accelerate or torch.distributed.checkpoint" in capsys.readouterr().err
