@@ -1,0 +1,123 @@
+"""What every comparison here shares: turns in a fair order, medians and quartiles, ratios with an interval, JSON.
+
+Contestants take turns in one run, so that a machine that slows down slows all of them. A ratio is the median of the
+ratios within each round; its interval comes from drawing rounds again (bootstrap, percentiles 2.5 and 97.5).
+"""
+
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+DRAWS = 2000
+PACKAGES = ("shardkit", "torch", "accelerate", "lightning-fabric")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of repeated measurements."""
+
+    median: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much one contestant needs of what another needs; below 1 is less."""
+
+    ours: str
+    theirs: str
+    median: float
+    low: float
+    high: float
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, name), each name once a round. Every other round goes backwards, and every second one begins with the
+    next name, so that nobody always follows the same one. The same on all ranks."""
+    for number in range(rounds):
+        start = number // 2 % len(names)
+        order = [*names[start:], *names[:start]]
+        yield from ((number, name) for name in (reversed(order) if number % 2 else order))
+
+
+def measure(actions: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each action says it took, in every round. The caller has warmed up."""
+    measured: dict[str, list[float]] = {name: [] for name in actions}
+    for _, name in turns(list(actions), rounds):
+        measured[name].append(actions[name]())
+    return measured
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, lower, upper)
+
+
+def ratio(measured: Mapping[str, Sequence[float]], ours: str, theirs: str) -> Ratio:
+    """Ours to theirs, round by round."""
+    pairs = [mine / other for mine, other in zip(measured[ours], measured[theirs], strict=True)]
+    drawn = random.Random(0)
+    medians = sorted(statistics.median(drawn.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
+    low, high = medians[int(0.025 * DRAWS)], medians[int(0.975 * DRAWS) - 1]
+    return Ratio(ours, theirs, statistics.median(pairs), low, high)
+
+
+def surroundings() -> dict[str, Any]:
+    """Where and with what: the machine, its load over the last minute before, versions."""
+    return {
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def table(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio], unit: str = "ms") -> str:
+    """Medians with their quartiles, then ratios with their intervals; `unit` is ms or s, of values in seconds."""
+    factor = {"ms": 1000.0, "s": 1.0}[unit]
+    lines = []
+    for name, values in measured.items():
+        own = spread(values)
+        lines.append(
+            f"  {name:<38}{own.median * factor:9.2f} {unit}   {_range(own.lower * factor, own.upper * factor)}"
+        )
+    for one in ratios:
+        lines.append(f"  {one.ours} / {one.theirs}: {one.median:.3f}   {_range(one.low, one.high, 3)}")
+    return "\n".join(lines)
+
+
+def _range(low: float, high: float, digits: int = 2) -> str:
+    return f"({low:.{digits}f} to {high:.{digits}f})"
+
+
+def summary(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio]) -> dict[str, Any]:
+    """What the JSON holds of one comparison: every round in seconds, spreads, ratios."""
+    return {
+        "unit": "s",
+        "rounds": {name: list(values) for name, values in measured.items()},
+        "spread": {name: asdict(spread(values)) for name, values in measured.items()},
+        "ratios": [asdict(one) for one in ratios],
+    }
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    """Leaves the result as JSON."""
+    path.write_text(json.dumps(result, indent=2) + "\n")

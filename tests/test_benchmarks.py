@@ -1,0 +1,67 @@
+"""The benchmarks run and write what they found. No time is compared here: that is for a quiet machine."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import interleaved
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1, "steps": 1, "rounds": 2}
+TINY = ["--cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
+
+
+def result_of(tmp_path: Path, module: str, *arguments: str) -> dict:
+    output = tmp_path / "result.json"
+    command = [sys.executable, "-m", module, *arguments, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(output.read_text())
+
+
+@pytest.mark.slow
+def test_step(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "benchmarks.step", "--family", "fsdp", *TINY)
+    for kind in ("wall", "cpu"):
+        found = result["fsdp"][kind]
+        assert {"shardkit", "by hand, fused AdamW", "by hand, default AdamW"} <= set(found["rounds"])
+        assert {len(values) for values in found["rounds"].values()} == {2}
+        assert len(found["ratios"]) == len(found["rounds"]) - 1
+    assert "CPU" in result["fsdp"]["left_out"]["accelerate"]
+
+
+@pytest.mark.slow
+def test_startup(tmp_path: Path) -> None:
+    found = result_of(tmp_path, "benchmarks.startup", "--group", "launch", "--rounds", "1")["launch"]
+    assert "shardkit launch" in found["rounds"]
+    assert {"torchrun", "accelerate launch"} <= {*found["rounds"], *found["left_out"]}
+    assert all(value > 0 for values in found["rounds"].values() for value in values)
+
+
+def test_turns_are_fair() -> None:
+    names = ["a", "b", "c", "d"]
+    taken = list(interleaved.turns(names, 8))
+    orders = [[name for number, name in taken if number == one] for one in range(8)]
+    assert all(sorted(order) == names for order in orders)
+    before = Counter((first, second) for order in orders for first, second in pairwise(order))
+    assert all(before[one, other] and before[other, one] for one, other in (("a", "b"), ("b", "c"), ("c", "d")))
+    assert len({order[0] for order in orders}) == len(names)
+
+
+def test_a_ratio_is_taken_within_rounds() -> None:
+    measured = {"ours": [1.0, 2.0, 30.0, 4.0], "theirs": [2.0, 4.0, 60.0, 8.0]}
+    found = interleaved.ratio(measured, "ours", "theirs")
+    assert (found.median, found.low, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_quartiles_and_table() -> None:
+    measured = {"ours": [0.001, 0.002, 0.003], "theirs": [0.004]}
+    assert interleaved.spread(measured["ours"]) == interleaved.Spread(0.002, 0.0015, 0.0025)
+    text = interleaved.table(measured, [interleaved.Ratio("ours", "theirs", 0.5, 0.25, 0.75)])
+    assert "2.00 ms   (1.50 to 2.50)" in text
+    assert "ours / theirs: 0.500   (0.250 to 0.750)" in text
