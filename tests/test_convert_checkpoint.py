@@ -217,6 +217,16 @@ def test_damaged_folders_are_refused(ranks, tmp_path):
         dcp.read(tmp_path)
 
 
+def test_the_wrapper_of_ddp_leaves_no_name(tmp_path, capsys):
+    (tmp_path / "source").mkdir()
+    torch.save({"module.weight": torch.ones(2), "module.bias": torch.ones(1)}, tmp_path / "source/pytorch_model.bin")
+    arguments = ["checkpoint", "convert", str(tmp_path / "source"), "-o", str(tmp_path / "out"), "--json"]
+    assert run(arguments) == 0
+    assert "its step is not known, and taken as 0: give --step" in json.loads(capsys.readouterr().out)["notes"]
+    assert run(["checkpoint", "inspect", str(tmp_path / "out"), "--json", "--tensors"]) == 0
+    assert {*json.loads(capsys.readouterr().out)["tensors"]["model"]} == {"weight", "bias"}
+
+
 def test_what_is_none_is_said_so(tmp_path, capsys):
     assert run(["checkpoint", "convert", str(tmp_path / "no"), "-o", str(tmp_path / "out")]) == EXIT_CHECKPOINT
     assert "no such folder; give the folder that save_state made." in capsys.readouterr().err

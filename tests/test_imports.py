@@ -72,6 +72,11 @@ TORCH_FREE = ["shardkit", "shardkit.config", "shardkit.convert", "shardkit.wizar
 TORCH_FREE += ["shardkit.model.units", "shardkit.cli.main", "shardkit.model.sources", "shardkit.model.comment"]
 TORCH_FREE += [*PLAN_WITHOUT_TORCH, "shardkit.plan.report", "shardkit.plan.plot", "shardkit.cli.plan"]
 
+TORCH_FREE += [
+    f"shardkit.checkpoint.{name}" for name in ("verify", "locate", "export", "merge", "compare", "retention")
+]
+TORCH_FREE += ["shardkit.cli.checkpoint"]
+
 
 def test_the_torch_free_modules_do_not_load_torch():
     wanted = [name for name in modules() if name in TORCH_FREE or name.rpartition(".")[0] in TORCH_FREE[1:4]]

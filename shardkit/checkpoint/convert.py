@@ -61,7 +61,10 @@ def convert(
     """
     found = _find(source, weights_only)
     optimizers = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
-    step = _step(optimizers) if step is None else step
+    if step is None:
+        step = _step(optimizers)
+        if not step:
+            found.notes.append("its step is not known, and taken as 0: give --step")
     captured = _captured(found, optimizers, step)
     request = Request(final=folder.step_folder(root, step), step=step, run_id=RUN_ID, in_series=True)
     alone = control.Control(0, 1, None)
@@ -164,7 +167,8 @@ def _only_tensors(state: Any, source: Path) -> dict[str, Any]:
     if strangers:
         shown = ", ".join(map(str, strangers[:5]))
         raise CheckpointError(f"convert: {source}: the model holds more than tensors ({shown}); these cannot be read.")
-    return dict(state)
+    wrapped = all(name.startswith("module.") for name in state)  # DDP's own name, where its wrapper was saved
+    return {name.removeprefix("module.") if wrapped else name: value for name, value in state.items()}
 
 
 def _optimizers(source: Path) -> list[dict[str, Any]]:

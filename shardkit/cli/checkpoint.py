@@ -130,7 +130,7 @@ def _facts_in_words(facts: dict[str, Any]) -> list[str]:
         f"  step      {facts['step']}, epoch {facts['epoch']}, {facts['samples_seen']:,} samples seen",
         f"  saved     {_date(facts)}, {facts['kind']}, {_count(facts['world_size'], 'rank')}"
         + (f", mesh {mesh}" if mesh else ""),
-        f"  by        {versions}; run {facts['run_id'][:8]}",
+        f"  by        {versions}; run {facts['run_id'][:12]}",
         f"  size      {_size(facts['bytes'])} in {_count(facts['files'], 'file')}, {facts['digest']} digests",
     ]
     for section, part in facts["sections"].items():
