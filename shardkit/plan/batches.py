@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from shardkit.errors import UsageError
@@ -80,6 +81,8 @@ def transformers_batch(model: nn.Module, batch_size: int, seq_len: int | None) -
         return inputs | ({"labels": one_label} if "Classification" in name else {})
     tokens = torch.zeros(batch_size, seq_len or _longest(config), dtype=torch.long)
     inputs = {"input_ids": tokens}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
     if any(part in name for part in ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "Seq2SeqLM")):
         return inputs | {"labels": tokens}
     return inputs | ({"labels": one_label} if "SequenceClassification" in name else {})
@@ -101,7 +104,34 @@ def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.O
         "adamw": (torch.optim.AdamW, {}),
         "adagrad": (torch.optim.Adagrad, {}),
         "rmsprop": (torch.optim.RMSprop, {}),
-        "adafactor": (torch.optim.Adafactor, {}),
+        "adafactor": (_Factored, {}),
     }
     kind, arguments = known[name]
     return lambda parameters: kind(parameters, **arguments)
+
+
+class _Factored(torch.optim.Optimizer):
+    """Stands for Adafactor (https://arxiv.org/abs/1804.04235), whose update in torch refuses sharded parameters:
+    a row and a column of second moments for each matrix, and an update as large as the gradient for a moment."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, _local(parameter), _local(parameter.grad))
+
+    def _update(self, parameter: nn.Parameter, value: torch.Tensor, gradient: torch.Tensor) -> None:
+        squares = gradient.square()
+        state = self.state[parameter]
+        for number, moment in enumerate([squares.mean(-1), squares.mean(-2)] if value.dim() > 1 else [squares]):
+            state.setdefault(f"moment_{number}", moment).lerp_(moment, 0.1)
+        update = gradient / (1 + gradient.square())
+        value.sub_(update, alpha=1e-3)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,8 +16,13 @@ from shardkit.runtime.mesh import build_mesh
 from shardkit.runtime.process import Process
 
 
+def fake_tensors() -> FakeTensorMode:
+    """A context in which every new tensor is fake; real ones that a model made elsewhere may join in."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextmanager
-def fake_world(config: Config, world_size: int, ranks_per_machine: int) -> Iterator[tuple[Process, DeviceMesh | None]]:
+def joined(config: Config, world_size: int, ranks_per_machine: int) -> Iterator[tuple[Process, DeviceMesh | None]]:
     """Rank 0 of the world, and its mesh; inside, every new tensor is fake.
 
     The mesh is built before: it holds real rank numbers. Always on the CPU, where every build of torch can follow
@@ -30,7 +36,27 @@ def fake_world(config: Config, world_size: int, ranks_per_machine: int) -> Itera
         size = world_size if config.mode == "fsdp" else 1
         process = Process(0, 0, size, min(ranks_per_machine, size), torch.device("cpu"), "fake")
         mesh = build_mesh(config, process)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors():
             yield process, mesh
     finally:
         dist.destroy_process_group()
+
+
+def with_fake_tensors(model: nn.Module) -> nn.Module:
+    """The model, its meta tensors replaced by fake ones on the CPU, in place; tied parameters stay tied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or not tensor.is_meta:
+            return tensor
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = fake(parameter)  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = fake(buffer)
+    return model

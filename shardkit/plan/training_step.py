@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config
 from shardkit.errors import ModelError
@@ -69,15 +70,21 @@ def _run(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, loss: Loss, tracker: MemoryTracker
 ) -> None:
     """Two micro-batches stand for any larger number: the second finds what the first leaves behind."""
-    for micro_batch in range(min(config.shardkit.gradient_accumulation_steps, 2), 0, -1):
+    steps = config.shardkit.gradient_accumulation_steps
+    earlier: dict[str, int] = {}
+    for is_last in (False, True) if steps > 1 else (True,):
         tracker.restart()
         with ExitStack() as stack:
-            if micro_batch > 1:
+            if not is_last:
                 stack.enter_context(deferred(model))
             tracker.enter("forward", "the root")
             output, value = loss(model)
             tracker.enter("backward", "the loss")
             value.backward()
+        if not is_last:
+            earlier = {kind: size * (steps - 1) for kind, size in tracker.payload_bytes.items()}
+    for kind, size in earlier.items():
+        tracker.payload_bytes[kind] = tracker.payload_bytes.get(kind, 0) + size
     tracker.enter("optimizer")
     with tracker.in_optimizer():
         optimizer.step()
@@ -106,9 +113,10 @@ def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
     """Let the units (without FSDP the blocks) tell the tracker when their forward and backward begin."""
     modules = dict(model.named_modules())
     marks = _units(modules) or _blocks(model, config, modules)
+    waiting: set[object] = set()
     for fqn, module in marks.items():
         module.register_forward_pre_hook(_on_forward(fqn, tracker), prepend=True)
-        module.register_forward_hook(_on_output(fqn, tracker), prepend=True)
+        module.register_forward_hook(_on_output(fqn, tracker, waiting), prepend=True)
         module.register_forward_hook(lambda *_: _pass(tracker))
     model.register_forward_hook(lambda *_: tracker.enter("loss"))
     if config.mode == "fsdp":
@@ -116,7 +124,7 @@ def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
         for fqn, module in modules.items():
             if module._parameters:
                 in_root = not any(fqn == mark or fqn.startswith(f"{mark}.") for mark in marks)
-                module.register_forward_pre_hook(_on_gathered(seen, in_root, tracker))
+                module.register_forward_pre_hook(_on_gathered(seen, in_root, waiting, tracker))
         for parameter in seen.values():  # those that no rank splits
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.count([p.grad], "gradients"))
@@ -152,30 +160,35 @@ def _pass(tracker: MemoryTracker) -> None:
         tracker.enter("forward", "the root", is_passing=True)
 
 
-def _on_output(fqn: str, tracker: MemoryTracker) -> Callable[..., None]:
-    """Backward of a unit begins with the gradient of one of its outputs."""
+def _on_output(fqn: str, tracker: MemoryTracker, waiting: set[object]) -> Callable[..., None]:
+    """Backward of a unit begins with the gradient of one of its outputs; `waiting` are the calls that have yet to."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        state = {"has_begun": False}
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not tensors or _in_backward():
+            return
+        call = object()
+        waiting.add(call)
 
         def begin(_: torch.Tensor) -> None:
-            if not state["has_begun"]:
-                state["has_begun"] = True
+            if call in waiting:
+                waiting.remove(call)
                 tracker.enter("backward", fqn)
 
-        for tensor in torch.utils._pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(begin)
+        for tensor in tensors:
+            tensor.register_hook(begin)
 
     return hook
 
 
-def _on_gathered(seen: dict[int, nn.Parameter], in_root: bool, tracker: MemoryTracker) -> Callable[..., None]:
+def _on_gathered(
+    seen: dict[int, nn.Parameter], in_root: bool, waiting: set[object], tracker: MemoryTracker
+) -> Callable[..., None]:
     """In forward a module's parameters are the gathered ones; their gradients are whole until they are reduced."""
 
     def arrived(parameter: torch.Tensor) -> None:
         tracker.count([parameter.grad], "reduction")
-        if in_root and tracker.unit not in ("the loss", "the root"):
+        if in_root and not waiting and tracker.unit != "the root":
             tracker.enter("backward", "the root")
 
     def hook(module: nn.Module, _args: Any) -> None:

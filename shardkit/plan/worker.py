@@ -10,8 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
 
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError, UsageError
@@ -21,9 +26,8 @@ from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers, error_text, where
 from shardkit.model.tree import ModuleNode
 from shardkit.model.units import select_units
-from shardkit.plan import batches, repeats
+from shardkit.plan import batches, fake_world, repeats
 from shardkit.plan.closed_form import Moment
-from shardkit.plan.fake_world import fake_world
 from shardkit.plan.training_step import tracked_step
 
 
@@ -99,14 +103,14 @@ def _tree(job: Job) -> ModuleNode:
     """The whole model's modules, without building them where sizes say it all."""
     if job.kind == "gpt":
         return gpt.tree(_shape(job))
-    with FakeTensorMode():
+    with fake_world.fake_tensors():
         return tree_of(_built(job))
 
 
 def _short_tree(job: Job, runs: list[repeats.Run], kept: list[int]) -> ModuleNode:
     if job.kind == "gpt":
         return gpt.tree(replace(_shape(job), layers=kept[0]))
-    with FakeTensorMode():
+    with fake_world.fake_tensors():
         return tree_of(_shortened(job, runs, kept))
 
 
@@ -126,7 +130,15 @@ def _shape(job: Job) -> gpt.GptShape:
 
 
 def _built(job: Job) -> nn.Module:
-    return build_transformers(job.spec) if job.kind == "transformers" else build_factory(job.spec)
+    """The whole model, its tensors fake. A constructor that reads values of tensors gets the meta device and real
+    tensors beside it, as when the model was described."""
+    build = build_transformers if job.kind == "transformers" else build_factory
+    try:
+        return build(job.spec)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        with unset_fake_temporarily(), torch.device("meta"):
+            model = build(job.spec)
+        return fake_world.with_fake_tensors(model)
 
 
 def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
@@ -146,7 +158,7 @@ def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) ->
     fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
     section = config.shardkit.model_copy(update={"compile": False})
     config = config.model_copy(update={"fsdp": fsdp, "shardkit": section})
-    with fake_world(config, job.world_size, job.ranks_per_machine) as (process, mesh):
+    with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
         model = _shortened(job, runs, kept)
         loss = _loss(job, model)
         has_buckets = config.mode == "ddp" and job.world_size > 1

@@ -1,0 +1,263 @@
+"""Memory by simulation: against the closed form, against steps that were not shortened, and what it says when it fails.
+
+Most run in this process, through the worker's own functions; two go through the child process and the command line."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
+from shardkit.errors import ModelError, UsageError
+from shardkit.model.sources import describe
+from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.plan import repeats, worker
+from shardkit.plan.answer import Request, row
+from shardkit.plan.closed_form import Memory, Moment, RankMemory
+from shardkit.plan.devices import DEVICES
+from shardkit.plan.simulation import _simulation, simulate
+
+SMALL = "gpt:layers=12,hidden=64,heads=4,vocab=500,seq=64"
+TINY = "gpt:layers=3,hidden=64,heads=4,vocab=500,seq=64"
+
+
+def request(
+    spec: str = SMALL, strategy: int = 1, precision: str = "bf16", world_size: int = 16, **fsdp: Any
+) -> Request:
+    several = {"num_machines": world_size // 8, "main_process_ip": "machine-0"} if world_size > 8 else {}
+    section = FsdpConfig(sharding_strategy=strategy, **fsdp)
+    config = Config(num_processes=world_size, mixed_precision=precision, fsdp=section, **several)
+    return Request(describe(spec), config, world_size, min(8, world_size), DEVICES["cpu"], batch_size=4)
+
+
+def with_steps(asked: Request, steps: int) -> Request:
+    section = ShardkitConfig(gradient_accumulation_steps=steps)
+    return asked.with_config(asked.config.model_copy(update={"shardkit": section}))
+
+
+def simulated(asked: Request, is_exact: bool = False) -> tuple[RankMemory, dict[str, int]]:
+    """As the child process does it."""
+    job = worker.Job(
+        "gpt",
+        asked.description.spec,
+        [],
+        asked.world_size,
+        asked.ranks_per_machine,
+        asked.optimizer,
+        None,
+        asked.batch_size or 1,
+        asked.seq_len,
+        is_exact,
+    )
+    found = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)), None)
+    return found.memory, found.payload_bytes
+
+
+@pytest.mark.requirement("A1")
+@pytest.mark.parametrize("strategy", [1, 2, 3, 4, 5])
+def test_the_closed_form_agrees_within_five_percent(strategy):
+    asked = request(TINY, strategy)
+    memory, _ = simulated(asked)
+    closed = row(asked).estimate.memory
+    assert memory.peak.total == pytest.approx(closed.peak.total, rel=0.05)
+    for name in ("parameters", "gradients"):
+        assert getattr(memory.timeline[-1].memory, name) == getattr(closed.timeline[-1].memory, name)
+    # torch's optimizer counts its steps, in 4 bytes a parameter
+    assert memory.peak.optimizer_state == pytest.approx(closed.peak.optimizer_state, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(TINY, 1, activation_checkpointing=True),
+        request(TINY, 2, "no"),
+        request(TINY, 4, "fp16"),
+        with_steps(request(TINY, 5), 3),
+        request(TINY + ",tied=true", 1, auto_wrap_policy="NO_WRAP"),
+    ],
+)
+def test_the_collectives_carry_what_the_closed_form_says(asked):
+    """The traffic of a simulated step is that of the closed form, byte for byte."""
+    expected: dict[str, int] = {}
+    for collective in row(asked).estimate.traffic.collectives:
+        expected[collective.kind] = expected.get(collective.kind, 0) + collective.payload_bytes
+    assert simulated(asked)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fsdp"),
+    [
+        (1, {"activation_checkpointing": True}),
+        (3, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (1, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}),
+    ],
+)
+def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
+    """Twelve layers from four and five: the same moments, the same peak, the same traffic."""
+    asked = request(SMALL, strategy, **fsdp)
+    short, payload = simulated(asked)
+    whole, whole_payload = simulated(asked, is_exact=True)
+    assert [m.text for m in short.timeline] == [m.text for m in whole.timeline]
+    assert (short.peak, short.moment) == (whole.peak, whole.moment)
+    for mine, exact in zip(short.timeline, whole.timeline, strict=True):
+        assert mine.memory.total == pytest.approx(exact.memory.total, rel=0.01)
+    assert payload == whole_payload
+
+
+@pytest.mark.requirement("B1")
+def test_the_order_of_strategies():
+    """FSDP with auto-wrap < FSDP < DDP."""
+    asked = [request(TINY, 1, "no"), request(TINY, 1, "no", auto_wrap_policy="NO_WRAP"), request(TINY, 3, "no")]
+    peaks = [simulated(each)[0].peak.total for each in asked]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == 3
+
+
+def test_optimizers_differ_by_their_state():
+    asked = request(TINY)
+    states = {
+        name: simulated(replace(asked, optimizer=name))[0].peak.optimizer_state
+        for name in ("sgd", "momentum", "adamw", "adafactor")
+    }
+    parameters = simulated(asked)[0].peak.parameters
+    assert states["sgd"] == 0
+    assert states["momentum"] == parameters
+    assert states["adamw"] == pytest.approx(2 * parameters, rel=0.01)
+    assert 0 < states["adafactor"] < 0.3 * parameters
+
+
+@pytest.mark.requirement("A2")
+def test_offloaded_shards_are_on_the_host():
+    memory, _ = simulated(request(TINY, 1, offload_params=True))
+    plain, _ = simulated(request(TINY, 1))
+    assert (memory.peak.parameters, memory.peak.gradients, memory.peak.optimizer_state) == (0, 0, 0)
+    assert memory.host == Memory(
+        plain.timeline[-1].memory.parameters,
+        plain.timeline[-1].memory.gradients,
+        plain.timeline[-1].memory.optimizer_state,
+    )
+
+
+def test_accumulation_keeps_gradients_from_the_start():
+    memory, _ = simulated(with_steps(request(TINY), 4))
+    assert memory.timeline[0].memory.gradients == memory.timeline[-1].memory.gradients > 0
+
+
+def test_runs_of_equal_blocks():
+    def block(name: str, rows: int = 4, tied_to: str | None = None) -> ModuleNode:
+        inner = ModuleNode(f"{name}.w", "Linear", (Parameter("weight", (rows, 4), tied_to=tied_to),))
+        return ModuleNode(name, "Block", children=(inner,))
+
+    def stack(blocks: list[ModuleNode]) -> ModuleNode:
+        return ModuleNode("", "M", children=(ModuleNode("h", "ModuleList", children=tuple(blocks), is_container=True),))
+
+    assert repeats.runs_of(stack([block(f"h.{i}") for i in range(9)])) == [repeats.Run("h", 0, 9)]
+    assert repeats.runs_of(stack([block(f"h.{i}") for i in range(5)])) == []
+    uneven = [block(f"h.{i}", rows=8 if i < 6 else 4) for i in range(13)]
+    assert repeats.runs_of(stack(uneven)) == [repeats.Run("h", 0, 6), repeats.Run("h", 6, 7)]
+    shared = [block(f"h.{i}", tied_to="h.0.w.weight" if i else None) for i in range(9)]
+    assert repeats.runs_of(stack(shared)) == []
+
+
+def test_names_in_a_shortened_model_lead_back():
+    runs = [repeats.Run("h", 0, 6), repeats.Run("h", 6, 7)]
+    names = [repeats.original_name(f"h.{i}.w", runs, [4, 4])[0] for i in range(9)]
+    assert names == ["h.0.w", "h.1.w", "h.4.w", "h.5.w", "h.6.w", "h.7.w", "h.11.w", "h.12.w", "h.13.w"]
+    assert repeats.original_name("head", runs, [4, 4]) == ("head", None, 0)
+
+
+def test_a_phase_that_grows_faster_takes_the_peak_over():
+    """With 4 and 5 blocks the step peaks at the end of forward, with 12 at the end of backward."""
+
+    def step(blocks: int) -> list[Moment]:
+        forward = [Moment("forward", f"h.{i}", Memory(parameters=100, activations=i)) for i in range(blocks)]
+        backward = [
+            Moment("backward", f"h.{i}", Memory(parameters=70, gradients=8 * (blocks - i)))
+            for i in reversed(range(blocks))
+        ]
+        return forward + backward
+
+    runs = [repeats.Run("h", 0, 12)]
+    found = repeats.whole_step(runs, step(4), [step(5)])
+    assert found == step(12)
+    assert repeats.whole_step(runs, step(4), [step(5)[1:]]) is None
+
+
+BAD = """
+import torch
+from torch import nn
+
+class Choosy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum().item() > 0:
+                x = 2 * x
+        return x
+
+def build():
+    return Choosy()
+
+def batch():
+    return torch.randn(2, 4)
+"""
+
+
+def own_model(folder: Path, spec: str = "choosy_model:build") -> Request:
+    (folder / "choosy_model.py").write_text(BAD)
+    config = Config(num_processes=2)
+    return Request(describe(spec, folder=folder), config, 2, 2, DEVICES["cpu"])
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_values_is_named_by_line(tmp_path):
+    with pytest.raises(ModelError) as error:
+        simulate(own_model(tmp_path), batch="choosy_model:batch", folder=tmp_path)
+    assert str(error.value).startswith("choosy_model.py:13: the model choosy_model:build cannot train on fake tensors")
+    assert "leave --simulate out: the closed form needs nothing to run" in str(error.value)
+
+
+def test_weights_alone_cannot_be_simulated(tmp_path):
+    from safetensors.torch import save_file
+    from torch import zeros
+
+    save_file({f"h.{i}.w.weight": zeros(4, 4) for i in range(3)}, tmp_path / "model.safetensors")
+    found = describe("model.safetensors", folder=tmp_path)
+    with pytest.raises(UsageError, match="weights alone cannot run"):
+        simulate(Request(found, Config(), 1, 1, DEVICES["cpu"]), folder=tmp_path)
+
+
+def plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "shardkit", "plan", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("B5")
+def test_the_notes_model_is_simulated_from_the_command_line(tmp_path):
+    """GPT 175B, fp16 and SGD, on 128 ranks: in a child process, without a GPU, and in little memory."""
+    flags = ["--model", "gpt-175b", "--world", "128", "--batch-size", "1", "--optimizer", "sgd", "--simulate", "--json"]
+    settings = ["--set", "mixed_precision=fp16", "--set", "fsdp_config.fsdp_activation_checkpointing=true"]
+    done = plan(*flags, *settings, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    chosen = next(each for each in answer["strategies"] if each["strategy"] == "FULL_SHARD")
+    assert chosen["method"] == "simulation"
+    assert chosen["peak_bytes"] / 2**30 == pytest.approx(31.2, rel=0.03)
+    assert [each["method"] for each in answer["strategies"]].count("simulation") == 1
+
+
+def test_flags_of_simulations_need_one(tmp_path):
+    done = plan("--model", TINY, "--exact", "--batch", "a:b", "--optimizer", "a:c", folder=tmp_path)
+    assert done.returncode == 2
+    for flag in ("--exact", "--batch", "--optimizer a:c"):
+        assert f"{flag}: it is for simulations (got no --simulate); add --simulate." in done.stderr
