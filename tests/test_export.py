@@ -1,7 +1,6 @@
 """save_model: what plain safetensors, Transformers and peft open, from any number of ranks, whole or not at all."""
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,9 @@ from shardkit.checkpoint import control, export, save_model, state
 from shardkit.errors import CheckpointSaveError, UsageError
 from tests import checkpoints, forked
 from tests.checkpoints import build, full, train
+
+# peft and Transformers warn each other about what they deprecate.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def tensors_in(folder):
@@ -131,9 +133,7 @@ def test_transformers_opens_the_export(ranks, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
     from transformers import AutoModelForCausalLM
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     found = model.state_dict()
     assert torch.equal(found["lm_head.weight"], expected["transformer.wte.weight"])
     for name, tensor in expected.items():
@@ -171,11 +171,35 @@ def test_peft_opens_the_adapters(ranks, tmp_path):
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 10_000
     import peft
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    model = peft.PeftModel.from_pretrained(llama(), tmp_path)
     found = {name: t for name, t in model.state_dict().items() if "lora_" in name or "modules_to_save" in name}
     assert_equal(found, expected)
+
+
+def p_tuned():
+    import peft
+
+    settings = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    return peft.get_peft_model(llama(), settings)
+
+
+def export_p_tuning(folder):
+    run = accelerated("LlamaDecoderLayer", p_tuned())
+    step(*run)
+    run[0].save_model(run[1], folder)
+    step(*run)  # the model goes on
+    run[0].save_model(run[1], folder)
+    return whole(run[1])
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("N4")
+def test_p_tuning_saves_its_prompt(ranks, tmp_path):
+    weights = ranks.run(2, export_p_tuning, tmp_path)[0]
+    model = p_tuned()
+    assert model.load_state_dict(weights, strict=False).missing_keys == ["word_embeddings.weight"]  # tied
+    assert_equal(tensors_in(tmp_path), {"prompt_embeddings": model.get_prompt_embedding_to_save("default")})
+    assert names_in(tmp_path) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def export_over(folder, first, second, fault=None):
