@@ -121,7 +121,7 @@ def report(folder: Path, rank: int, error: BaseException, log_file) -> int:
     expected = isinstance(error, (ShardkitError, SystemExit)) and not env.is_true("SHARDKIT_DEBUG")
     print(f"{record.kind}: {record.message}" if expected else record.traceback, file=log_file)
     records.write_error(folder, record)
-    if code == EXIT_PREEMPTED:
+    if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # the others are to say where they are
         leave_together(folder, rank)
     return code
 

@@ -143,7 +143,8 @@ def _consequence(outcome: Outcome) -> str:
         return f"rank {outcome.rank} ended because its peer was gone"
     if outcome.was_killed and outcome.error is None:
         return f"rank {outcome.rank} was ended by the launcher"
-    return f"rank {outcome.rank}: {cause_of(outcome).splitlines()[0]}"
+    where = f" ({outcome.error.where})" if outcome.error is not None and outcome.error.where else ""
+    return f"rank {outcome.rank}: {cause_of(outcome).splitlines()[0]}{where}"
 
 
 def _and_more(count: int) -> str:

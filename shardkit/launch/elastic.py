@@ -267,6 +267,8 @@ def _writable(path: Path) -> Iterator[None]:
 def _hang(hang: Hang, timeout_s: float, logs: str, saved_step: int) -> str:
     lines = [f"launch: HANG, no progress for {timeout_s:g} s", hang.table]
     lines.append(f"  First to stop: rank {hang.first}. The stacks of all ranks are in {logs}/rank*.stack.")
+    if hang.all_wait:
+        lines.append("  Every rank waits for its peers: their collectives do not match, or the network is in the way.")
     if saved_step >= 0:
         lines.append(f"  Last good checkpoint: step {saved_step}; --resume auto goes on from it.")
     return "\n".join(lines)

@@ -17,6 +17,13 @@ LOST_PEER = re.compile(
 )
 """How gloo, NCCL and the TCP store say that the other side is gone. What matches is a consequence, not a cause."""
 
+MISMATCH = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=\d+, )?"
+    r"OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[\d, ]*)\], TensorDtypes=(?P<dtype>\w+))?",
+    re.IGNORECASE,
+)
+"""One rank's part of what torch says, with TORCH_DISTRIBUTED_DEBUG=DETAIL, of collectives that do not match."""
+
 
 def describe(rank: int, error: BaseException, own_files: set[str]) -> RankError:
     """The record of an exception that ended a rank; `own_files` are the launcher's own, left out of the traceback."""
@@ -54,8 +61,20 @@ def words_of(error: BaseException) -> str:
     """The message: all lines of shardkit's own errors, which are written for a reader, and three of any other."""
     if isinstance(error, SystemExit):
         return f"the script ended itself with sys.exit({error.code!r})"
+    mismatch = collectives_of(str(error))
+    if mismatch:
+        return f"the ranks are in different collectives: {mismatch}"
     lines = [line.rstrip() for line in str(error).strip().splitlines() if line.strip()]
     return "\n".join(lines) if isinstance(error, ShardkitError) else "\n".join(lines[:3])[:600]
+
+
+def collectives_of(message: str) -> str:
+    """`rank 0 in ALLREDUCE [4] Float, rank 1 in BARRIER`, where torch found ranks in different ones; else ""."""
+    parts = []
+    for found in MISMATCH.finditer(message):
+        of = f" [{found['shape']}] {found['dtype']}" if found["dtype"] else ""
+        parts.append(f"rank {found['rank']} in {found['op']}{of}")
+    return ", ".join(parts) if len(parts) > 1 else ""
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -26,6 +26,8 @@ STACKS_S = 10.0
 """How long ranks have, at most, to write their stacks."""
 SAMPLES = 4
 """How often, a second apart, the stacks must show a rank at the same line before it counts as standing still."""
+PATIENCE = 3
+"""So many hang timeouts are given to a rank that others wait for, while its stack moves: slow work, or a busy loop."""
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Hang:
 
     first: int
     table: str
+    all_wait: bool = False
+    """Every rank is inside a collective."""
 
 
 @dataclass
@@ -162,21 +166,22 @@ class Watch:
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
         if now - self._moved_s < self.hang_timeout_s or not is_hung(running, self.hang_timeout_s, now):
             return
-        found = self._stacks_that_stand_still({n: rank for n, rank in running.items() if not rank.stopped_since_s})
-        if found is None:
+        found, moved = self._samples({n: rank for n, rank in running.items() if not rank.stopped_since_s})
+        if moved and not (waits_in_vain(found) and is_hung(running, PATIENCE * self.hang_timeout_s, now)):
             self._moved_s = now
             return
-        self.hang = Hang(first_to_stop(self.ranks, found), render_table(self.ranks, found, now))
+        all_wait = len(found) == len(running) and all(stack.waits_for_peers for stack in found.values())
+        self.hang = Hang(first_to_stop(self.ranks, found), render_table(self.ranks, found, now), all_wait)
         self.kill_all()
 
-    def _stacks_that_stand_still(self, ranks: dict[int, Rank]) -> dict[int, Stack] | None:
-        """The ranks' stacks; None where some rank has moved meanwhile: it is at work, and only posts no progress."""
+    def _samples(self, ranks: dict[int, Rank]) -> tuple[dict[int, Stack], bool]:
+        """The ranks' stacks, and whether some rank has moved meanwhile: it is at work, and only posts no progress."""
         first = self._stacks(ranks)
         for _ in range(SAMPLES - 1):
             self._closing.wait(CHECK_S)
             if somebody_moved(first, self._stacks(ranks)):
-                return None
-        return first
+                return first, True
+        return first, False
 
     def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
         """What the ranks' threads do now; without those that do not say."""
@@ -212,6 +217,11 @@ def is_hung(running: dict[int, Rank], timeout_s: float, now: float) -> bool:
 def somebody_moved(before: dict[int, Stack], after: dict[int, Stack]) -> bool:
     """Whether some rank's main thread is elsewhere than it was."""
     return any(number in before and before[number].frames != stack.frames for number, stack in after.items())
+
+
+def waits_in_vain(found: dict[int, Stack]) -> bool:
+    """Whether some rank waits in a collective for others that are not there."""
+    return len({stack.waits_for_peers for stack in found.values()}) == 2
 
 
 def first_to_stop(ranks: dict[int, Rank], found: dict[int, Stack]) -> int:

@@ -36,9 +36,12 @@ def pass_boundary(accelerator: "Accelerator") -> None:
     _warn_unless_resumed(accelerator)
     if not preemption.requested(accelerator.process.control_group):
         return
+    from shardkit.runtime import saving
+
     step = accelerator.counters.step
-    if names_checkpoints(accelerator):
-        folder = accelerator.save_state(blocking=True)
+    folder = accelerator.save_state(blocking=True) if names_checkpoints(accelerator) else None
+    saving.close(accelerator)  # the folder is free before this run is gone: its successor may start at once
+    if folder is not None:
         raise Preempted(f"launch: told to stop after step {step}; saved in {folder}, --resume auto goes on from it.")
     raise Preempted(
         f"launch: told to stop after step {step}; nothing was saved, because the script names no project folder: "
@@ -84,9 +87,6 @@ def resume(accelerator: "Accelerator") -> bool:
 
 def end(accelerator: "Accelerator") -> None:
     """Waits for a save in flight and for all ranks, then leaves the process group that this run started. Collective."""
-    from shardkit.runtime import saving
-
-    saving.close(accelerator)
     from shardkit.runtime import saving
 
     saving.close(accelerator)
