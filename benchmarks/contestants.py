@@ -111,8 +111,10 @@ def with_accelerate_ddp(task: Task) -> Loop:
     try:
         from accelerate import Accelerator
     except ImportError as reason:
-        raise Unavailable("accelerate is not installed") from reason
+        raise Unavailable(f"accelerate cannot be imported ({reason})") from reason
     accelerator = Accelerator(cpu=task.device == "cpu")
+    if accelerator.num_processes != dist.get_world_size():
+        raise Unavailable(f"accelerate sees {accelerator.num_processes} processes, not {dist.get_world_size()}")
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = DataLoader(task.dataset(), task.batch, shuffle=True)
@@ -126,7 +128,7 @@ def with_accelerate_fsdp(task: Task) -> Loop:
     try:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
     except ImportError as reason:
-        raise Unavailable("accelerate is not installed") from reason
+        raise Unavailable(f"accelerate cannot be imported ({reason})") from reason
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -161,7 +163,7 @@ def with_fabric_fsdp(task: Task, fused: bool | None) -> Loop:
     try:
         from lightning_fabric.strategies import ModelParallelStrategy
     except ImportError as reason:
-        raise Unavailable("lightning-fabric is not installed") from reason
+        raise Unavailable(f"lightning-fabric cannot be imported ({reason})") from reason
     world_size = dist.get_world_size()
     strategy = ModelParallelStrategy(
         parallelize_fn=lambda model, mesh: shard(model, mesh["data_parallel"]),
@@ -176,7 +178,7 @@ def with_fabric_ddp(task: Task) -> Loop:
     try:
         from lightning_fabric.strategies import DDPStrategy
     except ImportError as reason:
-        raise Unavailable("lightning-fabric is not installed") from reason
+        raise Unavailable(f"lightning-fabric cannot be imported ({reason})") from reason
     return _with_fabric(task, DDPStrategy(), fused=None)
 
 
