@@ -225,6 +225,12 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path, capsys):
     assert run(["checkpoint", "merge", str(tmp_path)]) == EXIT_CONFIG
 
 
+def test_what_the_file_system_refuses_is_told(project, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path / "file" / "below")]) == EXIT_CHECKPOINT
+    assert f"checkpoint: {tmp_path / 'file' / 'below'}: Not a directory; nothing" in capsys.readouterr().err
+
+
 def test_a_wrong_dtype_is_refused(project, tmp_path, capsys):
     assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path), "--dtype", "int4"]) == EXIT_CONFIG
     assert "--dtype: unknown (got 'int4'); use fp32, bf16, fp16 or fp64." in capsys.readouterr().err

@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -185,7 +186,7 @@ def diff(first: Where, second: Where, as_json: AsJson = False) -> int:
     from shardkit.checkpoint.compare import compare
 
     one, two = locate.checkpoint(first), locate.checkpoint(second)
-    with _Progress("compared", one.manifest.bytes + two.manifest.bytes) as progress:
+    with _trouble_with_files(), _Progress("compared", one.manifest.bytes + two.manifest.bytes) as progress:
         found = compare(one, two, progress.add)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
@@ -219,7 +220,7 @@ def merge(
     from shardkit.checkpoint.merge import model_bytes
 
     found = locate.checkpoint(path)
-    with _Progress("merged", model_bytes(found)) as progress:
+    with _trouble_with_files(), _Progress("merged", model_bytes(found)) as progress:
         written = merge_into(found, output, dtype, max_shard_size, progress.add)
     rows: list[dict[str, Any]] = [
         {"folder": str(where), "files": [file.name for file in files], "bytes": export.total_bytes(files)}
@@ -249,7 +250,8 @@ def prune(
     root = locate.series(path)
     going = [found.path for found in retention.expendable(root, keep_last, keep_every)]
     freed = sum(file.stat().st_size for found in going for file in found.rglob("*") if file.is_file())
-    removed = going if dry_run else _prune(root, keep_last, keep_every)
+    with _trouble_with_files():
+        removed = going if dry_run else _prune(root, keep_last, keep_every)
     if as_json:
         print(json.dumps({"removed": [str(found) for found in removed], "bytes": freed, "dry_run": dry_run}, indent=2))
         return 0
@@ -274,7 +276,8 @@ def convert(
     from shardkit.checkpoint.convert import convert as convert_into
 
     parameters = None if model is None else _trained_parameters(model)
-    done = convert_into(source, output, step, parameters, weights_only)
+    with _trouble_with_files():
+        done = convert_into(source, output, step, parameters, weights_only)
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
         return 0
@@ -300,6 +303,17 @@ def _prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
         return retention.apply(root, keep_last, keep_every)
     finally:
         held.release()
+
+
+@contextmanager
+def _trouble_with_files() -> Iterator[None]:
+    """What the file system refuses is told as every other problem of a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        text = f"checkpoint: {where}{error.strerror or error}; nothing was changed by half."
+        raise CheckpointError(text) from error
 
 
 class _Progress:
