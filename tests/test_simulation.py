@@ -15,7 +15,7 @@ from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan import repeats, worker
+from shardkit.plan import measured, repeats, worker
 from shardkit.plan.answer import Request, row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
@@ -105,7 +105,7 @@ def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
     assert [m.text for m in short.timeline] == [m.text for m in whole.timeline]
     assert (short.peak, short.moment) == (whole.peak, whole.moment)
     for mine, exact in zip(short.timeline, whole.timeline, strict=True):
-        assert mine.memory.total == pytest.approx(exact.memory.total, rel=0.01)
+        assert mine.memory.total == pytest.approx(exact.memory.total, rel=0.03)
     assert payload == whole_payload
 
 
@@ -116,6 +116,42 @@ def test_the_order_of_strategies():
     peaks = [simulated(each)[0].peak.total for each in asked]
     assert peaks == sorted(peaks)
     assert len(set(peaks)) == 3
+
+
+def real_step(config: Config) -> tuple[int, str]:
+    """One rank's step with real tensors and real collectives, tracked alike: its peak and when."""
+    import torch
+    import torch.distributed as dist
+
+    from shardkit.model import gpt, gpt_module
+    from shardkit.plan import batches
+    from shardkit.plan.training_step import tracked_step
+    from shardkit.runtime.mesh import build_mesh
+    from shardkit.runtime.process import Process
+
+    process = Process(dist.get_rank(), dist.get_rank(), 2, 2, torch.device("cpu"), "gloo")
+    shape = gpt.parse(TINY.removeprefix("gpt:"))
+    loss, factory = batches.next_token_loss(4, shape.seq, shape.vocab), batches.optimizer_factory("adamw")
+    model = gpt_module.build(shape)
+    moments = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False).moments
+    top = max(moments, key=lambda moment: moment.memory.total)
+    return top.memory.total, top.text
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("B1")
+def test_two_real_ranks_hold_what_was_simulated(ranks):
+    """Storages alive on two live ranks: FSDP's peak to the byte, and the order FSDP with auto-wrap < FSDP < DDP."""
+    asked = [
+        request(TINY, 1, "no", world_size=2),
+        request(TINY, 1, "no", world_size=2, auto_wrap_policy="NO_WRAP"),
+        request(TINY, 3, "no", world_size=2),
+    ]
+    found = [ranks.run(2, real_step, each.config)[0] for each in asked]
+    planned = [simulated(each, is_exact=True)[0] for each in asked]
+    assert found[:2] == [(memory.peak.total, memory.moment) for memory in planned[:2]]
+    assert found[2][0] == pytest.approx(planned[2].peak.total, rel=0.1)
+    assert found[0][0] < found[1][0] < found[2][0]
 
 
 def test_optimizers_differ_by_their_state():
@@ -261,3 +297,28 @@ def test_flags_of_simulations_need_one(tmp_path):
     assert done.returncode == 2
     for flag in ("--exact", "--batch", "--optimizer a:c"):
         assert f"{flag}: it is for simulations (got no --simulate); add --simulate." in done.stderr
+
+
+def measurement(folder: Path, rank: int, peak: int) -> None:
+    """As a rank leaves it under launch --measure."""
+    numbers = {"parameter_bytes": 2**20, "gradient_bytes": 2**20, "optimizer_bytes": 2**21}
+    text = json.dumps({"rank": rank, "device": "cpu", "peak_bytes": peak, **numbers})
+    (folder / f"rank{rank}.memory.json").write_text(text)
+
+
+@pytest.mark.requirement("B1")
+def test_planned_beside_measured(tmp_path):
+    asked = request(TINY, world_size=2)
+    for rank in range(2):
+        measurement(tmp_path, rank, (rank + 1) * 2**20)
+    found = measured.read(tmp_path)
+    assert (found.rank, found.ranks, found.peak_bytes) == (1, 2, 2**21)
+    lines = measured.table(row(asked), found).splitlines()
+    assert lines[0] == "Planned (closed form) and measured (rank 1 of 2, cpu), MiB"
+    peak = row(asked).memory.peak.total
+    assert lines[-1].split() == ["peak", f"{peak / 2**20:.1f}", "2.0", f"{peak / 2**21:.3f}"]
+
+
+def test_a_folder_without_measurements_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"no measurement there .* shardkit launch --measure"):
+        measured.read(tmp_path)

@@ -48,6 +48,9 @@ def plan(
     closed_form: Annotated[bool, typer.Option("--closed-form", help="By formula alone, which is the default.")] = False,
     find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg, .html or .png.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Folder of logs of a run under launch --measure: planned beside measured.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="The configuration; by default the one found here.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as in the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -71,6 +74,8 @@ def plan(
     if plot is not None:
         _save_plot(answer, plot)
     typer.echo(_json(answer) if as_json else render(answer))
+    if measured is not None and not as_json:
+        typer.echo(f"\n{_comparison(answer, measured)}")
 
 
 def _check_simulation(simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str) -> None:
@@ -103,6 +108,16 @@ def _simulated(answer: "Answer", everything: bool, exact: bool, batch: str | Non
     if ":" in optimizer:
         notes += (f"The closed form takes AdamW for {optimizer}.",)
     return replace(answer, rows=rows, notes=(*answer.notes, *notes))
+
+
+def _comparison(answer: "Answer", folder: Path) -> str:
+    from shardkit.plan import measured
+
+    found = measured.read(folder)
+    text = measured.table(answer.chosen_row, found)
+    if found.ranks != answer.request.world_size:
+        text += f"\n  The plan is for {answer.request.world_size} ranks: add --world {found.ranks}."
+    return text
 
 
 def _config_path(config: Path | None) -> Path | None:

@@ -1,0 +1,60 @@
+"""What a run really took (`shardkit launch --measure` leaves one file a rank in its folder) beside what was planned."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit.errors import UsageError
+from shardkit.plan.answer import Row
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rank that took most, in bytes, of how many ranks, and on which device."""
+
+    rank: int
+    ranks: int
+    device: str
+    peak_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+def read(folder: Path) -> Measured:
+    """What the ranks left in the run's folder. UsageError where they left nothing that can be read."""
+    try:
+        found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.memory.json"))]
+        most = max(found, key=lambda each: each["peak_bytes"])
+        return Measured(
+            **{name: most[name] for name in Measured.__dataclass_fields__ if name != "ranks"}, ranks=len(found)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--measured {folder}: no measurement there ({type(error).__name__}); "
+            "name the folder of logs of a run that was started with shardkit launch --measure and ended by itself."
+        ) from None
+
+
+def table(row: Row, measured: Measured) -> str:
+    """Planned beside measured, in MiB. What the run's script holds itself lies between the two."""
+    planned = row.memory.peak
+    everything = row.memory.timeline[-1].memory if row.memory.timeline else planned
+    host = row.memory.host
+    lines = [
+        ("parameters", host.parameters or planned.parameters, measured.parameter_bytes),
+        ("gradients, all of them", host.gradients or everything.gradients, measured.gradient_bytes),
+        ("optimizer state", host.optimizer_state or planned.optimizer_state, measured.optimizer_bytes),
+        ("peak", planned.total, measured.peak_bytes),
+    ]
+    how = "simulated" if row.simulated else "closed form"
+    head = f"Planned ({how}) and measured (rank {measured.rank} of {measured.ranks}, {measured.device}), MiB"
+    columns = f"  {'':<24}{'planned':>12}{'measured':>12}{'planned / measured':>22}"
+    return "\n".join([head, columns, *(_line(*line) for line in lines)])
+
+
+def _line(name: str, planned: int, measured: int) -> str:
+    ratio = f"{planned / measured:.3f}" if measured else "-"
+    return f"  {name:<24}{planned / MIB:>12,.1f}{measured / MIB:>12,.1f}{ratio:>22}"
