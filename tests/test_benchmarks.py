@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks import interleaved
+from benchmarks import contestants, interleaved
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1, "steps": 1, "rounds": 2}
@@ -41,6 +42,21 @@ def test_startup(tmp_path: Path) -> None:
     assert "shardkit launch" in found["rounds"]
     assert {"torchrun", "accelerate launch"} <= {*found["rounds"], *found["left_out"]}
     assert all(value > 0 for values in found["rounds"].values() for value in values)
+
+
+@pytest.mark.parametrize(
+    ("package", "setup"),
+    [
+        ("lightning_fabric.strategies", lambda task: contestants.with_fabric_fsdp(task, fused=None)),
+        ("lightning_fabric.strategies", contestants.with_fabric_ddp),
+        ("accelerate", contestants.with_accelerate_ddp),
+    ],
+)
+def test_a_missing_peer_is_left_out(package: str, setup: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    task = contestants.Task(layers=1, hidden=16, heads=2, vocab=32, seq=8, batch=1, device="cpu")
+    with pytest.raises(contestants.Unavailable, match="cannot be imported"):
+        setup(task)
 
 
 def test_turns_are_fair() -> None:
