@@ -1,0 +1,71 @@
+"""One rank of `benchmarks.memory`: trains the case's model for real and notes how far its resident memory rose."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.memory import Case, configuration, ranks_per_machine
+from shardkit.config.schema import Config
+from shardkit.plan import batches, worker
+from shardkit.runtime import optim, precision
+from shardkit.runtime.measure import resident_bytes
+from shardkit.runtime.mesh import build_mesh
+from shardkit.runtime.parallel import parallelize
+from shardkit.runtime.process import Process
+
+SMALL = "gpt:layers=2,hidden=64,heads=4,vocab=100,seq=64"
+
+
+def main() -> None:
+    """`python -m benchmarks.memory_rank ORDER`, under torch.distributed.run."""
+    order = json.loads(Path(sys.argv[1]).read_text())
+    case = Case(**order["case"])
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    near = ranks_per_machine(case)
+    process = Process(rank, rank % near, size, near, torch.device("cpu"), "gloo")
+    config = configuration(case)
+    trained(SMALL, case, config, process)  # libraries and their buffers
+    start = settled()
+    peak = trained(order["spec"], case, config, process)
+    Path(order["folder"], f"rank{rank}.txt").write_text(str(peak - start))
+    dist.destroy_process_group()
+
+
+def trained(spec: str, case: Case, config: Config, process: Process) -> int:
+    """Two steps; the highest resident memory in the second, in bytes."""
+    kind = "gpt" if spec.startswith("gpt:") else "transformers"
+    job = worker.Job(
+        kind, spec, [], process.world_size, process.local_world_size, "adamw", None, case.batch_size, None, True
+    )
+    torch.manual_seed(0)
+    model = worker._shortened(job, [], [])
+    loss = worker._loss(job, model)
+    precision.autocast_forward(model, config, process.device)
+    parallel = parallelize(model, config, build_mesh(config, process), process)
+    optimizer = batches.optimizer_factory(case.optimizer)([p for p in parallel.parameters() if p.requires_grad])
+    optim.use_fast_step(optimizer)
+    for _ in range(2):
+        settled()
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        dist.barrier()
+        output, value = loss(parallel)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del output, value
+    return resident_bytes("VmHWM")
+
+
+def settled() -> int:
+    """Resident memory after everything that can be let go is."""
+    gc.collect()
+    return resident_bytes()
+
+
+if __name__ == "__main__":
+    main()
