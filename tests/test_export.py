@@ -123,6 +123,7 @@ def export_gpt2(folder):
     step(*run)
     run[0].state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     run[0].save_model(run[1], folder, max_shard_size="2KB")
+    run[0].save_model(run[1], folder / "half", dtype="bf16")
     return whole(run[1])
 
 
@@ -131,6 +132,8 @@ def export_gpt2(folder):
 def test_transformers_opens_the_export(ranks, tmp_path):
     expected = ranks.run(2, export_gpt2, tmp_path)[0]
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

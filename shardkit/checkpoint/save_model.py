@@ -47,7 +47,7 @@ class Part:
     buffers: set[str]
     ties: dict[str, str]
     one_file: bool
-    write_beside: Callable[[Path], None]
+    write_beside: Callable[[Path, torch.dtype | None], None]
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -88,7 +88,7 @@ def _parts(model: nn.Module, folder: Path) -> list[Part]:
     ties = state.tied_names(model, found)
     whole = {name: tensor for name, tensor in found.items() if name not in ties}
     buffers = {state.clean_name(name) for name, _ in inner.named_buffers()}
-    return [Part(folder, "model", whole, buffers, ties, False, lambda at: _write_model_config(inner, at))]
+    return [Part(folder, "model", whole, buffers, ties, False, lambda at, kind: _write_model_config(inner, at, kind))]
 
 
 def _adapter(model: Any, adapter: str, folder: Path) -> Part:
@@ -109,7 +109,7 @@ def _adapter(model: Any, adapter: str, folder: Path) -> Part:
         buffers=held_by_rank_0,
         ties={},
         one_file=True,
-        write_beside=lambda at: _write_adapter_config(model, adapter, at),
+        write_beside=lambda at, kind: _write_adapter_config(model, adapter, at),
     )
 
 
@@ -145,7 +145,7 @@ def _warn_of_left_out(model: nn.Module, chosen: Mapping[str, torch.Tensor]) -> N
         )
 
 
-def _write_model_config(model: Any, folder: Path) -> None:
+def _write_model_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """config.json and generation_config.json, where the model has them. Trouble with these is a warning."""
     try:
         config: Any = getattr(model, "config", None)
@@ -153,6 +153,8 @@ def _write_model_config(model: Any, folder: Path) -> None:
             config = copy.deepcopy(config)
             if hasattr(config, "architectures"):
                 config.architectures = [_class_name(model)]
+            if hasattr(config, "dtype") and dtype is not None:
+                config.dtype = dtype  # what from_pretrained loads the weights as
             config.save_pretrained(folder)
         generation: Any = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):
@@ -190,6 +192,7 @@ def _save(part: Part, control: Control, limit: int, wanted: torch.dtype | None) 
     opened: list[Opened] = []
     try:
         temporary, tag = _together(control, part.folder, lambda: _begin(part, shapes, limit, control, opened), 0)
+        _together(control, part.folder, lambda: _write_beside(part, opened, targets))
         files = export.plan(shapes, part.ties, limit, part.stem, tag)
         _together(control, part.folder, lambda: _write(part, index, targets, files, Path(temporary), control))
         _together(control, part.folder, lambda: _publish(part, opened), 0)
@@ -240,8 +243,13 @@ def _begin(
         return None
     tag = export.free_tag(part.folder, export.plan(shapes, part.ties, limit, part.stem))
     opened.append(export.begin(part.folder, export.plan(shapes, part.ties, limit, part.stem, tag), part.stem))
-    part.write_beside(opened[0].temporary)
     return [str(opened[0].temporary), tag]
+
+
+def _write_beside(part: Part, opened: list[Opened], targets: Mapping[str, torch.dtype]) -> None:
+    floats = {dtype for dtype in targets.values() if dtype.is_floating_point}
+    for mine in opened:
+        part.write_beside(mine.temporary, floats.pop() if len(floats) == 1 else None)
 
 
 def _publish(part: Part, opened: list[Opened]) -> None:
