@@ -76,6 +76,16 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
         return result
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor caches by mesh what it works out, and two worlds' meshes are equal where their process groups are not."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 class Pool:

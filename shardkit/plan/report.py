@@ -126,12 +126,12 @@ def _traffic_table(answer: Answer) -> str:
     timed = any(row.time for row in answer.rows)
     several = answer.request.machines > 1
     lines = [f"What one rank sends in one step, {unit}" + ("; time of the step, an estimate" if timed else "")]
-    head = f"  {'strategy':<20}{'in its machine':>15}" + (f"{'to others':>12}" if several else "")
+    head = f"  {'strategy':<20}{'in its machine':>14}" + (f"{'to others':>11}" if several else "")
     lines.append(head + (f"{'step':>21}{'MFU':>12}" if timed else ""))
     for row in answer.rows:
         sent = row.estimate.traffic
-        cells = f"{_number(sent.inside_bytes / scale):>15}"
-        cells += f"{_number(sent.between_bytes / scale):>12}" if several else ""
+        cells = f"{_number(sent.inside_bytes / scale):>14}"
+        cells += f"{_number(sent.between_bytes / scale):>11}" if several else ""
         lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}{_time_cells(row)}")
     return "\n".join(lines)
 
