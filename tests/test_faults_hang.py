@@ -62,14 +62,15 @@ def test_a_rank_stopped_from_outside_is_named_in_every_phase(tmp_path, what, mar
     assert_named(tmp_path, rank, code, screen, phase, r"STOPPED \(SIGSTOP\)", others)
 
 
+@pytest.mark.faults
 @pytest.mark.fault_row(29)
 @pytest.mark.parametrize(
     ("what", "where"),
     [
-        pytest.param("lock", "stand_still", marks=pytest.mark.slow),
-        pytest.param("busy", "stand_still", marks=pytest.mark.faults),
-        pytest.param("moving", "go_down", marks=pytest.mark.faults),
-        pytest.param("native", "hold_the_interpreter", marks=pytest.mark.faults),
+        ("lock", "stand_still"),
+        ("busy", "stand_still"),
+        ("moving", "go_down"),
+        ("native", "hold_the_interpreter"),
     ],
 )
 def test_a_rank_that_comes_no_further_is_named(tmp_path, what, where):
@@ -78,6 +79,17 @@ def test_a_rank_that_comes_no_further_is_named(tmp_path, what, where):
     assert (tmp_path / f"{what}.1").exists(), screen
     assert_named(tmp_path, 1, code, screen, "forward", rf"at .*hangs\.py:\d+ in ({where}|count_for_ever)", "backward")
     assert where in (tmp_path / "logs" / "rank1.stack").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.fault_row(29)
+def test_a_lock_that_nobody_gives_back_is_named(tmp_path):
+    code, screen = launch(tmp_path, "locked", str(tmp_path))
+    assert (tmp_path / "taken").exists(), screen
+    assert code == 4, screen
+    assert "First to stop: rank 1" in screen
+    assert re.search(r"rank 0  step 2  backward  for \d+ s  at .*locked\.py:\d+", screen), screen
+    assert re.search(r"rank 1  step 1  data  for \d+ s  at .*locked\.py:\d+ in take_twice", screen), screen
 
 
 @pytest.mark.faults
