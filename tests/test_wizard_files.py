@@ -17,7 +17,6 @@ from shardkit.launch.spec import launch_spec
 from shardkit.model.sources import describe
 from shardkit.wizard.answers import from_config, settle, to_config
 from shardkit.wizard.questions import QUESTIONS, is_asked
-from shardkit.wizard.reference import questions_page
 from shardkit.wizard.situation import Situation
 from tests.wizard_talk import CPU_ONLY, EIGHT_GPUS, OLD_GPUS, SMALL_GPT
 
@@ -179,8 +178,3 @@ def test_every_question_has_help_and_every_option_a_consequence():
         assert question.help, question.key
         for option in question.options(base):
             assert option.consequence or option.disabled, (question.key, option.value)
-
-
-def test_the_page_of_questions_is_up_to_date():
-    page = Path(__file__).parent.parent / "docs" / "reference" / "questions.md"
-    assert page.read_text() == questions_page(), "write it anew: python -m shardkit.wizard.reference"

@@ -1,6 +1,4 @@
-"""The docs page of all questions, from the records: `python -m shardkit.wizard.reference` writes it."""
-
-from pathlib import Path
+"""The docs page of all questions, from the records."""
 
 from shardkit.config.hardware import Device, Hardware
 from shardkit.config.keys import all_keys
@@ -8,12 +6,11 @@ from shardkit.wizard.answers import settle
 from shardkit.wizard.questions import QUESTIONS, Question
 from shardkit.wizard.situation import SEVERAL, TPU, Situation
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "questions.md"
 HEAD = """# The questions of `shardkit config`
 
 In the order in which they are asked. "Advanced" ones take their default unless they are chosen in the review.
 Every answer can be given by flag instead: `--set KEY=VALUE`, with the key that stands under the question.
-This page is written by `python -m shardkit.wizard.reference` from the same records that the wizard asks from.
+This page is written by `make docs` from the same records that the wizard asks from.
 """
 
 
@@ -49,8 +46,3 @@ def _example(question: Question) -> Situation:
     on_gpus = settle(start, {"where": SEVERAL})
     on_tpu = settle(start, {"where": TPU, "tpu_use_cluster": True})
     return on_gpus if question.applies(on_gpus) else on_tpu
-
-
-if __name__ == "__main__":
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(questions_page(), encoding="utf-8")
