@@ -46,6 +46,16 @@ VIT = {
     "intermediate_size": 2048,
     "num_attention_heads": 8,
 }
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "image_size": 32,
+    "max_position_embeddings": 64,
+}
 MODELS: dict[str, Any] = {"gpt": GPT, "llama": LLAMA, "vit": VIT}
 MIB = 2**20
 
@@ -132,6 +142,7 @@ def specification(case: Case, folder: Path) -> str:
         return model
     path = folder / "config.json"
     path.write_text(json.dumps(model))
+    (folder / "small.json").write_text(json.dumps({**model, **SMALL}))
     return str(path)
 
 
@@ -161,7 +172,8 @@ def request(case: Case, spec: str) -> Request:
 
 def measure(case: Case, spec: str, folder: Path) -> list[int]:
     """Every rank's peak in bytes, from ranks that really train."""
-    order = {"case": asdict(case), "spec": spec, "folder": str(folder)}
+    small = "gpt:layers=2,hidden=64,heads=4,vocab=100,seq=64" if spec == GPT else str(folder / "small.json")
+    order = {"case": asdict(case), "spec": spec, "small": small, "folder": str(folder)}
     (folder / "order.json").write_text(json.dumps(order))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
     subprocess.run(

@@ -17,8 +17,6 @@ from shardkit.runtime.mesh import build_mesh
 from shardkit.runtime.parallel import parallelize
 from shardkit.runtime.process import Process
 
-SMALL = "gpt:layers=2,hidden=64,heads=4,vocab=100,seq=64"
-
 
 def main() -> None:
     """`python -m benchmarks.memory_rank ORDER`, under torch.distributed.run."""
@@ -29,7 +27,7 @@ def main() -> None:
     near = ranks_per_machine(case)
     process = Process(rank, rank % near, size, near, torch.device("cpu"), "gloo")
     config = configuration(case)
-    trained(SMALL, case, config, process)  # libraries and their buffers
+    trained(order["small"], case, config, process)  # libraries and their buffers
     start = settled()
     peak = trained(order["spec"], case, config, process)
     Path(order["folder"], f"rank{rank}.txt").write_text(str(peak - start))

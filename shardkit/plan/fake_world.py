@@ -60,3 +60,13 @@ def with_fake_tensors(model: nn.Module) -> nn.Module:
         for name, buffer in module._buffers.items():
             module._buffers[name] = fake(buffer)
     return model
+
+
+def keep_in_place(model: nn.Module) -> None:
+    """Let the model's `to` do nothing: all of it is on the CPU, and torch would swap fake parameters for equal ones,
+    which it refuses while anything refers to them weakly."""
+
+    def stay(*_: object, **__: object) -> nn.Module:
+        return model
+
+    model.to = stay  # type: ignore[method-assign]

@@ -160,6 +160,7 @@ def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) ->
     config = config.model_copy(update={"fsdp": fsdp, "shardkit": section})
     with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
         model = _shortened(job, runs, kept)
+        fake_world.keep_in_place(model)
         loss = _loss(job, model)
         has_buckets = config.mode == "ddp" and job.world_size > 1
         factory = batches.optimizer_factory(job.optimizer)
