@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--only fsdp] [--output memory.json] [--table table.md]
 
-Each case starts 2 or 4 ranks, trains two steps, and takes what a rank's resident memory rose to in the second above
+Each case starts 2 or 4 ranks, trains three steps, and takes what a rank's resident memory rose to in the last above
 where it was before the model: libraries, their buffers and a tiny training are in that start. glibc is told to give
 every large block back (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator does at its peak. The order of the notes,
 FSDP with auto-wrap < FSDP < DDP, is checked where its three cases ran.
