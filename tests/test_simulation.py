@@ -88,6 +88,7 @@ def test_the_collectives_carry_what_the_closed_form_says(asked):
     assert simulated(asked)[1] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "fsdp"),
     [
@@ -154,6 +155,7 @@ def test_two_real_ranks_hold_what_was_simulated(ranks):
     assert found[0][0] < found[1][0] < found[2][0]
 
 
+@pytest.mark.slow
 def test_optimizers_differ_by_their_state():
     asked = request(TINY)
     states = {

@@ -136,8 +136,12 @@ def start(
     )
     if dry_run:
         print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched))
-    else:
-        elastic.run(launched)
+        return
+    folder = elastic.run(launched)
+    if measure:
+        from shardkit.cli.plan import beside_the_plan
+
+        typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
 
 
 def checked(

@@ -120,6 +120,29 @@ def _comparison(answer: "Answer", folder: Path) -> str:
     return text
 
 
+def beside_the_plan(config: "Config", path: Path | None, folder: Path) -> str:
+    """What a run took that left its measurements in `folder`, beside the plan for the model that the file names.
+
+    The file knows neither batch nor optimizer: the plan is for AdamW without activations, and a line says how to
+    plan with them.
+    """
+    from shardkit.model import comment
+    from shardkit.plan import measured
+
+    named = comment.read(path.read_text(encoding="utf-8")) if path else None
+    if not any(folder.glob("rank*.memory.json")):
+        return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
+    model = named or "MODEL"
+    hint = f"with activations: shardkit plan --model {model} --batch-size B --seq-len S --simulate --measured {folder}"
+    if named is None:
+        found = measured.read(folder)
+        return (
+            f"measured: peak {found.peak_bytes / measured.MIB:,.1f} MiB on rank {found.rank}\nbeside the plan, {hint}"
+        )
+    request = _request(config, named, None, None, None, "adamw", None, None)
+    return f"{_comparison(_answer(request, None), folder)}\n{hint}"
+
+
 def _config_path(config: Path | None) -> Path | None:
     from shardkit.config.files import find
 

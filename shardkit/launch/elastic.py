@@ -44,8 +44,11 @@ class Attempt:
         return max((rank.place.committed_step for rank in self.watch.ranks.values()), default=-1)
 
 
-def run(spec: LaunchSpec) -> None:
-    """Runs the launch to its end. Raises RankFailure, HangError, Preempted, MachineError, or KeyboardInterrupt."""
+def run(spec: LaunchSpec) -> Path:
+    """The run's folder, after the launch came to a good end.
+
+    Raises RankFailure, HangError, Preempted, MachineError, or KeyboardInterrupt.
+    """
     log_dir = make_log_dir(spec)
     say(headline(spec, _short(log_dir)))
     began_s = time.monotonic()
@@ -53,7 +56,8 @@ def run(spec: LaunchSpec) -> None:
     while True:
         error = run_attempt(spec, log_dir, restarts)
         if error is None:
-            return say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
+            say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
+            return log_dir
         restarts.count(error)
         say(restarts.announcement())
 
