@@ -140,6 +140,7 @@ CASES = [
         4,
         FULL | {"fsdp_config": {"fsdp_sharding_strategy": 4}, "shardkit": {"mesh": {"shard_size": 2}}},
         id="4-hybrid",
+        marks=pytest.mark.slow,
     ),
 ]
 

@@ -63,6 +63,12 @@ def cases() -> list[Case]:
     ]
 
 
+def marked_cases() -> list[Any]:
+    """The quick part takes one way of wrapping on four ranks."""
+    slow = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(case, id=str(case), marks=slow[case.world == 4 and case.wrap != "class"]) for case in cases()]
+
+
 def build(tied: bool, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = models.Gpt(tied=tied)
@@ -140,7 +146,7 @@ def distance(weights: dict[str, Any], others: dict[str, Any]) -> float:
 
 
 @pytest.mark.requirement("A1")
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", marked_cases())
 def test_ranks_train_as_one_process(ranks, case):
     losses, norms, first, last = reference(case.accumulation, case.tied)
     loss_bound, weight_bound = BOUNDS[case.mixed_precision]

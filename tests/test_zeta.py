@@ -41,6 +41,7 @@ print(output.dtype, type(model[0].weight).__name__)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("Z1")
 def test_the_examples_run_in_one_process(tmp_path: Path):
     script = tmp_path / "examples.py"
