@@ -95,7 +95,7 @@ class Accelerator:
         if self.config.shardkit.seed is not None:
             set_seed(self.config.shardkit.seed)
         boundary.watch(self)
-        self.started_bytes = measure.resident_bytes()
+        self.started_bytes = measure.start(self.process.device)
 
     def _start_empty(self) -> None:
         self.models: list[nn.Module] = []

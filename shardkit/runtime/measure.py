@@ -46,6 +46,13 @@ def resident_bytes(line: str = "VmRSS") -> int:
     return int(found[0].split()[1]) * 1024 if found else 0
 
 
+def start(device: torch.device) -> int:
+    """This process's resident bytes now, before anything is prepared. Under --measure a GPU records from here on."""
+    if is_asked_for() and device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+    return resident_bytes()
+
+
 def memory_of(accelerator: "Accelerator", started_bytes: int) -> Memory:
     """What this rank took so far; `started_bytes` is what the process had before it prepared anything."""
     parameters = [parameter for model in accelerator.models for parameter in model.parameters()]
@@ -64,12 +71,14 @@ def memory_of(accelerator: "Accelerator", started_bytes: int) -> Memory:
 
 
 def report(accelerator: "Accelerator", started_bytes: int) -> None:
-    """Leaves every rank's memory beside its log, and says the largest. Collective."""
+    """Leaves every rank's memory beside its log (of a GPU a snapshot too), and says the largest. Collective."""
     mine = memory_of(accelerator, started_bytes)
     folder = env.get(names.LOG_DIR)
     if folder:
         path = Path(folder) / f"rank{mine.rank}.memory.json"
         path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
+        if accelerator.device.type == "cuda":  # every allocation with its stack, for pytorch.org/memory_viz
+            torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank{mine.rank}.snapshot.pickle")))
     everyone = [Memory(**one) for one in exchange(asdict(mine))]
     log.info("%s", text(everyone))
 
