@@ -8,15 +8,12 @@ gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardkit import env
 from shardkit.errors import ModelError
-from shardkit.model import gpt, weights
+from shardkit.model import child, gpt, weights
 from shardkit.model.builtin import BUILTIN
 from shardkit.model.describe import Description, from_json
 
@@ -65,54 +62,21 @@ def _unknown(spec: str, path: Path) -> str:
 def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> Description:
     with tempfile.TemporaryDirectory(prefix="shardkit-model-") as scratch:
         result = Path(scratch) / "result.json"
-        code, errors = _run_probe(kind, spec, result, timeout_s, folder)
+        ended = child.run("shardkit.model.probe", [kind, spec, str(result)], folder, timeout_s)
+        if ended is None:
+            raise ModelError(
+                f"--model {spec}: not built after {timeout_s:g} s; "
+                f"a factory should only build the model, without reading weights or data; {CLOSED_FORM_HINT}."
+            )
         if not result.is_file():
-            raise ModelError(_died(spec, code, errors))
+            raise ModelError(
+                f"--model {spec}: the process that builds it {ended.how}; run the factory by hand, {CLOSED_FORM_HINT}."
+            )
         answer = json.loads(result.read_text())
     if "error" in answer:
-        place = _relative(answer["where"], folder) or spec
+        place = child.relative_place(answer["where"], folder) or spec
         raise ModelError(
             f"{place}: the model {spec} cannot be built on the meta device ({answer['error']}); "
             f"mend that line, {CLOSED_FORM_HINT}."
         )
     return from_json(answer["description"])
-
-
-def _run_probe(kind: str, spec: str, result: Path, timeout_s: float, folder: Path) -> tuple[int, str]:
-    """Exit code and errors of the child. What the user's code prints is not ours to show."""
-    command = [sys.executable, "-m", "shardkit.model.probe", kind, spec, str(result)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**env.copy(), "PYTHONWARNINGS": "ignore"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelError(
-            f"--model {spec}: not built after {timeout_s:g} s; "
-            f"a factory should only build the model, without reading weights or data; {CLOSED_FORM_HINT}."
-        ) from None
-    return done.returncode, done.stderr.decode(errors="replace")
-
-
-def _died(spec: str, code: int, errors: str) -> str:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    last = lines[-1] if lines else "no message"
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"--model {spec}: the process that builds it {how} ({last}); run the factory by hand, {CLOSED_FORM_HINT}."
-
-
-def _relative(place: str | None, folder: Path) -> str | None:
-    """file:line, relative to the folder where that is shorter."""
-    if place is None:
-        return None
-    file, _, line = place.rpartition(":")
-    try:
-        return f"{Path(file).resolve().relative_to(folder.resolve())}:{line}"
-    except ValueError:
-        return place

@@ -6,16 +6,14 @@ blocks are simulated a few times and the rest follows (`repeats.py`), unless it 
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardkit import env
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ModelError, ShardkitError, UsageError
+from shardkit.model import child
 from shardkit.model.builtin import BUILTIN
 from shardkit.plan.answer import Request, Row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
@@ -114,51 +112,23 @@ def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[
     with tempfile.TemporaryDirectory(prefix="shardkit-simulation-") as scratch:
         order, result = Path(scratch) / "job.json", Path(scratch) / "result.json"
         order.write_text(json.dumps(job))
-        code, errors = _run_worker(job["spec"], order, result, timeout_s, folder)
+        # It sees no GPU: everything is simulated on the CPU, wherever it runs.
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+        ended = child.run("shardkit.plan.worker", [str(order), str(result)], folder, timeout_s, no_gpu)
+        if ended is None:
+            raise ModelError(f"--simulate {job['spec']}: no end after {timeout_s:g} s; {CLOSED_FORM_HINT}.")
         if not result.is_file():
-            lines = [line.strip() for line in errors.splitlines() if line.strip()]
-            raise ModelError(
-                f"--simulate {job['spec']}: the simulation ended with exit code {code} "
-                f"({lines[-1] if lines else 'no message'}); report it, {CLOSED_FORM_HINT}."
-            )
+            raise ModelError(f"--simulate {job['spec']}: the simulation {ended.how}; report it, {CLOSED_FORM_HINT}.")
         answer = json.loads(result.read_text())
     if "refused" in answer:
         raise ShardkitError(answer["refused"])
     if "error" in answer:
-        place = _relative(answer["where"], folder) or f"--simulate {job['spec']}"
+        place = child.relative_place(answer["where"], folder) or f"--simulate {job['spec']}"
         raise ModelError(
             f"{place}: the model {job['spec']} cannot train on fake tensors ({answer['error']}); "
             f"mend that line (values of tensors are not known there), {CLOSED_FORM_HINT}."
         )
     return answer["steps"]
-
-
-def _run_worker(spec: str, order: Path, result: Path, timeout_s: float, folder: Path) -> tuple[int, str]:
-    """Exit code and errors of the child. It sees no GPU: everything is simulated on the CPU, wherever it runs."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "shardkit.plan.worker", str(order), str(result)],
-            cwd=folder,
-            env={**env.copy(), "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"--simulate {spec}: no end after {timeout_s:g} s; {CLOSED_FORM_HINT}.") from None
-    return done.returncode, done.stderr.decode(errors="replace")
-
-
-def _relative(place: str | None, folder: Path) -> str | None:
-    if place is None:
-        return None
-    file, _, line = place.rpartition(":")
-    try:
-        return f"{Path(file).resolve().relative_to(folder.resolve())}:{line}"
-    except ValueError:
-        return place
 
 
 def _simulation(request: Request, config: Config, step: dict[str, Any], batch: str | None) -> Simulation:

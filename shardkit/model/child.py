@@ -1,0 +1,54 @@
+"""A module of shardkit run in a process of its own, in which the user's code may do what it likes."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit import env
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the process ended: its exit code (a signal's number, negative), and the last line of its errors."""
+
+    code: int
+    last_line: str
+
+    @property
+    def how(self) -> str:
+        ended = f"was ended by signal {-self.code}" if self.code < 0 else f"ended with exit code {self.code}"
+        return f"{ended} ({self.last_line})"
+
+
+def run(
+    module: str, arguments: Sequence[str], folder: Path, timeout_s: float, variables: Mapping[str, str] | None = None
+) -> Ended | None:
+    """`python -m module arguments` in a folder; None where it took too long. What the user's code prints is dropped."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=folder,
+            env={**env.copy(), "PYTHONWARNINGS": "ignore", **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+    return Ended(done.returncode, lines[-1] if lines else "no message")
+
+
+def relative_place(place: str | None, folder: Path) -> str | None:
+    """file:line, relative to the folder where that is shorter."""
+    if place is None:
+        return None
+    file, _, line = place.rpartition(":")
+    try:
+        return f"{Path(file).resolve().relative_to(folder.resolve())}:{line}"
+    except ValueError:
+        return place
