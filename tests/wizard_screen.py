@@ -44,9 +44,11 @@ class Screen:
                 raise AssertionError(f"{text!r} did not appear on the screen:\n{self.text}")
 
     def wait_for_end(self) -> int:
-        """Until the program ends; its exit code."""
+        """Until the program ends; its exit code. Fails with the screen when it does not end."""
+        end = time.monotonic() + TIMEOUT_S
         while self._read():
-            pass
+            if time.monotonic() > end:
+                raise AssertionError(f"the program did not end; its screen:\n{self.text}")
         self.child.close()
         return self.child.exitstatus if self.child.exitstatus is not None else 128 + (self.child.signalstatus or 0)
 
