@@ -1,6 +1,7 @@
 """Fixtures that all tests share. They also police: no test may leave a changed environment or working folder behind."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,8 @@ for _name in [name for name in os.environ if name.startswith(("SHARDKIT_", "ACCE
     del os.environ[_name]
 for _name in ("CI", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NO_COLOR", "FORCE_COLOR"):
     os.environ.pop(_name, None)
+# A job in the background may have been started with Ctrl-C ignored; programs that tests start must not inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -122,7 +122,7 @@ def test_8_an_existing_file_is_edited_not_overwritten(folder):
     assert (folder / "shardkit.yaml").read_text().startswith("# mine\nnum_processes: 4\n")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_8_escape_goes_back_and_eats_no_key(folder):
     terminal = screen(folder)
     try:
@@ -170,7 +170,7 @@ def test_9_in_a_ci_job_with_a_terminal_it_does_not_ask_either(folder):
 SIZES = [(80, 24), (60, 10), (40, 14)]
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "rows"), SIZES)
 def test_10_every_size_of_terminal_shows_whole_menus(folder, columns, rows):
     terminal = screen(folder, columns, rows)
@@ -201,7 +201,7 @@ def test_10_every_size_of_terminal_shows_whole_menus(folder, columns, rows):
     assert files.read(folder / "shardkit.yaml").config.num_processes == 1
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"SHARDKIT_PLAIN": "1", "NO_COLOR": "1"}])
 def test_10_plain_mode_sends_no_control_codes(folder, variables):
     terminal = screen(folder, **variables)
@@ -217,7 +217,7 @@ def test_10_plain_mode_sends_no_control_codes(folder, variables):
     assert all(byte < 128 for byte in terminal.raw)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_10_no_color_is_honoured(folder):
     terminal = screen(folder, NO_COLOR="1")
     try:
