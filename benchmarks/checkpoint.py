@@ -1,15 +1,16 @@
-"""Saving and loading a training state: shardkit beside torch's own ways, in turn, in one run.
+"""Saving and loading a training state: shardkit beside torch's own ways and accelerate's, in turn, in one run.
 
-    python -m benchmarks.checkpoint [--layers 80] [--ranks 2] [--repeats 5] [--output checkpoint.json]
+    python -m benchmarks.checkpoint [--layers 80] [--ranks 2] [--rounds 5] [--family fsdp] [--output checkpoint.json]
 
-The state is that of 1024 x 1024 layers with AdamW under FSDP2, on CPU ranks: 80 layers are 1 GB. One round before is
-not counted. Peers: torch.distributed.checkpoint (DCP) for the sharded way, and for the full way a gather to rank 0 with
-safetensors' save_file. accelerate's save_state is left out: it does not run FSDP on a CPU. Extra memory is rank 0's
-anonymous memory at its peak, less what it was before. Compare ratios, not seconds.
+The state is that of 1024 x 1024 layers with AdamW, on CPU ranks: 80 layers are 1 GB. One round before is not counted.
+Under FSDP2 the peers are torch.distributed.checkpoint (DCP), and for one whole file a gather to rank 0 written by
+safetensors; under DDP it is accelerate, which runs no FSDP on a CPU. An async save counts until training may go on.
+Extra memory is rank 0's anonymous memory at its peak, less what it was before.
 """
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import statistics
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,37 +38,55 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks import interleaved
+from benchmarks.contestants import Unavailable
 from shardkit.checkpoint import control, read, write
+from shardkit.checkpoint.control import Control
+from shardkit.checkpoint.layout import Kind
 from shardkit.checkpoint.snapshot import Background
 from shardkit.checkpoint.state import Live
 
-# What the project promises: ours to the peer's, by the median of seconds; and rank 0's extra memory in a save.
-TARGETS = {
-    "sharded save / DCP save": 1.25,
-    "full save / gather to rank 0": 0.35,
-    "sharded load / DCP load": 1.0,
-    "stand-still of an async save / sharded save": 0.15,
+Actions = dict[str, Callable[[], Any]]
+
+# What is compared, by family: ours, the other, and what the project promises of the ratio (None: nothing).
+COMPARED: dict[str, list[tuple[str, str, float | None]]] = {
+    "fsdp": [
+        ("sharded save", "DCP save", 1.25),
+        ("full save", "gather to rank 0 save", 0.35),
+        ("sharded load", "DCP load", 1.0),
+        ("async save", "sharded save", 0.15),
+    ],
+    "ddp": [
+        ("shardkit save", "accelerate save", None),
+        ("shardkit load", "accelerate load", None),
+        ("async save", "shardkit save", 0.15),
+    ],
 }
-MEMORY_TARGET_MIB = 64
+# Saves that must not take memory of their own, and how much they may.
+LEAN = ("sharded save", "full save", "shardkit save")
+EXTRA_MEMORY_MIB = 64
 
 
 def main() -> None:
-    """Measure, print a table, write JSON where it is asked for."""
+    """Measure, print tables, write JSON where it is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--family", action="append", choices=list(COMPARED), help="repeatable; by default all")
     parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        arguments = (options.ranks, options.layers, options.repeats, Path(name), _free_port())
-        multiprocessing.spawn(measure, arguments, nprocs=options.ranks)
-        measured = json.loads((Path(name) / "result.json").read_text())
-    result = summary(measured)
-    _show(measured, result)
+    result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
+    for family in options.family or COMPARED:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            arguments = (family, options.ranks, options.layers, options.rounds, Path(name), _free_port())
+            multiprocessing.spawn(measure, arguments, nprocs=options.ranks)
+            measured = json.loads((Path(name) / "result.json").read_text())
+        result[family] = summary(family, measured)
+        _show(family, measured)
     if options.output:
-        options.output.write_text(json.dumps({"measured": measured, **result}, indent=2) + "\n")
+        interleaved.write(options.output, result)
 
 
 def _free_port() -> int:
@@ -75,44 +95,45 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def measure(rank: int, ranks: int, layers: int, repeats: int, folder: Path, port: int) -> None:
-    """One rank of the measurement; rank 0 leaves {what: [[seconds, extra MiB], ...]} in result.json."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    model, optimizer = _state(layers)
-    actions = _actions(model, optimizer, folder)
-    measured: dict[str, list[list[float]]] = {name: [] for name in actions}
-    for turn in range(repeats + 1):
-        for name, action in actions.items():
-            if rank == 0 and name.endswith("save"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            value = _measured(action)
-            if turn:
-                measured[name].append(value)
+def measure(rank: int, family: str, ranks: int, layers: int, rounds: int, folder: Path, port: int) -> None:
+    """One rank of the measurement; rank 0 leaves seconds and extra MiB, by what was done and round, in result.json."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    dist.init_process_group("gloo")
+    actions, left_out = {"fsdp": fsdp_actions, "ddp": ddp_actions}[family](layers, folder)
+    torch.set_num_threads(1)  # accelerate chooses for the whole process
+    extra_mib: dict[str, list[float]] = {name: [] for name in actions}
+    timed = {name: partial(_timed, name, act, folder, extra_mib[name]) for name, act in actions.items()}
+    for action in timed.values():  # once before, saves ahead of loads: buffers, file caches
+        action()
+    wall_s = interleaved.measure(timed, rounds)
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps(measured))
+        found = {"wall_s": wall_s, "extra_mib": extra_mib, "left_out": left_out}
+        (folder / "result.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _state(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)])
+def _model(layers: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)])
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(2, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fsdp_actions(layers: int, folder: Path) -> tuple[Actions, dict[str, str]]:
+    """Saves and loads of a sharded state, and who is left out, with reasons. Collective."""
+    model = _model(layers)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.randn(2, 1024)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def _actions(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Callable[[], Any]]:
-    live, agreed, beside = Live([model], [optimizer]), control.start(600), Background(control.start(600))
-
-    def request(name: str) -> write.Request:
-        return write.Request(folder / name, 1, "benchmark")
+    _step(model, optimizer)
+    live, agreed = Live([model], [optimizer]), control.start(600)
 
     def dcp_save() -> None:
         weights, state = get_state_dict(model, optimizer)
@@ -123,23 +144,76 @@ def _actions(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -
         dcp.load({"model": weights, "optim": state}, checkpoint_id=str(folder / "DCP save"))
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
+    actions: Actions = {
+        "sharded save": lambda: _save(live, "sharded", folder / "sharded save", agreed),
+        "DCP save": dcp_save,
+        "full save": lambda: _save(live, "full", folder / "full save", agreed),
+        "gather to rank 0 save": lambda: _gather_and_save(model, optimizer, folder / "gather to rank 0 save"),
+        "sharded load": lambda: _load(live, folder / "sharded save", agreed),
+        "DCP load": dcp_load,
+        "full load": lambda: _load(live, folder / "full save", agreed),
+        "async save": _async_save(live, folder / "async save", agreed),
+    }
+    return actions, {"accelerate": "it has no FSDP on a CPU"}
+
+
+def ddp_actions(layers: int, folder: Path) -> tuple[Actions, dict[str, str]]:
+    """Saves and loads of a state that every rank has whole, and who is left out, with reasons. Collective."""
+    try:
+        peer = _accelerate()
+    except Unavailable as reason:
+        model = nn.parallel.DistributedDataParallel(_model(layers))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        theirs: Actions = {}
+        left_out = {"accelerate": str(reason)}
+    else:
+        model = _model(layers)
+        model, prepared = peer.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+        optimizer, left_out = prepared.optimizer, {}
+        theirs = {
+            "accelerate save": lambda: peer.save_state(str(folder / "accelerate save")),
+            "accelerate load": lambda: peer.load_state(str(folder / "accelerate save")),
+        }
+    _step(model, optimizer)
+    live, agreed = Live([model], [optimizer]), control.start(600)
+    ours: Actions = {
+        "shardkit save": lambda: _save(live, "sharded", folder / "shardkit save", agreed),
+        "shardkit load": lambda: _load(live, folder / "shardkit save", agreed),
+        "async save": _async_save(live, folder / "async save", agreed),
+    }
+    return {**ours, **theirs}, left_out
+
+
+def _accelerate() -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError as reason:
+        raise Unavailable(f"accelerate cannot be imported ({reason})") from reason
+    accelerator = Accelerator(cpu=True)
+    if accelerator.num_processes != dist.get_world_size():
+        raise Unavailable(f"accelerate sees {accelerator.num_processes} processes, not {dist.get_world_size()}")
+    return accelerator
+
+
+def _save(live: Live, kind: Kind, final: Path, agreed: Control) -> None:
+    write.save(live, kind, write.Request(final, 1, "benchmark"), agreed)
+
+
+def _load(live: Live, saved: Path, agreed: Control) -> None:
+    read.load(live, saved, agreed)
+
+
+def _async_save(live: Live, final: Path, agreed: Control) -> Callable[[], float]:
+    beside = Background(control.start(600))
+
     def stand_still() -> float:
         started = time.perf_counter()
-        beside.start(write.prepare(live, "sharded", request("async save"), agreed))
+        beside.start(write.prepare(live, "sharded", write.Request(final, 1, "benchmark"), agreed))
         seconds = time.perf_counter() - started
         beside.wait(agreed)
         return seconds
 
-    return {
-        "sharded save": lambda: write.save(live, "sharded", request("sharded save"), agreed),
-        "DCP save": dcp_save,
-        "full save": lambda: write.save(live, "full", request("full save"), agreed),
-        "gather to rank 0 save": lambda: _gather_and_save(model, optimizer, folder / "gather to rank 0 save"),
-        "sharded load": lambda: read.load(live, folder / "sharded save", agreed),
-        "DCP load": dcp_load,
-        "full load": lambda: read.load(live, folder / "full save", agreed),
-        "async save": stand_still,
-    }
+    return stand_still
 
 
 def _gather_and_save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -153,8 +227,10 @@ def _gather_and_save(model: nn.Module, optimizer: torch.optim.Optimizer, folder:
         save_file(flat, folder / "optim.safetensors")
 
 
-def _measured(action: Callable[[], Any]) -> list[float]:
-    """Seconds until all ranks are done (or as the action itself says), and this rank's extra memory in MiB."""
+def _timed(name: str, action: Callable[[], Any], folder: Path, extra_mib: list[float]) -> float:
+    """Seconds until all ranks are done, or the float that the action returns; appends this rank's extra MiB."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / name, ignore_errors=True)
     dist.barrier()
     before, peak, ended = _anonymous_mib(), [0.0], threading.Event()
 
@@ -170,7 +246,8 @@ def _measured(action: Callable[[], Any]) -> list[float]:
     seconds = own if isinstance(own, float) else time.perf_counter() - started
     ended.set()
     watcher.join()
-    return [seconds, max(0.0, peak[0] - before)]
+    extra_mib.append(max(0.0, peak[0] - before))
+    return seconds
 
 
 def _anonymous_mib() -> float:
@@ -180,29 +257,33 @@ def _anonymous_mib() -> float:
     return 0.0
 
 
-def summary(measured: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Ratios of medians beside their targets, and the most extra memory of a save in MiB."""
-    median = {name: statistics.median(seconds for seconds, _ in rounds) for name, rounds in measured.items()}
-    ratios = {
-        "sharded save / DCP save": median["sharded save"] / median["DCP save"],
-        "full save / gather to rank 0": median["full save"] / median["gather to rank 0 save"],
-        "sharded load / DCP load": median["sharded load"] / median["DCP load"],
-        "stand-still of an async save / sharded save": median["async save"] / median["sharded save"],
+def _ratios(family: str, wall_s: dict[str, list[float]]) -> list[interleaved.Ratio]:
+    return [interleaved.ratio(wall_s, ours, other) for ours, other, _ in COMPARED[family] if other in wall_s]
+
+
+def _lean(measured: dict[str, Any]) -> dict[str, float]:
+    return {name: statistics.median(measured["extra_mib"][name]) for name in LEAN if name in measured["extra_mib"]}
+
+
+def summary(family: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """What the JSON holds of one family."""
+    return {
+        **interleaved.summary(measured["wall_s"], _ratios(family, measured["wall_s"])),
+        "targets": {f"{ours} / {other}": target for ours, other, target in COMPARED[family] if target is not None},
+        "extra_mib": _lean(measured),
+        "extra_mib_target": EXTRA_MEMORY_MIB,
+        "left_out": measured["left_out"],
     }
-    extra = {name: statistics.median(mib for _, mib in measured[name]) for name in ("sharded save", "full save")}
-    return {"ratios": ratios, "targets": TARGETS, "extra_mib": extra, "extra_mib_target": MEMORY_TARGET_MIB}
 
 
-def _show(measured: dict[str, list[list[float]]], result: dict[str, Any]) -> None:
-    for name, rounds in measured.items():
-        seconds = [value for value, _ in rounds]
-        extra = statistics.median(mib for _, mib in rounds)
-        spread = f"({min(seconds):.2f} to {max(seconds):.2f})"
-        print(f"{name:<46}{statistics.median(seconds):7.2f} s   {spread:<18} rank 0: +{extra:.0f} MiB")
-    for name, ratio in result["ratios"].items():
-        print(f"{name:<46}{ratio:7.2f}     (target: at most {TARGETS[name]})")
-    for name, mib in result["extra_mib"].items():
-        print(f"{'extra memory of a ' + name:<46}{mib:7.0f} MiB (target: at most {MEMORY_TARGET_MIB})")
+def _show(family: str, measured: dict[str, Any]) -> None:
+    print(f"{family.upper()}\n{interleaved.table(measured['wall_s'], _ratios(family, measured['wall_s']), 's')}")
+    targets = [f"{ours} / {other} at most {target}" for ours, other, target in COMPARED[family] if target is not None]
+    print(f"  targets: {', '.join(targets)}")
+    for name, mib in _lean(measured).items():
+        print(f"  extra memory of rank 0 in a {name}: {mib:.0f} MiB (target: at most {EXTRA_MEMORY_MIB})")
+    for name, reason in measured["left_out"].items():
+        print(f"  {name}: left out; {reason}")
 
 
 if __name__ == "__main__":

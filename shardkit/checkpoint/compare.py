@@ -8,7 +8,6 @@ from typing import Any
 from shardkit.checkpoint import disk, layout
 from shardkit.checkpoint.layout import ITEM_BYTES, Box, Entry
 from shardkit.checkpoint.verify import Checkpoint, Files
-from shardkit.errors import CheckpointCorrupted
 
 FACTS = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "config_sha256", "model_fingerprint", "run_id")
 
@@ -120,34 +119,17 @@ def _blocks(entry: Entry) -> Iterator[Box]:
 
 def read_box(files: Files, section: str, name: str, box: Box) -> bytearray:
     """The bytes of a box of a saved tensor, in row-major order, put together from the pieces that hold them."""
-    index = files.checkpoint.index
-    entry = index.sections[section][name]
-    item = ITEM_BYTES[entry.dtype]
+    item = ITEM_BYTES[files.checkpoint.index.sections[section][name].dtype]
     data = bytearray(box.count * item)
-    for file, piece in _pieces(files, section, name, box):
-        part = box.overlap(piece)
+    for piece in files.pieces(section, name, box):
+        part = box.overlap(piece.box)
         if part is None:
             continue
-        with files.reading(file) as descriptor:
-            stored = files.header(file, descriptor).get(name)
-            if stored is None or stored.shape != piece.sizes or stored.dtype != entry.dtype:
-                raise CheckpointCorrupted(f"{files.where(file)}: {name} is not as the index says; it is damaged.")
-            for source, target, length in _common_runs(
-                stored.shape, part.inside(piece), box.sizes, part.inside(box), item
-            ):
-                view = memoryview(data)[target : target + length]
-                disk.read_into(descriptor, view, stored.begin + source, files.where(file))
+        inside, outside = part.inside(piece.box), part.inside(box)
+        for source, target, length in _common_runs(piece.stored.shape, inside, box.sizes, outside, item):
+            view = memoryview(data)[target : target + length]
+            disk.read_into(files.descriptor(piece.file), view, piece.stored.begin + source, files.where(piece.file))
     return data
-
-
-def _pieces(files: Files, section: str, name: str, box: Box) -> Iterator[tuple[str, Box]]:
-    index = files.checkpoint.index
-    entry = index.sections[section][name]
-    if index.kind == "full":
-        yield layout.file_of(index, section, 0), entry.whole
-        return
-    for rank, piece in layout.saved_chunks(name, entry, index.meshes[entry.mesh], box):
-        yield layout.file_of(index, section, rank), piece
 
 
 def _common_runs(

@@ -22,6 +22,7 @@ from itertools import product
 from math import prod
 from typing import Any, Literal
 
+from shardkit.checkpoint import disk
 from shardkit.errors import CheckpointCorrupted
 
 Kind = Literal["sharded", "full"]
@@ -285,6 +286,17 @@ def file_of(index: Index, section: str, rank: int) -> str:
     return f"{section}/r{rank:05d}-of-{index.world_size:05d}.safetensors"
 
 
+def pieces(index: Index, section: str, name: str, box: Box) -> Iterator[tuple[str, Box]]:
+    """(file, box) of every piece of a tensor, as files hold it, that overlaps a box. A full file holds one piece."""
+    entry = index.sections[section][name]
+    if index.kind == "full":
+        if box.count:
+            yield file_of(index, section, 0), entry.whole
+        return
+    for rank, piece in saved_chunks(name, entry, index.meshes[entry.mesh], box):
+        yield file_of(index, section, rank), piece
+
+
 def header(items: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
     """The length and JSON that begin a safetensors file with these (name, dtype, shape), data in the same order."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -314,20 +326,13 @@ def read_header(read: Any, file_bytes: int, where: str) -> dict[str, Stored]:
         (length,) = struct.unpack("<Q", read(0, 8))
         if length > min(HEADER_LIMIT_BYTES, file_bytes - 8):
             raise ValueError(f"a header of {length} bytes in a file of {file_bytes}")
-        table = json.loads(read(8, length), object_pairs_hook=_unique)
+        table = disk.from_json(read(8, length), where)
         table.pop("__metadata__", None)
         found = {name: _stored(value, 8 + length) for name, value in table.items()}
         _check_no_holes(found, 8 + length, file_bytes)
         return found
     except (ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
         raise CheckpointCorrupted(f"{where}: not a safetensors file ({error}); the file is damaged.") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return result
 
 
 def _stored(value: Mapping[str, Any], data: int) -> Stored:

@@ -110,11 +110,11 @@ def _from_json(value: dict[str, Any]) -> Manifest:
         raise ValueError(f"unknown digest or kind (got {value['digest']!r}, {value['kind']!r})")
     if not all(type(value[key]) is int and value[key] >= 0 for key in ("step", "epoch", "samples_seen", "world_size")):
         raise ValueError("step, epoch, samples_seen and world_size must be whole numbers")
-    given["files"] = {name: _file(name, file) for name, file in value["files"].items()}
+    given["files"] = {name: _file(name, file, value["world_size"]) for name, file in value["files"].items()}
     return Manifest(**given)
 
 
-def _file(name: str, value: dict[str, Any]) -> File:
+def _file(name: str, value: dict[str, Any], world_size: int) -> File:
     if not FILE_NAME.fullmatch(name):
         raise ValueError(f"a file name that no checkpoint has (got {name[:80]!r})")
     texts = {int(rank): text for rank, text in value["digests"].items()}
@@ -122,6 +122,8 @@ def _file(name: str, value: dict[str, Any]) -> File:
         raise ValueError(f"{name}: size or digests are missing")
     if not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{name}: digests must be text")
+    if not all(0 <= rank < world_size for rank in texts):
+        raise ValueError(f"{name}: digests of ranks outside a world of {world_size} (got {sorted(texts)[:5]})")
     return File(value["bytes"], texts)
 
 

@@ -5,10 +5,10 @@
     read       this rank's ranges into host memory; each rank hashes its share of the files; all agree
     apply      into the live objects: all of it, or none
 
-A sharded checkpoint and a full one differ in `_pieces` only: a full tensor is one piece in one file.
+A sharded checkpoint and a full one differ in `layout.pieces` only: a full tensor is one piece in one file.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from shardkit.checkpoint import disk, faults, folder, layout, manifest, random_state, tensors
 from shardkit.checkpoint.control import Control, LostRank
 from shardkit.checkpoint.folder import Skipped
-from shardkit.checkpoint.layout import Box, Index, Stored
+from shardkit.checkpoint.layout import Box, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, Target, apply_objects, apply_tensors, take_back, wanted
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file, open_checkpoint
@@ -223,7 +223,7 @@ def read_targets(checkpoint: Checkpoint, targets: Iterable[Target], control: Con
         by_place: dict[tuple[str, str], list[Target]] = {}
         for target in targets:
             by_place.setdefault((target.section, target.name), []).append(target)
-        done: set[int] = set()
+        done: set[tuple[int, Box]] = set()
         if verify == "digest":
             for name, writer in _share(checkpoint.manifest, control):
                 control.tick()
@@ -232,80 +232,64 @@ def read_targets(checkpoint: Checkpoint, targets: Iterable[Target], control: Con
         for group in by_place.values():
             for target in group:
                 control.tick()
-                if id(target) not in done:
-                    _read(files, target)
+                _read(files, target, done)
 
 
 def _share(record: Manifest, control: Control) -> list[tuple[str, int]]:
-    """The (file, writer) pairs that this rank hashes: those of the rank of its own number, which it reads anyway."""
+    """The (file, writer) pairs that this rank hashes. Neighbours in rank are neighbours in most tensors, too: what a
+    rank hashes is what it reads anyway, also where their number is another than at the save."""
     pairs = [(name, writer) for name, file in record.files.items() for writer in file.digests]
-    return sorted((name, writer) for name, writer in pairs if writer % control.world_size == control.rank)
+    return sorted(pair for pair in pairs if pair[1] * control.world_size // record.world_size == control.rank)
 
 
-def _hash(files: Files, name: str, writer: int, by_place: dict[tuple[str, str], list[Target]]) -> set[int]:
-    """Hash what a rank wrote into a file; pieces that this rank wants whole are read where they are wanted."""
+def _hash(files: Files, name: str, writer: int, by_place: dict[tuple[str, str], list[Target]]) -> set[tuple[int, Box]]:
+    """Hash what a rank wrote into a file; what this rank wants of it is read where it is wanted: (target, box)."""
     section, filled = name.split("/")[0], set()
 
     def take(span: Span) -> memoryview | None:
-        target = _wanting(by_place, section, span)
-        if target is None:
-            return None
-        filled.add(id(target))
-        return tensors.memory(target.staged)
+        for target in by_place.get((section, span.name or ""), []):
+            place = None if span.box is None else _memory_of(target, span.box)
+            if place is not None and span.box is not None:
+                filled.add((id(target), span.box))
+                return place
+        return None
 
     hash_file(files, name, writer, take)
     return filled
 
 
-def _wanting(by_place: dict[tuple[str, str], list[Target]], section: str, span: Span) -> Target | None:
-    for target in by_place.get((section, span.name or ""), []):
-        if target.box == span.box:
-            return target
-    return None
+def _memory_of(target: Target, box: Box) -> memoryview | None:
+    """The target's memory for a box of the tensor; None where that is not within it, or not in one stretch."""
+    if target.box.overlap(box) != box:
+        return None
+    run = _only_run(target.box.sizes, box.inside(target.box), layout.ITEM_BYTES[target.entry.dtype])
+    return None if run is None else tensors.memory(target.staged)[run[0] : sum(run)]
 
 
-def _pieces(index: Index, target: Target) -> Iterator[tuple[str, Box]]:
-    """(file, box) of every saved piece that overlaps the target."""
-    entry = index.sections[target.section][target.name]
-    if index.kind == "full":
-        if target.box.count:
-            yield layout.file_of(index, target.section, 0), entry.whole
-        return
-    for rank, box in layout.saved_chunks(target.name, entry, index.meshes[entry.mesh], target.box):
-        yield layout.file_of(index, target.section, rank), box
+def _read(files: Files, target: Target, done: set[tuple[int, Box]]) -> None:
+    """Fill a target from all pieces that overlap it, but for what is done."""
+    for piece in files.pieces(target.section, target.name, target.box):
+        part = target.box.overlap(piece.box)
+        if part is not None and (id(target), part) not in done:
+            where = files.where(piece.file)
+            _read_part(files.descriptor(piece.file), piece.stored, part.inside(piece.box), part, target, where)
 
 
-def _read(files: Files, target: Target) -> None:
-    """Fill a target from all pieces that overlap it."""
-    for name, piece in _pieces(files.checkpoint.index, target):
-        part = target.box.overlap(piece)
-        if part is None:
-            continue
-        with files.reading(name) as descriptor:
-            stored = files.header(name, descriptor).get(target.name)
-            if stored is None or stored.shape != piece.sizes or stored.dtype != target.entry.dtype:
-                raise CheckpointCorrupted(
-                    f"{files.where(name)}: {target.name} is not as the index says; it is damaged."
-                )
-            _read_part(descriptor, stored, part.inside(piece), part.inside(target.box), target, files.where(name))
-
-
-def _read_part(descriptor: int, stored: Stored, source: Box, place: Box, target: Target, where: str) -> None:
-    """Copy a box of a stored tensor into a box of the target; straight into its memory where both are contiguous."""
+def _read_part(descriptor: int, stored: Stored, source: Box, part: Box, target: Target, where: str) -> None:
+    """Copy a box of a stored tensor into the target; straight into its memory where both are contiguous."""
     item = layout.ITEM_BYTES[stored.dtype]
-    from_file = _few_runs(stored.shape, source, item)
-    into = _few_runs(target.box.sizes, place, item)
-    if from_file and into and len(from_file) == len(into) == 1:
-        (offset, length), (begin, _) = from_file[0], into[0]
-        disk.read_into(descriptor, tensors.memory(target.staged)[begin : begin + length], stored.begin + offset, where)
+    from_file, into = _only_run(stored.shape, source, item), _memory_of(target, part)
+    if from_file is not None and into is not None:
+        disk.read_into(descriptor, into, stored.begin + from_file[0], where)
         return
-    _read_by_rows(descriptor, stored, source, tensors.narrow(target.staged, place), item, where)
+    _read_by_rows(descriptor, stored, source, tensors.narrow(target.staged, part.inside(target.box)), item, where)
 
 
-def _few_runs(shape: tuple[int, ...], box: Box, item: int) -> list[tuple[int, int]] | None:
+def _only_run(shape: tuple[int, ...], box: Box, item: int) -> tuple[int, int] | None:
+    """(offset, length) in bytes of a box that is one stretch of an array; None where it is several."""
     runs = layout.runs(shape, box, item)
     first = next(runs, None)
-    return None if first is None or next(runs, None) is not None else [first]
+    return first if next(runs, None) is None else None
 
 
 def _read_by_rows(descriptor: int, stored: Stored, source: Box, into: torch.Tensor, item: int, where: str) -> None:

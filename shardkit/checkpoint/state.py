@@ -87,7 +87,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in unwrapped(model).state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{name}: extra state of a {type(value).__name__} cannot be saved; return tensors.")
-        found[clean_name(name)] = value.detach()
+        found[clean_name(name)] = value.detach() if value.requires_grad else value
     return found
 
 

@@ -2,9 +2,11 @@
 
 import ctypes
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.checkpoint.layout import Box, Chunk, Entry, Index, Mesh, chunks_of, local_box
@@ -22,8 +24,8 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():  # else every call would build an autograd node
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> Entry:
@@ -35,12 +37,12 @@ def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> E
     shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
     if not isinstance(tensor, DTensor):
         return Entry(shape, dtype, index.mesh_number(holders), (None,) * len(holders.shape))
-    return Entry(shape, dtype, index.mesh_number(mesh_of(tensor)), _placements(tensor, where))
+    return Entry(shape, dtype, index.mesh_number(mesh_of(tensor.device_mesh)), _placements(tensor, where))
 
 
-def mesh_of(tensor: DTensor) -> Mesh:
-    """The ranks that a sharded tensor is spread over."""
-    mesh = tensor.device_mesh
+@lru_cache(maxsize=16)  # DeviceMesh works its ranks out anew each time: as much as all else of planning a tensor
+def mesh_of(mesh: DeviceMesh) -> Mesh:
+    """The ranks that sharded tensors are spread over."""
     ranks = tuple(mesh.mesh.flatten().tolist())
     return Mesh(tuple(mesh.mesh.shape), None if ranks == tuple(range(len(ranks))) else ranks, mesh.mesh_dim_names or ())
 
@@ -65,7 +67,7 @@ def held_box(tensor: torch.Tensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return Box((0,) * tensor.ndim, (0,) * tensor.ndim)
-    return local_box(entry, mesh_of(tensor), coordinate)
+    return local_box(entry, mesh_of(tensor.device_mesh), coordinate)
 
 
 def pieces_to_write(index: Index, section: str, tensors: dict[str, torch.Tensor], rank: int) -> list[Any]:

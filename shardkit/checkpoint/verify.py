@@ -5,6 +5,7 @@ damages(checkpoint)            what is wrong with its bytes, a line for each fil
 hash_file(files, name, ...)    the same for what one rank wrote into one file; a reader takes bytes on the way
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from shardkit.checkpoint import disk, folder, layout
 from shardkit.checkpoint.layout import Box, Index, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointCorrupted
+
+# Opening a file anew for every tensor takes longer than reading small ones; systems allow 256 (macOS) or more.
+FILES_OPEN = 64
 
 
 @dataclass(frozen=True)
@@ -73,37 +77,70 @@ def damages(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda
     return list(dict.fromkeys(problems))
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that one file holds: where it lies in the tensor, and where in the file."""
+
+    file: str
+    box: Box
+    stored: Stored
+
+
 class Files:
-    """Open tensor files of a checkpoint, with their headers."""
+    """The tensor files of a checkpoint, opened when they are first asked for; the latest ones stay open."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._stack = ExitStack()
+        self._opened: OrderedDict[str, tuple[int, ExitStack]] = OrderedDict()
         self._headers: dict[str, dict[str, Stored]] = {}
 
     def __enter__(self) -> "Files":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        while self._opened:
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        _, (_, stack) = self._opened.popitem(last=False)
+        stack.close()
 
     def where(self, name: str) -> str:
         return str(self.checkpoint.path / name)
 
-    def reading(self, name: str) -> Any:
-        """A context with the descriptor of a file that the manifest knows."""
-        if name not in self.checkpoint.manifest.files:
-            raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
-        return disk.reading(self.checkpoint.path, name)
+    def descriptor(self, name: str) -> int:
+        """Of a file that the manifest knows. Good until others were asked for."""
+        if name not in self._opened:
+            if name not in self.checkpoint.manifest.files:
+                raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
+            if len(self._opened) == FILES_OPEN:
+                self._close_oldest()
+            with ExitStack() as stack:
+                opened = stack.enter_context(disk.reading(self.checkpoint.path, name))
+                self._opened[name] = (opened, stack.pop_all())
+        self._opened.move_to_end(name)
+        return self._opened[name][0]
 
-    def header(self, name: str, descriptor: int) -> dict[str, Stored]:
+    def header(self, name: str) -> dict[str, Stored]:
         """Where the file keeps its tensors."""
         if name not in self._headers:
-            size = self.checkpoint.manifest.files[name].bytes
-            where = self.where(name)
+            size, where, descriptor = (
+                self.checkpoint.manifest.files[name].bytes,
+                self.where(name),
+                self.descriptor(name),
+            )
             found = layout.read_header(lambda at, length: disk.read_at(descriptor, at, length, where), size, where)
             self._headers[name] = found
         return self._headers[name]
+
+    def pieces(self, section: str, name: str, box: Box) -> Iterator[Piece]:
+        """All that hold something of a box of a tensor; CheckpointCorrupted where a file is not as the index says."""
+        entry = self.checkpoint.index.sections[section][name]
+        for file, held in layout.pieces(self.checkpoint.index, section, name, box):
+            stored = self.header(file).get(name)
+            if stored is None or stored.shape != held.sizes or stored.dtype != entry.dtype:
+                raise CheckpointCorrupted(f"{self.where(file)}: {name} is not as the index says; it is damaged.")
+            yield Piece(file, held, stored)
 
 
 @dataclass(frozen=True)
@@ -115,7 +152,7 @@ class Span:
     ranges: list[tuple[int, int]]
 
 
-def spans(files: Files, name: str, writer: int, descriptor: int) -> Iterator[Span]:
+def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
     """What a rank wrote into a file, in the order in which it was hashed."""
     size = files.checkpoint.manifest.files[name].bytes
     if not name.endswith(".safetensors"):
@@ -124,7 +161,7 @@ def spans(files: Files, name: str, writer: int, descriptor: int) -> Iterator[Spa
     index, section = files.checkpoint.index, name.split("/")[0]
     if section not in index.sections:
         raise CheckpointCorrupted(f"{files.where(name)}: not in the index; the checkpoint is damaged.")
-    stored = files.header(name, descriptor)
+    stored = files.header(name)
     data = min((item.begin for item in stored.values()), default=size)
     if index.kind == "sharded" or writer == 0:
         yield Span(None, None, [(0, data)])
@@ -150,13 +187,13 @@ def hash_file(
     record = files.checkpoint.manifest
     digest = digests.new(record.digest)
     scratch = memoryview(bytearray(disk.BLOCK_BYTES))
-    with files.reading(name) as descriptor:
-        for span in spans(files, name, writer, descriptor):
-            target = take(span)
-            if target is not None:
-                _read_and_hash(descriptor, target, span.ranges, digest, files.where(name))
-            else:
-                _only_hash(descriptor, scratch, span.ranges, digest, files.where(name))
+    where, descriptor = files.where(name), files.descriptor(name)
+    for span in spans(files, name, writer):
+        target = take(span)
+        if target is not None:
+            _read_and_hash(descriptor, target, span.ranges, digest, where)
+        else:
+            _only_hash(descriptor, scratch, span.ranges, digest, where)
     if digest.hexdigest() != record.files[name].digests[writer]:
         raise CheckpointCorrupted(differs(files.checkpoint.path / name, record))
 
