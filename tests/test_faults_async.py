@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardkit.checkpoint import control, disk, folder, manifest, retention, snapshot, write
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import forked
-from tests.test_faults_save import PUBLISHED, fill, prepared, resumed_step, save_one, save_twice
+from tests.test_faults_save import KINDS, PUBLISHED, fill, prepared, resumed_step, save_one, save_twice
 
 
 def begin(live, background, agreed, root, step):
@@ -99,16 +99,18 @@ def test_a_slow_writer_is_no_hang(tmp_path):
 
 
 def save_for_ever(root, mode):
-    live = prepared("ddp" if mode == "ddp" else "fsdp")
-    kind = "full" if mode == "full" else "sharded"
+    strategy, kind = KINDS[mode]
+    live, agreed = prepared(strategy), control.start(60.0)  # one group: making one waits long for a rank that is gone
     for step in range(1, 10_000):
-        save_one(live, root, step, kind)
+        fill(live, step)
+        request = write.Request(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
+        write.save(live, kind, request, agreed)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.fault_row(2)
-@pytest.mark.parametrize("mode", ["sharded", "full", "ddp"])
+@pytest.mark.parametrize("mode", list(KINDS))
 def test_killed_at_random_times(tmp_path, mode):
     """70 random kills of each kind, of both ranks or of one: what is there always loads, all of one step."""
     generator = random.Random(mode)
