@@ -1,20 +1,38 @@
-"""Saving beside training: the state is copied aside, and a thread does the rest. One save at a time."""
+"""Saving beside training: the state is copied aside, and a thread does the rest. One save at a time.
+
+start     copies what the loop may change at any time: weights, buffers, settings, whatever is on a device
+thread    copies the optimizers' states in host memory, which forward and backward leave alone
+step      of an optimizer: waits until that is done, and checks nothing else
+thread    writes the copies, agrees, commits
+wait      before the next save and at the end of the run: tells what came of it
+"""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from shardkit.checkpoint import faults, tensors, write
+from shardkit.checkpoint import faults, state, tensors, write
 from shardkit.checkpoint.control import Control, LostRank
 from shardkit.checkpoint.layout import Chunk
 from shardkit.checkpoint.write import Prepared
-from shardkit.errors import CheckpointSaveError
+from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Uncopied:
+    """A piece that is still the live tensor, and how often that had been changed when the save began."""
+
+    section: str
+    number: int
+    version: int
 
 
 @dataclass
@@ -23,29 +41,46 @@ class Background:
 
     beside: Control
     _thread: threading.Thread | None = None
+    _is_copied: threading.Event = field(default_factory=threading.Event)
+    _step_hooks: list[RemovableHandle] = field(default_factory=list)
     _problem: str | None = None
     _where: Path | None = None
     _on_commit: Callable[[], None] = lambda: None
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
-    def start(self, prepared: Prepared, on_commit: Callable[[], None] = lambda: None) -> None:
-        """Copy this rank's pieces aside and begin to save. Training may go on when this returns.
+    def start(
+        self, prepared: Prepared, optimizers: Sequence[Optimizer] = (), on_commit: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin to save this rank's pieces; the loop may go on when this returns.
 
-        `on_commit` is called on every rank by the `wait` that finds the save committed.
+        The state of `optimizers` in host memory is copied beside the loop, and their next step waits for that. Without
+        them everything is copied first. The `wait` that finds the save committed calls `on_commit`, on every rank.
         """
         assert self._thread is None, "one save at a time: wait first"
+        self._where, self._on_commit = prepared.request.final, on_commit
+        self._is_copied.clear()
+        uncopied: list[_Uncopied] = []
         try:
             faults.reach("stage", self.beside.rank)
-            prepared.pieces = {
-                section: [(chunk, self._copied(section, chunk, tensor)) for chunk, tensor in pieces]
-                for section, pieces in prepared.pieces.items()
-            }
+            uncopied = self._copy_first(prepared, may_leave=all(map(_has_step_hooks, optimizers)) and bool(optimizers))
         except (OSError, RuntimeError, MemoryError) as error:  # told to all ranks where they agree on the writing
             prepared.trouble = error
-        self._where, self._on_commit = prepared.request.final, on_commit
+        if uncopied:
+            self._step_hooks = [item.register_step_pre_hook(lambda *_: self.wait_until_copied()) for item in optimizers]
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
-        self._thread = threading.Thread(target=self._run, args=(prepared,), name="shardkit-save")
+        self._thread = threading.Thread(target=self._run, args=(prepared, uncopied), name="shardkit-save")
         self._thread.start()
+
+    def _copy_first(self, prepared: Prepared, may_leave: bool) -> list[_Uncopied]:
+        """Copy all but what may be left to the thread; what was left."""
+        left = []
+        for section, pieces in prepared.pieces.items():
+            for number, (chunk, tensor) in enumerate(pieces):
+                if may_leave and tensor.is_cpu and state.is_changed_by_steps_only(section, chunk.name):
+                    left.append(_Uncopied(section, number, tensor._version))
+                else:
+                    pieces[number] = (chunk, self._copied(section, chunk, tensor))
+        return left
 
     def _copied(self, section: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, which the next save uses again: fresh memory costs more than the copying."""
@@ -54,11 +89,33 @@ class Background:
             buffer = self._buffers[section, chunk.name] = tensors.empty(chunk.dtype, tensor.shape)
         return buffer.copy_(tensor.detach())
 
-    def _run(self, prepared: Prepared) -> None:
+    def _run(self, prepared: Prepared, uncopied: list[_Uncopied]) -> None:
         try:
+            self._copy_rest(prepared, uncopied)
             write.finish(prepared, self.beside)
         except Exception as error:  # told to all ranks by the next `wait`
             self._problem = str(error) or repr(error)
+
+    def _copy_rest(self, prepared: Prepared, uncopied: list[_Uncopied]) -> None:
+        try:
+            for item in uncopied:
+                pieces = prepared.pieces[item.section]
+                chunk, tensor = pieces[item.number]
+                pieces[item.number] = (chunk, self._copied(item.section, chunk, tensor))
+                if tensor._version != item.version:
+                    raise CheckpointError(
+                        f"{chunk.name}: optimizer state was changed by hand while it was copied aside; "
+                        "change it before save_state, or save with blocking=True"
+                    )
+        except (OSError, RuntimeError, MemoryError, CheckpointError) as error:
+            prepared.trouble = error
+        finally:
+            self._is_copied.set()
+
+    def wait_until_copied(self) -> None:
+        """Until the save under way needs the live objects no more; at once where there is none."""
+        if self._thread is not None:
+            self._is_copied.wait()
 
     def is_running(self) -> bool:
         """Whether a save is under way."""
@@ -71,6 +128,8 @@ class Background:
         if self._thread.is_alive():
             logger.info("checkpoint: waiting for the save of %s", self._where)
         self._thread.join()
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
         self._thread, problem, self._problem = None, self._problem, None
         try:
             problems = [text for text in control.gather(problem) if text is not None]
@@ -87,3 +146,8 @@ class Background:
         self._thread.join()
         if self._problem is not None:
             logger.error("%s", self._problem)
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether torch wrapped its step, as Optimizer.__init__ does; some that wrap an optimizer leave that out."""
+    return bool(getattr(type(optimizer).step, "hooked", False))

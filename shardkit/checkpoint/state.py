@@ -64,6 +64,16 @@ def section_name(kind: str, number: int) -> str:
     return kind if number == 0 else f"{kind}_{number}"
 
 
+def is_setting(section: str, name: str) -> bool:
+    """Whether a tensor belongs to a param group of an optimizer, such as a learning rate, and not to a parameter."""
+    return name.startswith(f"{section}.param_groups[")
+
+
+def is_changed_by_steps_only(section: str, name: str) -> bool:
+    """Whether a tensor is what an optimizer remembers of a parameter, which nothing but its steps changes in place."""
+    return section.startswith("optim") and not is_setting(section, name)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP and torch.compile."""
     while True:
@@ -310,7 +320,7 @@ def _want_optimizer(
     result.problems += _unmatched_groups(optimizer, mine, common["optimizers"][number]["groups"], section)
     for path, entry in index.sections[section].items():
         parameter = mine.get(path.rpartition("/")[0])
-        if parameter is not None or path.startswith(f"{section}.param_groups["):
+        if parameter is not None or is_setting(section, path):
             shaped = parameter is not None and tuple(parameter.shape) == entry.shape
             _want(result, section, path, path, entry, parameter if shaped else None)
 

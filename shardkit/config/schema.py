@@ -301,7 +301,7 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this many steps are kept for good; 0: none."""
 
     blocking: Bool = True
-    """Whether save_state waits for the files; false returns after the state is copied aside."""
+    """Whether save_state waits for the files; false copies the state aside and writes them beside training."""
 
     timeout_s: Seconds = Field(600.0, gt=0)
     """How long ranks wait for one another in a save or load, in seconds."""

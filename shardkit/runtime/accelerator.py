@@ -266,7 +266,11 @@ class Accelerator:
         blocking: bool | None = None,
     ) -> Path:
         """Writes the whole training state; the folder. Without `output_dir` a new one in the project, named by step.
-        Collective."""
+
+        With `blocking` False (by default as the configuration says) training goes on while the files are written; the
+        next optimizer step may have to wait for a copy of its state. Where it fails, the next save or `end_training`
+        raises. Collective; CheckpointSaveError on all ranks, and what was saved before is untouched.
+        """
         unsupported.refuse_pickle(safe_serialization)
         from shardkit.runtime import saving
 

@@ -61,8 +61,8 @@ def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, 
     """The folder with the whole training state. Collective; CheckpointSaveError on all ranks where one fails.
 
     Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole, and
-    stays as it is until the new one is committed. With `blocking` False the state is copied aside and
-    training goes on; where such a save fails, the next call raises on every rank, unless it says `blocking` True.
+    stays as it is until the new one is committed. With `blocking` False the state is copied aside and written beside
+    training; where such a save fails, the next call raises on every rank, unless it says `blocking` True.
     """
     session = session_of(accelerator)
     _settle(accelerator, is_last_chance=blocking is True)
@@ -97,8 +97,9 @@ def _save_beside(accelerator: "Accelerator", session: Session, request: Request)
         beside = control.start(accelerator.config.shardkit.checkpoint.timeout_s)
         session.background = Background(beside)
         atexit.register(session.background.last_words)
-    prepared = write.prepare(live_of(accelerator), _kind(accelerator), request, session.control)
-    session.background.start(prepared, lambda: _committed(session, request))
+    live = live_of(accelerator)
+    prepared = write.prepare(live, _kind(accelerator), request, session.control)
+    session.background.start(prepared, live.optimizers, lambda: _committed(session, request))
 
 
 def _committed(session: Session, request: Request) -> None:

@@ -1,0 +1,117 @@
+"""Saving beside training: what is saved is the state at the call, whatever the loop does next."""
+
+import threading
+
+import pytest
+import torch
+
+from shardkit.checkpoint import control, snapshot, write
+from shardkit.errors import CheckpointSaveError
+from tests import checkpoints
+
+
+@pytest.fixture
+def live():
+    built = checkpoints.build("plain")
+    checkpoints.train(built, 2)
+    return built
+
+
+@pytest.fixture
+def background():
+    return snapshot.Background(control.start(60.0))
+
+
+def begin(live, background, path):
+    request = write.Request(path, 2, "test")
+    background.start(write.prepare(live, "sharded", request, background.beside), live.optimizers)
+
+
+def saved_digest(path):
+    found = checkpoints.build("plain", seed=1)
+    checkpoints.load(found, path)
+    return checkpoints.digest_of(found)
+
+
+def test_a_step_waits_until_its_state_is_copied(live, background, tmp_path, monkeypatch):
+    """The thread copies no optimizer state before a step was asked for; a step that did not wait would change it."""
+    asked, stepped, real = threading.Event(), threading.Event(), background._copied
+
+    def late(section, chunk, tensor):
+        if threading.current_thread().name == "shardkit-save":
+            assert asked.wait(60)
+            stepped.wait(0.2)
+        return real(section, chunk, tensor)
+
+    monkeypatch.setattr(background, "_copied", late)
+    (optimizer,) = live.optimizers
+    optimizer.register_step_pre_hook(lambda *_: asked.set())
+    optimizer.register_step_post_hook(lambda *_: stepped.set())
+    expected = checkpoints.digest_of(live)
+    begin(live, background, tmp_path / "saved")
+    checkpoints.train(live, 2, first=2)
+    assert stepped.is_set()
+    background.wait(background.beside)
+    assert checkpoints.digest_of(live) != expected
+    assert saved_digest(tmp_path / "saved") == expected
+
+
+def test_weights_and_settings_may_change_at_once(live, background, tmp_path):
+    expected, rates = checkpoints.digest_of(live), [group["lr"] for group in live.optimizers[0].param_groups]
+    begin(live, background, tmp_path / "saved")
+    with torch.no_grad():
+        for parameter in live.models[0].parameters():
+            parameter.data.zero_()
+    for group in live.optimizers[0].param_groups:
+        group["lr"] = 5.0
+    background.wait(background.beside)
+    found = checkpoints.build("plain", seed=1)
+    checkpoints.load(found, tmp_path / "saved")
+    assert checkpoints.digest_of(found) == expected
+    assert [group["lr"] for group in found.optimizers[0].param_groups] == rates
+
+
+def test_optimizer_state_changed_by_hand_meanwhile_is_noticed(live, background, tmp_path, monkeypatch):
+    changed, real = threading.Event(), background._copied
+
+    def late(section, chunk, tensor):
+        if threading.current_thread().name == "shardkit-save":
+            assert changed.wait(60)
+        return real(section, chunk, tensor)
+
+    monkeypatch.setattr(background, "_copied", late)
+    begin(live, background, tmp_path / "saved")
+    parameter = next(iter(live.optimizers[0].state))
+    live.optimizers[0].state[parameter]["exp_avg"].zero_()
+    changed.set()
+    with pytest.raises(CheckpointSaveError, match=r"exp_avg: optimizer state was changed by hand .* blocking=True"):
+        background.wait(background.beside)
+    assert not (tmp_path / "saved").exists()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as some are written: torch's constructor never ran, so nothing hooks its step."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self):
+        for row in self.state.values():
+            row["exp_avg"].data.zero_()
+
+
+def test_an_optimizer_without_hooks_is_copied_first(live, background, tmp_path):
+    expected = checkpoints.digest_of(live)
+    live.optimizers[0] = Wrapper(live.optimizers[0])
+    begin(live, background, tmp_path / "saved")
+    live.optimizers[0].step()
+    background.wait(background.beside)
+    assert saved_digest(tmp_path / "saved") == expected
+
+
+def test_nothing_is_left_on_the_optimizer(live, background, tmp_path):
+    for number in range(2):
+        begin(live, background, tmp_path / str(number))
+        background.wait(background.beside)
+        assert not live.optimizers[0]._optimizer_step_pre_hooks
+    assert not [thread for thread in threading.enumerate() if thread.name == "shardkit-save"]
