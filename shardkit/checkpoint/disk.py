@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,43 +17,79 @@ from shardkit.errors import CheckpointCorrupted
 BLOCK_BYTES = 8 << 20
 # Manifests, indices and states are small; anything larger is not ours.
 JSON_LIMIT_BYTES = 256 << 20
+# How much is written before the system is told to begin with it: enough that border pages, written twice, do not count.
+WRITEBACK_BYTES = 1 << 20
+# Flags of a file that must not exist before.
+NEW = os.O_CREAT | os.O_EXCL
 
 
-def create(path: Path) -> int:
-    """The descriptor of a new file; FileExistsError where there is one."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+class Durable:
+    """A file that is written at any offset, and is on disk when the block ends. Every OSError names its path.
+
+    The system is told to begin with each stretch while the next one is made; fsync alone would leave the disk idle
+    until everything is written. `reach` is told of "open", "fsync" and "close", where a test may make them fail.
+    """
+
+    def __init__(self, path: Path, flags: int = 0, reach: Callable[[str], None] = lambda point: None) -> None:
+        self.path, self._flags, self._reach = path, flags, reach
+        self._begin = self._end = 0
+
+    def __enter__(self) -> "Durable":
+        self._reach("open")
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | self._flags, 0o666)
+        return self
+
+    def put(self, data: memoryview, offset: int) -> None:
+        """Write every byte at an offset."""
+        if offset != self._end:
+            self._begin = offset  # a small stretch before is left to fsync
+        while len(data):
+            done = os.pwrite(self._descriptor, data, offset)
+            data, offset = data[done:], offset + done
+        self._end = offset
+        if self._end - self._begin >= WRITEBACK_BYTES:
+            _begin_writeback(self._descriptor, self._begin, self._end - self._begin)
+            self._begin = self._end
+
+    def extend(self, size: int) -> None:
+        """Make the file so many bytes long; what is not written reads as zeros."""
+        os.ftruncate(self._descriptor, size)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._reach("fsync")
+                os.fsync(self._descriptor)
+        except OSError as failed:
+            raise OSError(failed.errno, failed.strerror, str(self.path)) from failed
+        finally:
+            os.close(self._descriptor)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if error is None:
+            self._reach("close")
 
 
-def write_all(descriptor: int, data: memoryview) -> None:
-    """Write every byte at the descriptor's position."""
-    while len(data):
-        data = data[os.write(descriptor, data) :]
+def _begin_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Linux begins to write pages that are said to be needed no more; those not yet written stay (posix_fadvise(2))."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        with suppress(OSError):  # a file system that takes no advice
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
-def write_all_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write every byte at an offset."""
-    while len(data):
-        done = os.pwrite(descriptor, data, offset)
-        data, offset = data[done:], offset + done
-
-
-def write_json(path: Path, value: Any) -> bytes:
-    """Write a new file durably (file only, not its folder); the bytes written."""
-    text = to_json(value)
-    descriptor = create(path)
-    try:
-        write_all(descriptor, memoryview(text))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return text
+def write_new(path: Path, data: bytes, size: int | None = None) -> None:
+    """A new file that begins with the data and is `size` bytes long; on disk, but for its name in the folder."""
+    with Durable(path, NEW) as file:
+        file.put(memoryview(data), 0)
+        if size is not None:
+            file.extend(size)
 
 
 def replace_json(path: Path, value: Any) -> None:
     """Set a file to a value in one step: whoever reads sees the old one or the new one, whole."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        write_json(temporary, value)
+        write_new(temporary, to_json(value))
         os.replace(temporary, path)
     finally:
         with suppress(FileNotFoundError):

@@ -146,11 +146,11 @@ def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
     temporary.mkdir()
     opened = Opened(folder, temporary, stem, files, folders.hold(temporary))
     for file in files:
-        _write_file(temporary / file.name, file.header, file.bytes)
+        disk.write_new(temporary / file.name, file.header, file.bytes)
     (temporary / ".probe").touch()
     if len(files) > 1:
         text = _index(files)
-        _write_file(temporary / index_name(stem), text, len(text))
+        disk.write_new(temporary / index_name(stem), text)
     return opened
 
 
@@ -159,16 +159,6 @@ def _refuse_without_room(folder: Path, needed: int) -> None:
     if free < needed:
         text = f"No space left on device: need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free"
         raise CheckpointSaveError(f"{folder}: {text}; free some, or give a folder elsewhere.")
-
-
-def _write_file(path: Path, text: bytes, size: int) -> None:
-    descriptor = disk.create(path)
-    try:
-        os.ftruncate(descriptor, size)
-        disk.write_all_at(descriptor, memoryview(text), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def publish(opened: Opened) -> None:

@@ -3,9 +3,10 @@
 Extra memory is one tensor piece. Where the dtype stays, bytes are copied and no torch is loaded.
 """
 
-import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from shardkit.checkpoint import disk, export, layout
 from shardkit.checkpoint.export import ExportFile
@@ -80,7 +81,6 @@ def _copy(checkpoint: Checkpoint, section: str, temporary: Path, targets: list[E
             for writer in sorted(file.digests):
                 hash_file(files, name, writer, lambda span: output.take(span, checkpoint, section, on_bytes))
                 output.flush()
-        output.sync()
 
 
 class _Output:
@@ -88,20 +88,20 @@ class _Output:
 
     def __init__(self, folder: Path, targets: list[ExportFile]) -> None:
         self._where = {name: (file.name, place) for file in targets for name, place in file.places.items()}
-        self._descriptors = {file.name: os.open(folder / file.name, os.O_WRONLY | os.O_CLOEXEC) for file in targets}
+        self._files = {file.name: disk.Durable(folder / file.name) for file in targets}
+        self._stack = ExitStack()
         self._memory = bytearray()
         self._waiting: tuple[Span, str, int] | None = None
 
     def __enter__(self) -> "_Output":
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.enter_context(file)
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
-    def sync(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
 
     def take(self, span: Span, checkpoint: Checkpoint, section: str, on_bytes: OnBytes) -> memoryview | None:
         """Memory for a piece of a tensor; None for a header."""
@@ -123,22 +123,22 @@ class _Output:
         assert span.name is not None and span.box is not None
         file, place = self._where[span.name]
         data = memoryview(self._memory)[:size]
-        descriptor, done = self._descriptors[file], 0
+        done = 0
         for offset, length in layout.runs(place.shape, span.box, ITEM_BYTES[dtype]):
-            _put(descriptor, data[done : done + length], place, offset // ITEM_BYTES[dtype], dtype)
+            _put(self._files[file], data[done : done + length], place, offset // ITEM_BYTES[dtype], dtype)
             done += length
 
 
-def _put(descriptor: int, data: memoryview, place: Stored, first: int, dtype: str) -> None:
+def _put(file: disk.Durable, data: memoryview, place: Stored, first: int, dtype: str) -> None:
     """Write elements, from the `first` of the tensor on, cast where the file has another dtype."""
     begin, item = place.begin + first * ITEM_BYTES[place.dtype], ITEM_BYTES[dtype]
     if place.dtype == dtype:
-        disk.write_all_at(descriptor, data, begin)
+        file.put(data, begin)
         return
     at_once = disk.BLOCK_BYTES // item * item
     for low in range(0, len(data), at_once):
         cast = _cast(data[low : low + at_once], dtype, place.dtype)
-        disk.write_all_at(descriptor, cast, begin + low // item * ITEM_BYTES[place.dtype])
+        file.put(cast, begin + low // item * ITEM_BYTES[place.dtype])
 
 
 def _cast(data: memoryview, source: str, target: str) -> memoryview:

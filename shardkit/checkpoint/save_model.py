@@ -6,9 +6,8 @@ block, and one tensor piece where a piece is not contiguous.
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,23 +267,18 @@ def _write(
     """Write what this rank holds, and bring it to disk."""
     write.wait_until_seen(temporary)
     where = {name: (file.name, place) for file in files for name, place in file.places.items()}
-    descriptors: dict[str, int] = {}
-    try:
+    opened: dict[str, disk.Durable] = {}
+    with ExitStack() as stack:
         for chunk, piece in tensors.pieces_to_write(index, "model", part.tensors, control.rank):
             control.tick()
             faults.reach("export-write", control.rank)
             name, place = where[chunk.name]
-            if name not in descriptors:
-                descriptors[name] = os.open(temporary / name, os.O_WRONLY | os.O_CLOEXEC)
-            _write_piece(descriptors[name], chunk, piece, place, targets[chunk.name])
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+            if name not in opened:
+                opened[name] = stack.enter_context(disk.Durable(temporary / name))
+            _write_piece(opened[name], chunk, piece, place, targets[chunk.name])
 
 
-def _write_piece(descriptor: int, chunk: Chunk, piece: torch.Tensor, place: Stored, target: torch.dtype) -> None:
+def _write_piece(file: disk.Durable, chunk: Chunk, piece: torch.Tensor, place: Stored, target: torch.dtype) -> None:
     """Cast a piece and put it where it belongs in the whole tensor, a block at a time."""
     flat = piece.detach().contiguous().view(-1)
     item, done = layout.ITEM_BYTES[place.dtype], 0
@@ -293,7 +287,7 @@ def _write_piece(descriptor: int, chunk: Chunk, piece: torch.Tensor, place: Stor
         count = length // item
         for low in range(0, count, at_once):
             block = flat[done + low : done + min(low + at_once, count)].to("cpu", target)
-            disk.write_all_at(descriptor, tensors.memory(block), place.begin + offset + low * item)
+            file.put(tensors.memory(block), place.begin + offset + low * item)
         done += count
 
 

@@ -286,13 +286,8 @@ def _begin_full_file(prepared: Prepared, section: str) -> None:
     if not index.sections[section]:
         return
     head = full_header(index, section)
-    descriptor = disk.create(prepared.temporary / layout.file_of(index, section, 0))
-    try:
-        os.ftruncate(descriptor, len(head) + sum(entry.bytes for entry in index.sections[section].values()))
-        disk.write_all_at(descriptor, memoryview(head), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    size = len(head) + sum(entry.bytes for entry in index.sections[section].values())
+    disk.write_new(prepared.temporary / layout.file_of(index, section, 0), head, size)
 
 
 def wait_until_seen(temporary: Path) -> None:
@@ -321,8 +316,8 @@ def _write(prepared: Prepared, control: Control) -> dict[str, list[Any]]:
                 written.update(_write_into_full(prepared, section, pieces, control, hasher))
             elif pieces:
                 written.update(_write_own_file(prepared, section, pieces, control, hasher))
-    for name, text in _json_files(prepared, control.rank).items():
-        data = _write_text(prepared.temporary / name, text, control.rank)
+    for name, data in _json_files(prepared, control.rank).items():
+        disk.write_new(prepared.temporary / name, data)
         written[name] = [len(data), digests.of_bytes(prepared.request.digest, data)]
     return written
 
@@ -335,18 +330,6 @@ def _json_files(prepared: Prepared, rank: int) -> dict[str, bytes]:
         if prepared.request.config_text is not None:
             files["config.yaml"] = prepared.request.config_text.encode()
     return files
-
-
-def _write_text(path: Path, text: bytes, rank: int) -> bytes:
-    descriptor = disk.create(path)
-    try:
-        disk.write_all(descriptor, memoryview(text))
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
-    return text
 
 
 class _Hasher:
@@ -363,13 +346,13 @@ class _Hasher:
         if self._beside is not None:
             self._beside.shutdown()
 
-    def write(self, digest: digests.Digest, data: memoryview, put: Callable[[memoryview], None]) -> None:
+    def write(self, digest: digests.Digest, data: memoryview, file: disk.Durable, offset: int) -> None:
         """Hash and write the same bytes, block by block."""
         for begin in range(0, len(data), disk.BLOCK_BYTES):
             block = data[begin : begin + disk.BLOCK_BYTES]
             hashed: Future[None] | None = self._beside.submit(digest.update, block) if self._beside else None
             try:
-                put(block)
+                file.put(block, offset + begin)
             finally:
                 if hashed is not None:
                     hashed.result()
@@ -383,14 +366,14 @@ def _write_own_file(
     name, rank = layout.file_of(prepared.index, section, control.rank), control.rank
     head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
     digest, size = digests.new(hasher.name), len(head)
-    with _durable(prepared.temporary / name, os.O_CREAT | os.O_EXCL, rank) as descriptor:
-        hasher.write(digest, memoryview(head), lambda block: disk.write_all(descriptor, block))
+    with _durable(prepared.temporary / name, disk.NEW, rank) as file:
+        hasher.write(digest, memoryview(head), file, 0)
         for number, (chunk, tensor) in enumerate(pieces):
             if number == len(pieces) // 2:
                 faults.reach("write", rank)
             control.tick()
             data = tensors.to_cpu(tensor)
-            hasher.write(digest, tensors.memory(data), lambda block: disk.write_all(descriptor, block))
+            hasher.write(digest, tensors.memory(data), file, size)
             size += chunk.bytes
     return {name: [size, digest.hexdigest()]}
 
@@ -406,13 +389,13 @@ def _write_into_full(
     digest = digests.new(hasher.name)
     if rank == 0:  # who wrote the header, answers for it
         digest.update(memoryview(head))
-    with _durable(prepared.temporary / name, 0, rank) as descriptor:
+    with _durable(prepared.temporary / name, 0, rank) as file:
         for number, (chunk, tensor) in enumerate(pieces):
             if number == len(pieces) // 2:
                 faults.reach("write", rank)
             control.tick()
             data, shape = tensors.to_cpu(tensor), index.sections[section][chunk.name].shape
-            _write_runs(descriptor, data, chunk, shape, begins[chunk.name], digest, hasher)
+            _write_runs(file, data, chunk, shape, begins[chunk.name], digest, hasher)
     return {name: [size, digest.hexdigest()]}
 
 
@@ -425,7 +408,7 @@ def _begins(index: Index, section: str, data: int) -> tuple[dict[str, int], int]
 
 
 def _write_runs(
-    descriptor: int,
+    file: disk.Durable,
     data: torch.Tensor,
     chunk: Chunk,
     shape: tuple[int, ...],
@@ -436,38 +419,12 @@ def _write_runs(
     """Put a box where it belongs in the whole tensor: one run where it is split on dim 0, else one a row."""
     bytes_of_chunk, done = tensors.memory(data), 0
     for offset, length in layout.runs(shape, chunk.box, layout.ITEM_BYTES[chunk.dtype]):
-        target = begin + offset
-        for low in range(0, length, disk.BLOCK_BYTES):
-            block = bytes_of_chunk[done + low : done + min(low + disk.BLOCK_BYTES, length)]
-            place = target + low
-            hasher.write(digest, block, lambda part, at=place: disk.write_all_at(descriptor, part, at))  # type: ignore[misc]
+        hasher.write(digest, bytes_of_chunk[done : done + length], file, begin + offset)
         done += length
 
 
-class _durable:
-    """A descriptor whose bytes are on disk when the block ends; every OSError names the path."""
-
-    def __init__(self, path: Path, flags: int, rank: int) -> None:
-        self.path, self.flags, self.rank = path, flags, rank
-
-    def __enter__(self) -> int:
-        faults.reach("open", self.rank)
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | self.flags, 0o666)
-        return self.descriptor
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                faults.reach("fsync", self.rank)
-                os.fsync(self.descriptor)
-        except OSError as failed:
-            raise OSError(failed.errno, failed.strerror, str(self.path)) from failed
-        finally:
-            os.close(self.descriptor)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if error is None:
-            faults.reach("close", self.rank)
+def _durable(path: Path, flags: int, rank: int) -> disk.Durable:
+    return disk.Durable(path, flags, lambda point: faults.reach(point, rank))
 
 
 def _commit(prepared: Prepared, written: list[dict[str, list[Any]]], control: Control) -> dict[str, Any] | None:
@@ -481,7 +438,7 @@ def _commit(prepared: Prepared, written: list[dict[str, list[Any]]], control: Co
     if problems:
         raise CheckpointError("; ".join(problems[:3]))
     faults.reach("manifest", 0)
-    _write_text(temporary / manifest.NAME, manifest.to_bytes(record), 0)
+    disk.write_new(temporary / manifest.NAME, manifest.to_bytes(record))
     faults.reach("sync", 0)
     for name in _folders(prepared.index):
         disk.sync_folder(temporary / name)
