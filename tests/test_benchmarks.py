@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import contestants, interleaved
+from benchmarks import checkpoint, contestants, interleaved
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1, "steps": 1, "rounds": 2}
@@ -42,6 +42,24 @@ def test_startup(tmp_path: Path) -> None:
     assert "shardkit launch" in found["rounds"]
     assert {"torchrun", "accelerate launch"} <= {*found["rounds"], *found["left_out"]}
     assert all(value > 0 for values in found["rounds"].values() for value in values)
+
+
+@pytest.mark.slow
+def test_checkpoint(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "benchmarks.checkpoint", "--layers", "1", "--rounds", "1")
+    for family, compared in checkpoint.COMPARED.items():
+        found = result[family]
+        assert {(one["ours"], one["theirs"]) for one in found["ratios"]} == {names[:2] for names in compared}
+        assert all(value > 0 for values in found["rounds"].values() for value in values)
+    assert "CPU" in result["fsdp"]["left_out"]["accelerate"] and not result["ddp"]["left_out"]
+
+
+@pytest.mark.slow
+def test_checkpoint_scale(tmp_path: Path) -> None:
+    sizes = ["--blocks", "1", "--ranks", "2", "64", "--dcp-ranks", "2", "64"]
+    result = result_of(tmp_path, "benchmarks.checkpoint_scale", *sizes)
+    assert {one["tensors"] for one in result["shardkit"].values()} == {4 * 12}  # a weight, two moments, a step each
+    assert result["dcp"]["64"]["metadata_mb"] > 10 * result["dcp"]["2"]["metadata_mb"], "DCP's grows with the ranks"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from shardkit.checkpoint import manifest
+from shardkit.checkpoint import control, manifest, state, write
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import checkpoints
 
@@ -269,3 +270,27 @@ def several(folder):
 def test_several_models_and_optimizers(ranks, tmp_path):
     ranks.run(2, several, tmp_path / "c")
     assert {path.name for path in (tmp_path / "c").iterdir()} >= {"model", "model_1", "optim", "optim_1"}
+
+
+def bytes_told(layers, path):
+    """How many bytes this rank tells the others in one save of a model of so many layers."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    told, agreed = 0, control.start(60.0)
+    real = agreed.gather
+
+    def gather(value):
+        nonlocal told
+        told += len(json.dumps(value))
+        return real(value)
+
+    agreed.gather = gather
+    write.save(state.Live([model], [optimizer]), "sharded", write.Request(path, 1, "test"), agreed)
+    return told
+
+
+def test_what_ranks_tell_one_another_does_not_grow_with_the_tensors(tmp_path):
+    few, many = bytes_told(1, tmp_path / "few"), bytes_told(100, tmp_path / "many")
+    assert 0 < few <= many < few + 50, "sizes have more digits, and that is all"
