@@ -20,7 +20,7 @@ PLAN_WITHOUT_TORCH = [
 
 # The lowest layer first. A module imports from its own layer and from those above it in this list, never from below.
 LAYERS = [
-    ["shardkit", "shardkit.errors", "shardkit.env", "shardkit.log", "shardkit.templates"],
+    ["shardkit", "shardkit.errors", "shardkit.env", "shardkit.leaving", "shardkit.log", "shardkit.templates"],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch", "shardkit.checkpoint", *PLAN_WITHOUT_TORCH],
     ["shardkit.wizard"],

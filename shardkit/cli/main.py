@@ -7,6 +7,7 @@ from typing import Any
 
 from shardkit import __version__, env
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, ShardkitError
+from shardkit.leaving import leave_torch_standing
 
 VERBS = {
     "config": "answer a few questions, get a shardkit.yaml",
@@ -19,8 +20,10 @@ VERBS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """The program. Ends the process: 0, or the error's exit code (see shardkit/errors.py)."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    sys.exit(run(arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if "torch" in sys.modules:
+        leave_torch_standing(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

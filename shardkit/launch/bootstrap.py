@@ -6,17 +6,12 @@
 Nothing here imports torch: a script that does not need it starts at once.
 """
 
-import atexit
-import contextlib
 import ctypes
 import faulthandler
-import gc
-import io
 import os
 import runpy
 import signal
 import sys
-import threading
 import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -26,6 +21,7 @@ from typing import TextIO
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
 from shardkit.launch import failure, names, records
+from shardkit.leaving import leave_torch_standing
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LEAVE_TIMEOUT_S = 30.0
@@ -138,19 +134,12 @@ def leave(code: int) -> None:
     """Ends the process as Python would, but for a process group that the script has left open.
 
     Its threads are still running when C++ takes down what they stand on, and now and then that aborts a rank which
-    was done ("terminate called without an active exception"). So Python's own part of the end is done here, and
-    C++'s is left out.
+    was done ("terminate called without an active exception"). Else C++ has its end: profilers write their files then.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         sys.exit(code)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), io.IOBase):
-            with contextlib.suppress(Exception):
-                thing.flush()
-    os._exit(code)
+    leave_torch_standing(code)
 
 
 if __name__ == "__main__":
