@@ -550,6 +550,24 @@ def test_recomputing_needs_blocks(ranks):
         ranks.run(2, nothing_repeats)
 
 
+def without_blocks() -> tuple[int, float]:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = parallel(copy.deepcopy(alone), config_for(2))
+    batch = torch.ones(2, 4)
+    model(batch).sum().backward()
+    alone(batch).sum().backward()
+    gradient = next(model.parameters()).grad.full_tensor()
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    return units, float((gradient - next(alone.parameters()).grad).abs().max())
+
+
+def test_a_model_without_blocks_is_one_unit(ranks):
+    for units, difference in ranks.run(2, without_blocks):
+        assert units == 1
+        assert difference < 1e-6
+
+
 def compiled(checkpointing: bool) -> tuple[list[bool], float]:
     """(each block is compiled and a unit, largest difference of gradients from those without compilation)."""
     gradients = []

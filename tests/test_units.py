@@ -5,7 +5,7 @@ import pytest
 from shardkit.config.schema import FsdpConfig
 from shardkit.errors import ModelError
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.model.units import repeated_classes, select_units
+from shardkit.model.units import missing_blocks, repeated_classes, select_units
 
 
 def linear(fqn: str, inputs: int, outputs: int) -> ModuleNode:
@@ -40,9 +40,15 @@ def test_a_class_that_is_not_there_is_an_error_with_candidates():
         select_units(transformer(), FsdpConfig(transformer_layer_cls_to_wrap="Blok"))
 
 
-def test_nothing_repeated_is_an_error():
-    with pytest.raises(ModelError, match="no repeated block class"):
-        select_units(ModuleNode("", "Model", children=(linear("a", 2, 2),)), FsdpConfig())
+def test_where_nothing_repeats_size_decides_and_that_is_said():
+    model = ModuleNode("", "Model", children=(linear("a", 20, 20), linear("b", 2, 2)))
+    assert select_units(model, FsdpConfig()) == []
+    assert select_units(model, FsdpConfig(min_num_params=100)) == ["a"]
+    said = missing_blocks(model, FsdpConfig(min_num_params=100))
+    assert "no block class repeats in the model (Model), so it is cut by size: units of at least 100 parameters" in said
+    for settled in ({"auto_wrap_policy": "NO_WRAP"}, {"transformer_layer_cls_to_wrap": "Linear"}):
+        assert missing_blocks(model, FsdpConfig(**settled)) is None
+    assert missing_blocks(transformer(), FsdpConfig()) is None
 
 
 def test_no_wrap_has_no_units():

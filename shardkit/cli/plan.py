@@ -253,6 +253,7 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
 
 def _answer(request: "Request", question: str | None) -> "Answer":
     """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
+    from shardkit.model.units import missing_blocks
     from shardkit.plan.answer import Answer, configured_strategy, possible_strategies, row
     from shardkit.plan.search import find
     from shardkit.plan.suggest import changes, suggest_from
@@ -260,6 +261,7 @@ def _answer(request: "Request", question: str | None) -> "Answer":
     rows = [row(request, strategy) for strategy in possible_strategies(request)]
     suggested, reason = suggest_from(rows, request.device)
     chosen = configured_strategy(request.config)
+    remark = missing_blocks(request.description.tree, request.config.fsdp)
     return Answer(
         request=request,
         rows=tuple(rows),
@@ -268,7 +270,11 @@ def _answer(request: "Request", question: str | None) -> "Answer":
         reason=reason,
         changes=changes(request) if row(request).fits is False else (),
         finding=find(question, request) if question else None,
-        notes=(*request.description.notes, *(_XLA_NOTES if request.config.mode == "xla" else ())),
+        notes=(
+            *request.description.notes,
+            *([remark] if remark else []),
+            *(_XLA_NOTES if request.config.mode == "xla" else ()),
+        ),
     )
 
 

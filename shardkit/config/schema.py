@@ -222,7 +222,7 @@ class FsdpConfig(Section):
     """How the model is cut into units: by block class, by parameter count, or not at all."""
 
     transformer_layer_cls_to_wrap: Names = Field(default_factory=list, alias="fsdp_transformer_layer_cls_to_wrap")
-    """Block classes that become units, by name; empty: the repeated block classes found in the model itself."""
+    """Block classes that become units, by name; empty: those that repeat in the model, or by size where none does."""
 
     min_num_params: Count = Field(100_000_000, ge=1, alias="fsdp_min_num_params")
     """Smallest unit for SIZE_BASED_WRAP, in parameters: 1e8, 100M and 100000000 are the same."""

@@ -52,7 +52,7 @@ class Description:
     @property
     def suggested_classes(self) -> list[str]:
         """The repeated block classes; empty where nothing repeats."""
-        return repeated_block_classes(self.tree)
+        return repeated_classes(self.tree)
 
     @property
     def text(self) -> str:
@@ -60,16 +60,6 @@ class Description:
         blocks = [c for c in self.block_classes if c.name in self.suggested_classes]
         listed = ", ".join(f"{c.count} x {c.name}" for c in blocks)
         return f"{self.name}, {count_text(self.numel)} parameters" + (f", {listed}" if listed else "")
-
-
-def repeated_block_classes(tree: ModuleNode) -> list[str]:
-    """As `units.repeated_classes`, but empty where nothing repeats."""
-    from shardkit.errors import ModelError
-
-    try:
-        return repeated_classes(tree)
-    except ModelError:
-        return []
 
 
 def count_text(number: int) -> str:

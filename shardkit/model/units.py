@@ -26,7 +26,8 @@ class BlockClass:
 def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
     """Fqns of the modules that become units of their own, children before parents; the root is one always, unlisted.
 
-    Raises ModelError where a class is not in the model (with the model's candidates) or nothing repeats.
+    By class without a class named: those that repeat in the model, or by size where none does (see `missing_blocks`).
+    Raises ModelError where a named class is not in the model, with the model's candidates.
     """
     match config.auto_wrap_policy:
         case WrapPolicy.NO_WRAP:
@@ -35,7 +36,7 @@ def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
             return _by_size(root, config.min_num_params)
         case WrapPolicy.TRANSFORMER_BASED_WRAP:
             names = config.transformer_layer_cls_to_wrap or repeated_classes(root)
-            return _by_class(root, names)
+            return _by_class(root, names) if names else _by_size(root, config.min_num_params)
 
 
 def repeated_classes(root: ModuleNode) -> list[str]:
@@ -43,18 +44,7 @@ def repeated_classes(root: ModuleNode) -> list[str]:
 
     A block is a module with parameters and children that occurs at least twice directly inside a container
     (ModuleList, Sequential). A class found only inside another block is part of that block.
-    Raises ModelError where there is none.
     """
-    found = _outermost_blocks(root)
-    if not found:
-        raise ModelError(
-            f"fsdp_auto_wrap_policy: the model ({root.class_name}) has no repeated block class; "
-            "name one in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP. " + _candidates_text(root)
-        )
-    return found
-
-
-def _outermost_blocks(root: ModuleNode) -> list[str]:
     names: list[str] = []
 
     def visit(node: ModuleNode) -> None:
@@ -70,6 +60,17 @@ def _outermost_blocks(root: ModuleNode) -> list[str]:
 
     visit(root)
     return names
+
+
+def missing_blocks(root: ModuleNode, config: FsdpConfig) -> str | None:
+    """The sentence for a model that was to be cut by class, with no class named and none that repeats; else None."""
+    by_class = config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP
+    if not by_class or config.transformer_layer_cls_to_wrap or repeated_classes(root):
+        return None
+    return (
+        f"fsdp_auto_wrap_policy: no block class repeats in the model ({root.class_name}), so it is cut by size: units "
+        f"of at least {config.min_num_params:,} parameters (fsdp_min_num_params), or one unit."
+    ) + (f" {candidates_text(root)}" if block_classes(root) else "")
 
 
 def block_classes(root: ModuleNode) -> list[BlockClass]:
@@ -92,7 +93,7 @@ def _by_class(root: ModuleNode, names: Sequence[str]) -> list[str]:
     if containers:
         raise ModelError(
             f"fsdp_transformer_layer_cls_to_wrap: {', '.join(containers)} only holds modules and has no forward of its "
-            f"own, so it cannot be a unit; name the class inside it. {_candidates_text(root)}"
+            f"own, so it cannot be a unit; name the class inside it. {candidates_text(root)}"
         )
     return children_first(root, {node.fqn for node in root.walk() if node.class_name in set(names) and node.fqn})
 
@@ -102,11 +103,12 @@ def _missing_text(root: ModuleNode, name: str, present: set[str]) -> str:
     hint = f"did you mean {near[0]}? " if near else ""
     return (
         f"fsdp_transformer_layer_cls_to_wrap: no module of class {name} in the model ({root.class_name}); "
-        f"{hint}{_candidates_text(root)}"
+        f"{hint}{candidates_text(root)}"
     )
 
 
-def _candidates_text(root: ModuleNode) -> str:
+def candidates_text(root: ModuleNode) -> str:
+    """Which classes fsdp_transformer_layer_cls_to_wrap could name."""
     classes = block_classes(root)[:6]
     if not classes:
         return "It has no class with parameters and submodules of its own."

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from shardkit.config.schema import Config, DistributedType, Dtype, ShardingStrategy
-from shardkit.errors import ModelError, UsageError
-from shardkit.model.describe import repeated_block_classes
+from shardkit.errors import UsageError
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.model.units import children_first, select_units
+from shardkit.model.units import children_first, repeated_classes, select_units
 from shardkit.plan.optimizers import state_numel
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
@@ -279,7 +278,7 @@ def _root_ends(tree: ModuleNode, chosen: set[str]) -> tuple[set[str], set[str]]:
 
 def _block_names(tree: ModuleNode) -> set[str]:
     """Fqns of the repeated blocks, those inside another left out."""
-    classes = set(repeated_block_classes(tree))
+    classes = set(repeated_classes(tree))
     names = [node.fqn for node in tree.walk() if node.class_name in classes]
     found: set[str] = set()
     for name in names:
@@ -296,12 +295,3 @@ def _block_counts(tree: ModuleNode, chosen: list[str]) -> dict[str, int]:
         unit = _chain(name, units)[0]
         counts[unit] = counts.get(unit, 0) + 1
     return counts
-
-
-def check_wrap(tree: ModuleNode, config: Config) -> str | None:
-    """What is wrong with the wrap policy for this model, or None."""
-    try:
-        select_units(tree, config.fsdp)
-    except ModelError as error:
-        return str(error)
-    return None

@@ -80,6 +80,8 @@ def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
         problems = [str(error)]
     if problems := agreed(problems):
         raise ModelError("\n".join(problems))
+    if cut.remark:
+        log.info("%s", cut.remark)
     return cut, blocks
 
 

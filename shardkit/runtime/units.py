@@ -18,7 +18,13 @@ from shardkit.config.schema import FsdpConfig, WrapPolicy
 from shardkit.errors import ModelError
 from shardkit.model.live import tree_of
 from shardkit.model.tree import ModuleNode
-from shardkit.model.units import children_first, repeated_classes, select_units
+from shardkit.model.units import (
+    candidates_text,
+    children_first,
+    missing_blocks,
+    repeated_classes,
+    select_units,
+)
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,15 @@ class Unit:
 
 @dataclass
 class Cut:
-    """What `cut` found: units children first with the root last, ignored modules, parameters left on every rank."""
+    """What `cut` found: units children first with the root last, ignored modules, parameters left on every rank.
+
+    `remark` is for the user, where the cut is not the one that the configuration names.
+    """
 
     units: list[Unit]
     ignored: dict[str, nn.Module] = field(default_factory=dict)
     replicated: dict[str, nn.Parameter] = field(default_factory=dict)
+    remark: str | None = None
 
     def owner(self, parameter: nn.Parameter) -> str | None:
         """Fqn of the unit that manages the parameter; None where it stays replicated."""
@@ -58,8 +68,13 @@ def blocks(model: nn.Module, config: FsdpConfig) -> list[nn.Module]:
     """
     tree = tree_of(model)
     names = config.transformer_layer_cls_to_wrap if config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP else []
-    by_class = FsdpConfig(transformer_layer_cls_to_wrap=names or repeated_classes(tree))
-    fqns = set(select_units(tree, by_class))
+    names = names or repeated_classes(tree)
+    if not names:
+        raise ModelError(
+            f"model: {tree.class_name} has no repeated block class to recompute or compile; "
+            f"name one in fsdp_transformer_layer_cls_to_wrap. {candidates_text(tree)}"
+        )
+    fqns = set(select_units(tree, FsdpConfig(transformer_layer_cls_to_wrap=names)))
     outermost = [fqn for fqn in sorted(fqns) if not any(fqn.startswith(f"{other}.") for other in fqns)]
     modules = dict(model.named_modules())
     return list({id(modules[fqn]): modules[fqn] for fqn in outermost if fqn in modules}.values())
@@ -86,7 +101,7 @@ def cut(model: nn.Module, config: FsdpConfig, param_dtype: torch.dtype | None = 
         for fqn in [*children_first(tree, chosen), ""]
     ]
     _refuse_mixed_dtypes(units)
-    return Cut(units, ignored, replicated)
+    return Cut(units, ignored, replicated, missing_blocks(tree, config))
 
 
 def _ignored_modules(modules: dict[str, nn.Module], pattern: str | None) -> dict[str, nn.Module]:
