@@ -563,8 +563,8 @@ def without_blocks() -> tuple[int, float]:
 
 
 def test_a_model_without_blocks_is_one_unit(ranks):
-    for units, difference in ranks.run(2, without_blocks):
-        assert units == 1
+    for count, difference in ranks.run(2, without_blocks):
+        assert count == 1
         assert difference < 1e-6
 
 
