@@ -1,6 +1,7 @@
 """save_model: what plain safetensors, Transformers and peft open, from any number of ranks, whole or not at all."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -269,7 +270,8 @@ def export_with_a_fault(folder):
 def test_a_failure_of_one_rank_is_told_by_all(tmp_path):
     outcomes = forked.run(2, export_with_a_fault, tmp_path)
     assert outcomes[0].error is None, outcomes[0].error
-    text = f"save_model: {tmp_path}: rank 1: No space left on device: (fault injected at export-write). "
+    where = f"save_model: {tmp_path}: rank 1 (host {socket.gethostname()})"
+    text = f"{where}: No space left on device: (fault injected at export-write). "
     for outcome in outcomes:
         assert outcome.value == [text + "What was in the folder before is as it was.", names_in(tmp_path)]
 

@@ -138,14 +138,14 @@ def without(change, scenario, *args):
 def no_agreement():
     """What a rank wrote is told to the others, but not whether it failed."""
 
-    def hopeful(agreed, request, phase, action):
+    def hopeful(agreed, action, tell=lambda result: None):
         try:
             result = action()
         except OSError:
             result = {}
-        return agreed.gather(result)
+        return control.Attempt(result, agreed.gather(tell(result)), [])
 
-    write._together = hopeful
+    control.Control.attempt = hopeful
 
 
 def no_rename():

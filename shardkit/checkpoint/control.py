@@ -5,16 +5,30 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardkit.errors import CheckpointError
 
+Result = TypeVar("Result")
+
 
 class LostRank(CheckpointError):
     """A rank died or stopped answering while the others waited for it."""
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[Result]):
+    """What came of an action that all ranks took."""
+
+    own: Result | None
+    """What it returned here; None where it failed."""
+    told: list[Any]
+    """What every rank chose to tell of what it returned."""
+    problems: list[str]
+    """What went wrong, as `rank 1 (host a): text`; empty where it went well everywhere."""
 
 
 @dataclass
@@ -53,10 +67,25 @@ class Control:
         """Rank 0's JSON value."""
         return self.gather(value if self.rank == 0 else None)[0]
 
-    def problems(self, problem: str | None) -> list[str]:
-        """What went wrong on each rank, as `rank 1 (host): text`; empty where nothing did."""
-        answers = self.gather(None if problem is None else f"rank {self.rank} ({socket.gethostname()}): {problem}")
-        return [answer for answer in answers if answer is not None]
+    def attempt(
+        self, action: Callable[[], Result], tell: Callable[[Result], Any] = lambda result: None
+    ) -> Attempt[Result]:
+        """The action, on every rank and whatever happens on one. `tell` makes of its result what all learn, as JSON."""
+        result, told, problem = None, None, None
+        try:
+            result = action()
+            told = tell(result)
+        except Exception as error:  # whatever it is: the others wait for this rank's answer
+            problem = f"rank {self.rank} (host {socket.gethostname()}): {words(error)}"
+        answers = self.gather([told, problem])
+        return Attempt(result, [one for one, _ in answers], [text for _, text in answers if text is not None])
+
+
+def words(error: Exception) -> str:
+    """What an error says; of the operating system's the reason and the path."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error) or repr(error)
 
 
 def start(timeout_s: float) -> Control:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, export, faults, layout, state, tensors, write
-from shardkit.checkpoint.control import Control, LostRank
+from shardkit.checkpoint.control import Attempt, Control, LostRank, Result
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
@@ -72,8 +72,7 @@ def save(
     CheckpointSaveError where one fails, and an earlier export in the folder is then whole.
     """
     limit, wanted = export.size_in_bytes(max_shard_size), dtype_named(dtype)
-    parts = _together(control, folder, lambda: _parts(model, folder))
-    for part in parts:
+    for part in _together(control, folder, lambda: _parts(model, folder)).own or []:
         _save(part, control, limit, wanted)
 
 
@@ -182,7 +181,8 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
 
 
 def _save(part: Part, control: Control, limit: int, wanted: torch.dtype | None) -> None:
-    index = _together(control, part.folder, lambda: _index(part, control.world_size))
+    index = _together(control, part.folder, lambda: _index(part, control.world_size)).own
+    assert index is not None
     targets = {name: _target(tensor.dtype, wanted) for name, tensor in part.tensors.items()}
     shapes = {name: (tensors.DTYPES[targets[name]], entry.shape) for name, entry in index.sections["model"].items()}
     limit = max(limit, 1 << 62) if part.one_file else limit
@@ -190,11 +190,13 @@ def _save(part: Part, control: Control, limit: int, wanted: torch.dtype | None) 
     _same_on_all_ranks(part, files, control)
     opened: list[Opened] = []
     try:
-        temporary, tag = _together(control, part.folder, lambda: _begin(part, shapes, limit, control, opened), 0)
+        temporary, tag = _together(
+            control, part.folder, lambda: _begin(part, shapes, limit, control, opened), tell=lambda found: found
+        ).told[0]
         _together(control, part.folder, lambda: _write_beside(part, opened, targets))
         files = export.plan(shapes, part.ties, limit, part.stem, tag)
         _together(control, part.folder, lambda: _write(part, index, targets, files, Path(temporary), control))
-        _together(control, part.folder, lambda: _publish(part, opened), 0)
+        _together(control, part.folder, lambda: _publish(part, opened))
     except CheckpointSaveError:
         for mine in opened:
             export.discard(mine)
@@ -227,7 +229,7 @@ def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _same_on_all_ranks(part: Part, files: list[ExportFile], control: Control) -> None:
     plan = disk.to_json([[file.name, file.header.hex()] for file in files])
     mine = [str(part.folder), digests.of_bytes("xxh3", plan)]
-    answers = _gather(control, part.folder, mine)
+    answers = _together(control, part.folder, lambda: mine, tell=list).told
     if any(folder != answers[0][0] for folder, _ in answers):
         raise CheckpointSaveError(f"save_model: the ranks give different folders: {[folder for folder, _ in answers]}.")
     if any(answer != answers[0] for answer in answers):
@@ -291,26 +293,17 @@ def _write_piece(file: disk.Durable, chunk: Chunk, piece: torch.Tensor, place: S
         done += count
 
 
-def _together(control: Control, folder: Path, action: Callable[[], Any], of_rank: int | None = None) -> Any:
-    """What `action` returned here, or on rank `of_rank`. Where it failed on one rank, all raise the same error."""
-    result, problem = None, None
+def _together(
+    control: Control, folder: Path, action: Callable[[], Result], tell: Callable[[Result], Any] = lambda result: None
+) -> Attempt[Result]:
+    """What came of the action. Where it failed on one rank, all raise the same error."""
     try:
-        result = action()
-    except Exception as error:  # whatever it is: the others wait for this rank's answer
-        problem = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-        problem = problem or repr(error)
-    answers = _gather(control, folder, [problem, None if of_rank is None else result])
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
-    if failed:
-        raise CheckpointSaveError(_report(folder, failed))
-    return result if of_rank is None else answers[of_rank][1]
-
-
-def _gather(control: Control, folder: Path, value: Any) -> list[Any]:
-    try:
-        return control.gather(value)
+        attempt = control.attempt(action, tell)
     except LostRank as error:
         raise CheckpointSaveError(_report(folder, [str(error)])) from error
+    if attempt.problems:
+        raise CheckpointSaveError(_report(folder, attempt.problems))
+    return attempt
 
 
 def _report(folder: Path, failed: list[str]) -> str:

@@ -22,14 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 import shardkit
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, faults, folder, layout, manifest, retention, tensors
-from shardkit.checkpoint.control import Control, LostRank
+from shardkit.checkpoint.control import Attempt, Control, LostRank, Result, words
 from shardkit.checkpoint.layout import Chunk, Index, Kind
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.state import Captured, Live, capture
@@ -37,7 +37,6 @@ from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 
 logger = get_logger(__name__)
-Result = TypeVar("Result")
 
 # How long a freshly made folder may take to be seen by other machines: the attribute cache of NFS (nfs(5), acdirmax).
 SHARED_STORAGE_WAIT_S = 30.0
@@ -90,7 +89,9 @@ def save(live: Live, kind: Kind, request: Request, control: Control) -> Path:
 
 def prepare(live: Live, kind: Kind, request: Request, control: Control) -> Prepared:
     """A save ready to be written: everything checked, the temporary folder made. Collective."""
-    return ready(_capture_together(live, kind, request, control), request, control)
+    captured = _together(control, request, "capture", lambda: capture(live, kind, control.rank, control.world_size)).own
+    assert captured is not None
+    return ready(captured, request, control)
 
 
 def ready(captured: Captured, request: Request, control: Control) -> Prepared:
@@ -116,8 +117,8 @@ def finish(prepared: Prepared, control: Control) -> Path:
     request = prepared.request
     started = time.monotonic()
     try:
-        written = _together(control, request, "write", lambda: _write(prepared, control))
-        record = _together(control, request, "commit", lambda: _commit(prepared, written, control))[0]
+        written = _together(control, request, "write", lambda: _write(prepared, control), tell=lambda found: found).told
+        record = _together(control, request, "commit", lambda: _commit(prepared, written, control)).own
     except CheckpointSaveError:
         _discard(prepared, control)
         raise
@@ -128,35 +129,28 @@ def finish(prepared: Prepared, control: Control) -> Path:
     return request.final
 
 
-def _together(control: Control, request: Request, phase: str, action: Callable[[], Result]) -> list[Result]:
-    """What `action` returned on each rank. Where it failed on one, all ranks raise the same CheckpointSaveError."""
-    result, problem = None, None
-    try:
+def _together(
+    control: Control,
+    request: Request,
+    phase: str,
+    action: Callable[[], Result],
+    tell: Callable[[Result], Any] = lambda result: None,
+) -> Attempt[Result]:
+    """What came of the action. Where it failed on one rank, all raise the same CheckpointSaveError."""
+
+    def act() -> Result:
         result = action()
         if phase in _AGREEMENTS:
             faults.reach(_AGREEMENTS[phase], control.rank)
-    except Exception as error:  # whatever it is: the others wait for this rank's answer
-        problem = _words(error)
+        return result
+
     try:
-        answers = control.gather([f"rank {control.rank} (host {socket.gethostname()}): {problem}", result, problem])
+        attempt = control.attempt(act, tell)
     except LostRank as error:
         raise CheckpointSaveError(_report(request, [f"{phase}: {error}"])) from error
-    failed = [who for who, _, trouble in answers if trouble is not None]
-    if failed:
-        raise CheckpointSaveError(_report(request, failed))
-    return [value for _, value, _ in answers]
-
-
-def _capture_together(live: Live, kind: Kind, request: Request, control: Control) -> Captured:
-    found: list[Captured] = []
-    _together(control, request, "capture", lambda: found.append(capture(live, kind, control.rank, control.world_size)))
-    return found[0]
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error) or repr(error)
+    if attempt.problems:
+        raise CheckpointSaveError(_report(request, attempt.problems))
+    return attempt
 
 
 def _report(request: Request, failed: list[str]) -> str:
@@ -185,7 +179,7 @@ def _same_on_all_ranks(
     try:
         faults.reach("preflight", control.rank)
     except OSError as error:
-        problem = _words(error)
+        problem = words(error)
     mine = {
         "step": request.step,
         "folder": str(request.final),
@@ -201,7 +195,7 @@ def _same_on_all_ranks(
     failed += _differences([given for given, *_ in answers], [host for *_, host, _ in answers])
     if not failed:
         room = sum(size for _, size, *_ in answers) if control.rank == 0 else None
-        failed = control.problems(_no_room(request.final, room))
+        failed = control.attempt(lambda: _look_for_room(request.final, room)).problems
     if failed:
         raise CheckpointSaveError(_report(request, failed))
     return Request(**{**request.__dict__, "save_id": answers[0][2]})
@@ -218,18 +212,17 @@ def _differences(given: list[dict[str, Any]], hosts: list[str]) -> list[str]:
     return problems
 
 
-def _no_room(final: Path, needed: int | None) -> str | None:
+def _look_for_room(final: Path, needed: int | None) -> None:
+    """On rank 0, which knows how much is needed: an error where there is less."""
     if needed is None:
-        return None
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        free = disk.free_bytes(final.parent)
-    except OSError as error:
-        return _words(error)
+        return
+    final.parent.mkdir(parents=True, exist_ok=True)
+    free = disk.free_bytes(final.parent)
     needed = needed + needed // 20 + MARGIN_BYTES
-    if free >= needed:
-        return None
-    return f"No space left on device: need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free in {final.parent}"
+    if free < needed:
+        raise CheckpointError(
+            f"No space left on device: need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free in {final.parent}"
+        )
 
 
 def fingerprint(index: Index) -> str:
@@ -500,7 +493,7 @@ def _after_commit(prepared: Prepared, started: float, record: dict[str, Any] | N
                 kept = {request.save_id, *([request.parent] if request.parent else [])}
                 retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
     except OSError as error:
-        logger.warning("checkpoint: step %d is saved, but: %s.", request.step, _words(error))
+        logger.warning("checkpoint: step %d is saved, but: %s.", request.step, words(error))
     size, seconds = (record or {}).get("bytes", 0), time.monotonic() - started
     logger.info("checkpoint: step %d saved in %s (%.1f MB, %.1f s)", request.step, request.final, size / 1e6, seconds)
 
