@@ -140,11 +140,23 @@ def _load(
             random_state.check(own["rng"])
         plan = wanted(live, checkpoint.index, common, strict)
         step.problems = plan.problems
+        if strict and data_position:
+            step.problems += _unclaimed_loaders(live, common)
     with _Agreement(control, here):
         read_targets(checkpoint, plan.targets.values(), control, verify)
     _apply(live, plan.targets, common, own, control, here)
     _restore_random(checkpoint, common, own, control)
     return Loaded(checkpoint, common, own is not None)
+
+
+def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[str]:
+    missing = [name for name in common["loaders"] if name not in live.loaders]
+    if not missing:
+        return []
+    return [
+        f"{', '.join(missing)}: its position is in the checkpoint, and it is not prepared now; "
+        "prepare it before loading, or load with data_position=False"
+    ]
 
 
 def _apply(

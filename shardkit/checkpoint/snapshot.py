@@ -45,7 +45,6 @@ class Background:
     _step_hooks: list[RemovableHandle] = field(default_factory=list)
     _problem: str | None = None
     _where: Path | None = None
-    _on_commit: Callable[[], None] = lambda: None
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def start(
@@ -54,10 +53,10 @@ class Background:
         """Begin to save this rank's pieces; the loop may go on when this returns.
 
         The state of `optimizers` in host memory is copied beside the loop, and their next step waits for that. Without
-        them everything is copied first. The `wait` that finds the save committed calls `on_commit`, on every rank.
+        them everything is copied first. The thread calls `on_commit`, on every rank, when the save is committed.
         """
         assert self._thread is None, "one save at a time: wait first"
-        self._where, self._on_commit = prepared.request.final, on_commit
+        self._where = prepared.request.final
         self._is_copied.clear()
         uncopied: list[_Uncopied] = []
         try:
@@ -68,7 +67,7 @@ class Background:
         if uncopied:
             self._step_hooks = [item.register_step_pre_hook(lambda *_: self.wait_until_copied()) for item in optimizers]
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
-        self._thread = threading.Thread(target=self._run, args=(prepared, uncopied), name="shardkit-save")
+        self._thread = threading.Thread(target=self._run, args=(prepared, uncopied, on_commit), name="shardkit-save")
         self._thread.start()
 
     def _copy_first(self, prepared: Prepared, may_leave: bool) -> list[_Uncopied]:
@@ -89,10 +88,11 @@ class Background:
             buffer = self._buffers[section, chunk.name] = tensors.empty(chunk.dtype, tensor.shape)
         return buffer.copy_(tensor.detach())
 
-    def _run(self, prepared: Prepared, uncopied: list[_Uncopied]) -> None:
+    def _run(self, prepared: Prepared, uncopied: list[_Uncopied], on_commit: Callable[[], None]) -> None:
         try:
             self._copy_rest(prepared, uncopied)
             write.finish(prepared, self.beside)
+            on_commit()
         except Exception as error:  # told to all ranks by the next `wait`
             self._problem = str(error) or repr(error)
 
@@ -137,7 +137,6 @@ class Background:
             raise CheckpointSaveError(f"checkpoint: save of {self._where}: {error}; {problem or ''}") from error
         if problems:
             raise CheckpointSaveError(problems[0])
-        self._on_commit()
 
     def last_words(self) -> None:
         """At the end of the process: wait, without asking other ranks, and log what nobody was there to be told."""

@@ -253,7 +253,20 @@ def wanted(live: Live, index: Index, common: Mapping[str, Any], strict: bool) ->
     for number, optimizer in enumerate(live.optimizers):
         _want_optimizer(optimizer, number, live, index, common, strict, result)
     _want_objects(live, index, common, strict, result)
+    if strict:
+        result.problems += _unclaimed(live, index, common)
     return result
+
+
+def _unclaimed(live: Live, index: Index, common: Mapping[str, Any]) -> list[str]:
+    """Whole models and optimizers of the checkpoint that nothing live takes: forgotten, or not prepared yet."""
+    models = {name for name in index.sections if name.startswith("model")}
+    models -= {section_name("model", number) for number in range(len(live.models))}
+    optimizers = [section_name("optim", n) for n in range(len(live.optimizers), len(common["optimizers"]))]
+    return [
+        f"{section}: in the checkpoint, and not prepared now; prepare it before loading, or load with strict=False"
+        for section in [*sorted(models), *optimizers]
+    ]
 
 
 def _want(result: Wanted, section: str, name: str, source: str, entry: Entry, live: torch.Tensor | None) -> None:
@@ -264,7 +277,8 @@ def _want(result: Wanted, section: str, name: str, source: str, entry: Entry, li
 
 def _want_model(model: nn.Module, section: str, index: Index, strict: bool, result: Wanted) -> None:
     if section not in index.sections:
-        result.problems.append(f"{section}: not in this checkpoint; it was saved with fewer models.")
+        if strict:
+            result.problems.append(_not_saved(section))
         return
     entries, aliases = index.sections[section], index.aliases[section]
     mine = model_tensors(model)
@@ -284,6 +298,10 @@ def _want_model(model: nn.Module, section: str, index: Index, strict: bool, resu
             result.problems.append(f"{section}: {name}: {problem}")
         else:
             _want(result, section, name, source, entries[source], tensor)
+
+
+def _not_saved(section: str) -> str:
+    return f"{section}: prepared now, and not in the checkpoint; load with strict=False to leave it as it is"
 
 
 def _listed(section: str, what: str, names: list[str]) -> list[str]:
@@ -310,7 +328,8 @@ def _want_optimizer(
 ) -> None:
     section = section_name("optim", number)
     if section not in index.sections or number >= len(common["optimizers"]):
-        result.problems.append(f"{section}: not in this checkpoint; it was saved with fewer optimizers.")
+        if strict:
+            result.problems.append(_not_saved(section))
         return
     mine = _parameters_by_name(optimizer, live.models, section)
     saved = {name for group in common["optimizers"][number]["groups"] for name in group["params"]}
@@ -428,8 +447,8 @@ def apply_tensors(live: Live, targets: Mapping[tuple[str, str], Target], common:
         for (section, _), target in targets.items():
             if section in sections and target.live is not None:
                 tensors.local(target.live).copy_(target.staged)
-    for number, optimizer in enumerate(live.optimizers):
-        _apply_optimizer(optimizer, number, live, targets, common["optimizers"][number])
+    for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
+        _apply_optimizer(optimizer, number, live, targets, saved)
 
 
 def _apply_optimizer(

@@ -6,9 +6,11 @@ Both live in the run's progress folder, local to the machine. Torch-free, so tha
 import json
 import mmap
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 PLACE_BYTES = 512
 """Size of a rank's place on disk; it never changes, so a reader never sees half a file."""
@@ -54,17 +56,25 @@ class PlaceWriter:
         finally:
             os.close(descriptor)
         self._rank, self._local_rank = rank, local_rank
+        self._place: tuple[Any, ...] = ("starting", 0, time.monotonic(), False)
         self._committed = -1
+        self._lock = threading.Lock()  # a save beside training tells of its end from a thread
 
     def post(self, phase: str, step: int, is_watched: bool = True) -> None:
         """Say where this rank is now; the launcher counts the seconds from here."""
-        now = time.monotonic()
-        place = (self._rank, self._local_rank, os.getpid(), phase[:64], step, now, is_watched, self._committed)
-        self._bytes[:] = json.dumps(place).encode().ljust(PLACE_BYTES)
+        with self._lock:
+            self._place = (phase[:64], step, time.monotonic(), is_watched)
+            self._write()
 
     def committed(self, step: int) -> None:
-        """Remember the newest step whose checkpoint is complete; the next post carries it."""
-        self._committed = step
+        """Say that the checkpoint of a step is complete. Where the rank is stays as it was."""
+        with self._lock:
+            self._committed = step
+            self._write()
+
+    def _write(self) -> None:
+        place = (self._rank, self._local_rank, os.getpid(), *self._place, self._committed)
+        self._bytes[:] = json.dumps(place).encode().ljust(PLACE_BYTES)
 
 
 def place_path(folder: Path, rank: int) -> Path:

@@ -28,11 +28,10 @@ def pause(phase: str = "paused", step: int = 0) -> None:
 
 
 def committed(step: int) -> None:
-    """The checkpoint of `step` is complete on disk. The launcher's restarts count their progress by it."""
+    """The checkpoint of `step` is complete on disk. The launcher's restarts count their progress by it. Any thread."""
     writer = _writer()
     if writer is not None:
         writer.committed(step)
-        writer.post("saved", step)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import control, folder, lock, manifest, read, state, write
+from shardkit.checkpoint import control, folder, locate, lock, manifest, read, state, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.control import Control
 from shardkit.checkpoint.lock import Lock
@@ -77,6 +77,7 @@ def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, 
     if accelerator.config.shardkit.checkpoint.blocking if blocking is None else blocking:
         write.save(live_of(accelerator), _kind(accelerator), request, session.control)
         _committed(session, request)
+        progress.post("saved", request.step)
     else:
         _save_beside(accelerator, session, request)
     return request.final
@@ -131,7 +132,7 @@ def _request(accelerator: "Accelerator", session: Session, output: str | Path | 
     section, project = accelerator.config.shardkit.checkpoint, accelerator.project
     step = accelerator.counters.step
     in_series = output is None
-    final = folder.step_folder(root_of(accelerator), step) if output is None else Path(output)
+    final = folder.step_folder(root_of(accelerator), step) if output is None else _named(output)
     loaders = accelerator.loaders
     return Request(
         final=final,
@@ -148,6 +149,13 @@ def _request(accelerator: "Accelerator", session: Session, output: str | Path | 
         keep_last=project.total_limit or section.keep_last,
         keep_every=section.keep_every,
     )
+
+
+def _named(output: str | Path) -> Path:
+    if not str(output):
+        raise UsageError("save_state: the folder has no name (got ''); name one, or leave it out for the next step's.")
+    path = Path(output)
+    return path if path.name else path.resolve()  # "." has no name that a temporary folder beside it could bear
 
 
 def _mesh(accelerator: "Accelerator") -> dict[str, Any]:
@@ -169,7 +177,7 @@ def root_of(accelerator: "Accelerator") -> Path:
             "checkpoint: no folder is given (got None); give one, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
-    return Path(project.project_dir) / "checkpoints"
+    return Path(project.project_dir) / locate.SERIES
 
 
 def _is_saved_already(request: Request, session: Session) -> bool:
@@ -300,8 +308,9 @@ def _begin_load(accelerator: "Accelerator") -> Session:
 
 
 def _refuse_series(path: Path, session: Session) -> None:
-    """A folder of checkpoints is not one of them: say which there are, and never choose."""
-    found = folder.steps(path) if session.control.rank == 0 and not (path / manifest.NAME).exists() else []
+    """A folder of checkpoints, or the project's folder around it, is not one of them: say which there are."""
+    is_one = session.control.rank != 0 or (path / manifest.NAME).exists()
+    found = [] if is_one else folder.steps(path) or folder.steps(path / locate.SERIES)
     newest = session.control.share(str(found[0].path) if found else None)
     if newest is not None:
         raise CheckpointError(f"checkpoint: {path}: a folder of checkpoints; name one of them, such as {newest}.")
@@ -309,7 +318,7 @@ def _refuse_series(path: Path, session: Session) -> None:
 
 def _loaded(accelerator: "Accelerator", session: Session, loaded: Loaded) -> Path:
     record = loaded.checkpoint.manifest
-    session.parent = record.save_id
+    session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
     for optimizer in accelerator.optimizers:
         optimizer.optimizer.zero_grad()
     progress.post("data", record.step)

@@ -1,0 +1,104 @@
+"""What a load or save refuses because the script and the checkpoint, or the folder, do not belong together."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.checkpoint import manifest
+from shardkit.errors import CheckpointError, UsageError
+from tests import checkpoints
+from tests.test_checkpoint_facade import run_of, train
+
+
+def load_too_early(project):
+    """A run that loads before it has prepared anything; then one that lacks only the loader."""
+    run = run_of(project)
+    train(run, 2)
+    run[0].save_state()
+    early = run_of(project)[0]
+    parts = early.models, early.optimizers, early.schedulers, early.loaders
+    kept = [list(part) for part in parts]
+    told = []
+    for missing in (parts, parts[:2], parts[1:2], parts[3:]):
+        for part in missing:
+            part.clear()
+        with pytest.raises(CheckpointError) as raised:
+            early.load_state()
+        told.append(str(raised.value))
+        assert early.counters.step == 0
+        for part, whole in zip(parts, kept, strict=True):
+            part[:] = whole
+    early.load_state()
+    return told, early.counters.step
+
+
+def test_what_is_saved_and_not_prepared_is_missed(ranks, tmp_path):
+    ((told, step),) = ranks.run(1, load_too_early, tmp_path)
+    nothing, no_model, no_optimizer, no_loader = told
+    model = "model: in the checkpoint, and not prepared now; prepare it before loading, or load with strict=False"
+    assert model in nothing and "optim: in the checkpoint, and not prepared now" in nothing and "loader.0" in nothing
+    assert model in no_model
+    assert "optim: in the checkpoint, and not prepared now" in no_optimizer and "model:" not in no_optimizer
+    assert "loader.0: its position is in the checkpoint" in no_loader and "data_position=False" in no_loader
+    assert step == 2
+
+
+def test_without_strict_an_optimizer_that_was_not_saved_stays_as_it_is(tmp_path):
+    live = checkpoints.build("plain")
+    checkpoints.train(live, 2)
+    weights = checkpoints.state.Live(live.models, objects=live.objects)
+    checkpoints.save(weights, tmp_path / "weights")
+    found = checkpoints.build("plain", seed=1)
+    with pytest.raises(CheckpointError, match=r"optim: prepared now, and not in the checkpoint; .* strict=False"):
+        checkpoints.load(found, tmp_path / "weights")
+    checkpoints.load(found, tmp_path / "weights", strict=False)
+    assert not found.optimizers[0].state
+    assert torch.equal(found.models[0].head.weight, live.models[0].head.weight)
+
+
+def go_back_and_save_again(project):
+    """Save step 2, go back to step 1, train otherwise to step 2, save: which weights step 2 then holds."""
+    run = run_of(project)
+    train(run, 1)
+    first = run[0].save_state()
+    train(run, 1)
+    second = run[0].save_state()
+    run[0].load_state(first)
+    for group in run[2].param_groups:
+        group["lr"] = 0.5
+    train(run, 1)
+    assert run[0].save_state() == second
+    weights = [parameter.full_tensor().clone() for parameter in run[1].parameters()]
+    nn.init.zeros_(next(run[1].parameters()))
+    run[0].load_state(second)
+    return all(torch.equal(a.full_tensor(), b) for a, b in zip(run[1].parameters(), weights, strict=True))
+
+
+def test_a_step_that_is_reached_again_is_saved_again(ranks, tmp_path):
+    assert ranks.run(1, go_back_and_save_again, tmp_path) == [True]
+
+
+def name_odd_folders(project):
+    run = run_of(project / "run")
+    train(run, 1)
+    run[0].save_state()
+    with pytest.raises(UsageError, match=r"save_state: the folder has no name \(got ''\)"):
+        run[0].save_state("")
+    with pytest.raises(CheckpointError, match=r"a folder of checkpoints; name one of them, such as .*step-00000001"):
+        run[0].load_state(project / "run")
+    with pytest.raises(CheckpointError, match="nor a folder of this name"):
+        run[0].load_state(project / "rnu")
+
+
+def test_odd_folders_are_told_apart(ranks, tmp_path):
+    ranks.run(1, name_odd_folders, tmp_path)
+
+
+def test_the_folder_one_stands_in_may_hold_the_state(tmp_path, monkeypatch):
+    """`.` has no name, and a temporary folder beside it needs one."""
+    from shardkit.runtime.saving import _named
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    checkpoints.save(checkpoints.build("plain"), _named("."), step=3)
+    assert manifest.read(tmp_path / "here").step == 3
