@@ -1,5 +1,6 @@
 """The position in the data comes back with load_state: on other numbers of ranks, and of a resume."""
 
+import random
 from itertools import chain
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardkit import Accelerator, ProjectConfiguration, skip_first_batches
+from tests.test_data import FlowWithState, flat, prepared, run
 
 LENGTH, GLOBAL_BATCH = 48, 12
 
@@ -69,3 +71,47 @@ def test_skipping_by_hand_does_not_skip_twice_and_the_position_can_be_left_out(r
     ranks.run(2, train, folder, 6, "fresh")
     assert ranks.run(2, train, folder, 7, "by hand")[0] == whole[6:7]
     assert ranks.run(2, train, folder, 8, "without position")[0] == whole[:1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_datasets_own_state_resumes_with_workers_and_moves_one_epoch_only(persistent):
+    before, state = run(2, dataset=FlowWithState(26), stop=1)
+    assert (before, state["dataset"]) == (list(range(8)), {"position": 8})
+    workers = {"num_workers": 2, "persistent_workers": persistent}
+    rest, _ = run(2, state, dataset=FlowWithState(26), epochs=3, **workers)
+    assert rest == [*range(8, 26), *range(26), *range(26)]
+
+
+@pytest.mark.parametrize(("length", "drop_last", "batches"), [(26, False, 4), (24, False, 3), (26, True, 3)])
+def test_an_epoch_saved_at_its_last_batch_is_not_read_again(length, drop_last, batches):
+    options = {"dataset": FlowWithState(length), "drop_last": drop_last}
+    epoch, _ = run(2, **options)
+    _, after = run(2, epochs=2, **options)
+    first, state = run(2, stop=batches, **options)
+    assert (first, state["epoch"]) == (epoch, 0)
+    # What is left of the saved epoch is empty, so two iterations end where two whole epochs do.
+    assert run(2, state, epochs=2, **options) == (epoch, after)
+
+
+def test_an_epoch_that_is_over_is_not_skipped_through():
+    _, state = run(1, dataset=FlowWithState(26), stop=7)
+    loader = prepared(dataset=FlowWithState(26))
+    loader.load_state_dict(state)
+    assert (flat(loader), loader.dataset.reads, loader.epoch) == ([], 0, 1)
+    assert flat(loader) == list(range(26))
+
+
+class DrawnOrder(FlowWithState):
+    """Draws its order when an epoch starts, and keeps how far it is in it."""
+
+    def __iter__(self):
+        order = random.sample(range(self.length), self.length)
+        return (order[number] for number in super().__iter__())
+
+
+def test_an_order_drawn_at_an_epochs_start_is_drawn_again_for_a_restored_position():
+    whole, _ = run(2, dataset=DrawnOrder(26), epochs=2)
+    before, state = run(2, dataset=DrawnOrder(26), stop=2)
+    rest, _ = run(2, state, dataset=DrawnOrder(26), epochs=2)
+    assert (before + rest, state["dataset"]) == (whole, {"position": 16})

@@ -13,6 +13,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardkit.errors import CheckpointError
 from shardkit.runtime.sampler import Layout, PrivateRandom, split, stream_seed
 
+EPOCH_IS_OVER = "epoch is over"
+"""Kept in place of a dataset's own state where reading the last batch has ended its iterator: datasets go back to their
+beginning then, so their state would say that the epoch starts anew."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -64,9 +68,9 @@ class Stream(IterableDataset):
         self.dataset = dataset
         self.layout = layout
         self.saved: Any = None
-        """The dataset's own state to start from, instead of skipping."""
+        """A snapshot to start from, instead of skipping; only without workers."""
         self.snapshot: Any = None
-        """The dataset's own state after the newest chunk; only without workers."""
+        """The dataset's own state after the newest chunk, or EPOCH_IS_OVER; only without workers."""
         # Shared memory: workers that persist over epochs see it change.
         self._position = torch.zeros(3, dtype=torch.int64).share_memory_()
 
@@ -98,24 +102,30 @@ class Stream(IterableDataset):
                 yield Slot(value, len(chunk), is_padded)
 
     def _chunks(self, randomness: PrivateRandom, start: int) -> Iterator[list[Any]]:
-        size, takes_snapshots = self.layout.global_batch, self.keeps_state and get_worker_info() is None
+        size = self.layout.global_batch
+        # Workers skip: most are made anew for every epoch, and would each time find the state that they started from.
+        uses_state = self.keeps_state and get_worker_info() is None
         with randomness, _no_workers():
-            source = self._started(start)
+            source = self._restored() if uses_state and self.saved is not None else self._skipped(start)
         while True:
             with randomness, _no_workers():
                 chunk = list(islice(source, size))
             if not chunk or (len(chunk) < size and self.layout.drop_last):
                 return
-            if takes_snapshots:
-                self.snapshot = self.dataset.state_dict()
+            if uses_state:
+                self.snapshot = self.dataset.state_dict() if len(chunk) == size else EPOCH_IS_OVER
             yield chunk
 
-    def _started(self, start: int) -> Iterator[Any]:
+    def _restored(self) -> Iterator[Any]:
+        """The dataset's iterator, from the saved state on. The state is used up: the next epoch starts at 0."""
+        saved, self.saved = self.saved, None
+        if saved == EPOCH_IS_OVER:
+            return iter(())
+        self.dataset.load_state_dict(saved)
+        return iter(self.dataset)
+
+    def _skipped(self, start: int) -> Iterator[Any]:
         """The dataset's iterator, past the first `start` samples."""
-        if self.saved is not None and get_worker_info() is None:
-            self.dataset.load_state_dict(self.saved)
-            self.saved = None
-            return iter(self.dataset)
         source = iter(self.dataset)
         skipped = sum(1 for _ in islice(source, start))
         if skipped < start:
