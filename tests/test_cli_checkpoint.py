@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import control, disk, folder, retention, save_model
+from shardkit.checkpoint import control, disk, folder, retention, save_model, state
 from shardkit.cli import checkpoint as commands
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG
@@ -155,6 +155,23 @@ def test_merge_publishes_nothing_of_damaged_bytes(project, tmp_path, capsys):
         assert "digest differs from the manifest (corrupted)" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["model.safetensors"]
     assert (tmp_path / "merged" / "model.safetensors").read_text() == "the one before"
+
+
+def test_merge_publishes_all_models_or_none(tmp_path, capsys):
+    path, merged = tmp_path / "two", tmp_path / "new" / "merged"
+    models = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 5)]
+    save(state.Live(models, [], {}, {}, seed=7), path)
+    arguments = ["checkpoint", "merge", str(path), "-o", str(merged)]
+    second = path / "model_1" / "r00000-of-00001.safetensors"
+    flip(second)
+    assert run(arguments) == EXIT_CHECKPOINT
+    assert f"{second}: its xxh3 digest differs" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    flip(second)
+    called(capsys, *arguments[1:])
+    for where, model in zip((merged, merged / "model_1"), models, strict=True):
+        assert torch.equal(load_file(where / "model.safetensors")["weight"], model.weight)
+        assert [path.name for path in where.iterdir() if path.is_file()] == ["model.safetensors"]
 
 
 def test_merge_reads_a_bounded_number_of_bytes_at_once(project, tmp_path, capsys, monkeypatch):

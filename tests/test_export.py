@@ -291,6 +291,8 @@ def test_ranks_with_different_models_are_refused(ranks, tmp_path):
 def test_refusals_in_words(tmp_path):
     with pytest.raises(UsageError, match=r"max_shard_size: not a size \(got 'big'\); write 5GB, 500MB, 2GiB"):
         save(nn.Linear(2, 2), tmp_path, max_shard_size="big")
+    with pytest.raises(UsageError, match="max_shard_size: not a size"):
+        save(nn.Linear(2, 2), tmp_path, max_shard_size="9" * 400 + "GB")
     with pytest.raises(UsageError, match=r"save_model: dtype is unknown \(got 'int8'\); use fp32, bf16"):
         save(nn.Linear(2, 2), tmp_path, dtype="int8")
     with pytest.raises(CheckpointSaveError, match=r"weight: has no values yet \(meta device\); prepare\(\) the model"):
@@ -302,6 +304,28 @@ def test_refusals_in_words(tmp_path):
     with pytest.raises(CheckpointSaveError, match="a checkpoint lives here, and is never written into"):
         save(nn.Linear(2, 2), tmp_path)
     assert names_in(tmp_path) == ["MANIFEST.json", "file"]
+
+
+@pytest.mark.parametrize("size", ["5GB", "100"])
+def test_nothing_is_exported_into_a_part_of_a_checkpoint(tmp_path, size):
+    final = tmp_path / "step-00000001"
+    checkpoints.save(build("single"), final, 1)
+    before = {path: path.stat().st_mtime_ns for path in final.rglob("*")}
+    for below in ("model", "new/deeper", "state/../model"):
+        with pytest.raises(CheckpointSaveError, match=rf"lies in the checkpoint {final}, which is never written into"):
+            save(nn.Linear(8, 8), final / below, max_shard_size=size)
+    assert {path: path.stat().st_mtime_ns for path in final.rglob("*")} == before
+    (tmp_path / "MANIFEST.json").write_text("of another program")
+    save(nn.Linear(8, 8), tmp_path / "export")
+
+
+def test_a_failed_export_leaves_no_new_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(export.disk, "free_bytes", lambda path: 0)
+    (tmp_path / "empty").mkdir()
+    for name in ("new/deeper", "empty"):
+        with pytest.raises(CheckpointSaveError, match="No space left on device"):
+            save(nn.Linear(2, 2), tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
 def test_other_files_and_folders_stay(tmp_path):

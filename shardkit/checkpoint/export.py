@@ -15,6 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from shardkit.errors import CheckpointSaveError, UsageError
 
 TEMPORARY = ".tmp-export-"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,17 @@ class ExportFile:
 
 @dataclass
 class Opened:
-    """An export under way: `temporary` holds its files, sized, with their headers, until `publish`."""
+    """An export under way: `temporary` holds its files, sized, with their headers, until `publish`.
+
+    `made` are the folders that did not exist before, the innermost first.
+    """
 
     folder: Path
     temporary: Path
     stem: str
     files: list[ExportFile]
-    hold: int
+    made: list[Path]
+    hold: int = -1
 
 
 def size_in_bytes(size: str | int) -> int:
@@ -137,21 +142,40 @@ def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
     """An export whose files exist, empty, in a temporary folder. CheckpointSaveError where it cannot be."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointSaveError(f"{folder}: a file has this name; give a folder.")
+    _refuse_checkpoint(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    opened = Opened(folder, folder / f"{TEMPORARY}{uuid.uuid4().hex[:12]}", stem, files, made)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clean_debris(folder)
+        _refuse_without_room(folder, total_bytes(files))
+        _make_files(opened)
+    except BaseException:
+        discard(opened)
+        raise
+    return opened
+
+
+def _refuse_checkpoint(folder: Path) -> None:
+    """A file within a checkpoint is one of its own, which an export would replace, or a stranger, which damages it."""
     if (folder / manifest.NAME).exists():
         raise CheckpointSaveError(f"{folder}: a checkpoint lives here, and is never written into; give another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    clean_debris(folder)
-    _refuse_without_room(folder, total_bytes(files))
-    temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex[:12]}"
-    temporary.mkdir()
-    opened = Opened(folder, temporary, stem, files, folders.hold(temporary))
-    for file in files:
-        disk.write_new(temporary / file.name, file.header, file.bytes)
-    (temporary / ".probe").touch()
-    if len(files) > 1:
-        text = _index(files)
-        disk.write_new(temporary / index_name(stem), text)
-    return opened
+    for around in folder.resolve().parents:
+        # Somebody else's file may have the manifest's name, far above.
+        if all(os.path.exists(around / name) for name in (manifest.NAME, "index.json")):
+            raise CheckpointSaveError(
+                f"{folder}: lies in the checkpoint {around}, which is never written into; give another folder."
+            )
+
+
+def _make_files(opened: Opened) -> None:
+    opened.temporary.mkdir()
+    opened.hold = folders.hold(opened.temporary)
+    for file in opened.files:
+        disk.write_new(opened.temporary / file.name, file.header, file.bytes)
+    (opened.temporary / ".probe").touch()
+    if len(opened.files) > 1:
+        disk.write_new(opened.temporary / index_name(opened.stem), _index(opened.files))
 
 
 def _refuse_without_room(folder: Path, needed: int) -> None:
@@ -190,11 +214,14 @@ def _remove_stale(folder: Path, stem: str, kept: set[str]) -> None:
 
 
 def discard(opened: Opened) -> None:
-    """Remove what is left of the temporary folder. Twice is as good as once."""
+    """Remove what is left of the temporary folder, and empty folders made for it. Twice is as good as once."""
     shutil.rmtree(opened.temporary, ignore_errors=True)
     if opened.hold >= 0:
         os.close(opened.hold)
         opened.hold = -1
+    with suppress(OSError):  # the first that holds something stays, and so do those around it
+        for path in opened.made:
+            path.rmdir()
 
 
 def clean_debris(folder: Path) -> list[Path]:

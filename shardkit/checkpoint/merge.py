@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.checkpoint import disk, export, layout
-from shardkit.checkpoint.export import ExportFile
+from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file
 from shardkit.errors import CheckpointError, UsageError
@@ -38,10 +38,15 @@ def merge(
     if not any(checkpoint.index.sections[name] for name in sections):
         raise CheckpointError(f"checkpoint: {checkpoint.path}: holds no model; there is nothing to merge.")
     written = {}
-    for section in sections:
-        where = folder if section == "model" else folder / section
-        written[where] = _merge_section(checkpoint, section, where, target, limit, on_bytes)
-    return written
+    with ExitStack() as stack:
+        for section in sections:
+            where = folder if section == "model" else folder / section
+            written[where] = _begin(checkpoint, section, where, target, limit)
+            stack.callback(export.discard, written[where])
+            _copy(checkpoint, section, written[where], on_bytes)
+        for opened in written.values():  # only now are the bytes of all models known to be good
+            export.publish(opened)
+    return {where: opened.files for where, opened in written.items()}
 
 
 def model_bytes(checkpoint: Checkpoint) -> int:
@@ -55,26 +60,17 @@ def _target(dtype: str | None) -> str | None:
     return None if dtype is None else DTYPES[dtype.lower()]
 
 
-def _merge_section(
-    checkpoint: Checkpoint, section: str, folder: Path, target: str | None, limit: int, on_bytes: OnBytes
-) -> list[ExportFile]:
+def _begin(checkpoint: Checkpoint, section: str, folder: Path, target: str | None, limit: int) -> Opened:
     entries, ties = checkpoint.index.sections[section], checkpoint.index.aliases.get(section, {})
     kinds = {name: target if target and entry.dtype in _FLOATS else entry.dtype for name, entry in entries.items()}
     shapes = {name: (kinds[name], entry.shape) for name, entry in entries.items()}
     tag = export.free_tag(folder, export.plan(shapes, ties, limit))
-    files = export.plan(shapes, ties, limit, tag=tag)
-    opened = export.begin(folder, files)
-    try:
-        _copy(checkpoint, section, opened.temporary, files, on_bytes)
-        export.publish(opened)
-    finally:
-        export.discard(opened)
-    return files
+    return export.begin(folder, export.plan(shapes, ties, limit, tag=tag))
 
 
-def _copy(checkpoint: Checkpoint, section: str, temporary: Path, targets: list[ExportFile], on_bytes: OnBytes) -> None:
+def _copy(checkpoint: Checkpoint, section: str, opened: Opened, on_bytes: OnBytes) -> None:
     record = checkpoint.manifest
-    with _Output(temporary, targets) as output, Files(checkpoint) as files:
+    with _Output(opened.temporary, opened.files) as output, Files(checkpoint) as files:
         for name, file in record.files.items():
             if name.split("/")[0] != section:
                 continue
