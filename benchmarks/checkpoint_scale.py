@@ -128,7 +128,7 @@ def measure_shardkit(ranks: int, blocks: int) -> dict[str, Any]:
     captured = state.capture(live, "sharded", rank, ranks)
     for section in captured.index.sections:
         tensors.pieces_to_write(captured.index, section, captured.tensors[section], rank)
-    write.fingerprint(captured.index)
+    write.fingerprints(captured.index)
     seconds = time.perf_counter() - began
     records = len(disk.to_json_in_order(layout.index_to_json(captured.index))) + len(_manifest(captured.index))
     return {

@@ -175,39 +175,44 @@ def _same_on_all_ranks(
     captured: Captured, request: Request, pieces: dict[str, list[tuple[Chunk, torch.Tensor]]], control: Control
 ) -> Request:
     """The request with rank 0's save_id. All ranks must save the same step and state to the same place."""
-    problem = None
-    try:
+    here = {"step": request.step, "folder": str(request.final), "kind": captured.index.kind}
+
+    def describe() -> list[Any]:
         faults.reach("preflight", control.rank)
-    except OSError as error:
-        problem = words(error)
-    mine = {
-        "step": request.step,
-        "folder": str(request.final),
-        "kind": captured.index.kind,
-        "state": fingerprint(captured.index),
-    }
-    answer = [mine, tensors.bytes_to_write(pieces), request.save_id, socket.gethostname(), problem]
-    try:
-        answers = control.gather(answer)
-    except LostRank as error:
-        raise CheckpointSaveError(_report(request, [f"preflight: {error}"])) from error
-    failed = [f"rank {rank} (host {host}): {text}" for rank, (*_, host, text) in enumerate(answers) if text]
-    failed += _differences([given for given, *_ in answers], [host for *_, host, _ in answers])
-    if not failed:
-        room = sum(size for _, size, *_ in answers) if control.rank == 0 else None
-        failed = control.attempt(lambda: _look_for_room(request.final, room)).problems
+        size = tensors.bytes_to_write(pieces)
+        return [here, fingerprints(captured.index), size, request.save_id, socket.gethostname()]
+
+    answers = _together(control, request, "preflight", describe, tell=lambda found: found).told
+    hosts = [f"rank {rank} (host {host})" for rank, (*_, host) in enumerate(answers)]
+    failed = _differences([given for given, *_ in answers], hosts)
+    failed += _different_tensors([given for _, given, *_ in answers], hosts)
     if failed:
         raise CheckpointSaveError(_report(request, failed))
-    return Request(**{**request.__dict__, "save_id": answers[0][2]})
+    room = sum(size for _, _, size, *_ in answers) if control.rank == 0 else None
+    _together(control, request, "room", lambda: _look_for_room(request.final, room))
+    return Request(**{**request.__dict__, "save_id": answers[0][3]})
 
 
 def _differences(given: list[dict[str, Any]], hosts: list[str]) -> list[str]:
     problems = []
-    for key in given[0]:
-        for rank, other in enumerate(given):
-            if other[key] != given[0][key]:
-                both = f"{given[0][key]} on rank 0 (host {hosts[0]}), {other[key]} on rank {rank} (host {hosts[rank]})"
+    for key, expected in given[0].items():
+        for host, other in zip(hosts, given, strict=True):
+            if other[key] != expected:
+                both = f"{expected} on {hosts[0]}, {other[key]} on {host}"
                 problems.append(f"the ranks do not save the same {key}: {both}; call save_state on all ranks alike")
+                break
+    return problems
+
+
+def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[str]:
+    problems = []
+    for section in dict.fromkeys(section for told in given for section in told):
+        for host, other in zip(hosts, given, strict=True):
+            if other.get(section) != given[0].get(section):
+                problems.append(
+                    f"{section}: {host} has other tensors than {hosts[0]} (their names, shapes, dtypes or placements); "
+                    "prepare and register on all ranks what is alike on all"
+                )
                 break
     return problems
 
@@ -225,13 +230,18 @@ def _look_for_room(final: Path, needed: int | None) -> None:
         )
 
 
-def fingerprint(index: Index) -> str:
-    """The same for two ranks, or two runs, whose tensors have equal names, dtypes, shapes and placements."""
-    return digests.of_bytes("sha256", disk.to_json(layout.index_to_json(index)))
+def fingerprints(index: Index) -> dict[str, str]:
+    """By section: the same for two ranks whose tensors in it have equal names, dtypes, shapes and placements."""
+    value = layout.index_to_json(index)
+    shared = [value["meshes"], value["kind"], value["world_size"]]
+    return {
+        section: digests.of_bytes("xxh3", disk.to_json([shared, entries, value["aliases"].get(section)]))
+        for section, entries in value["sections"].items()
+    }
 
 
 def model_fingerprint(index: Index) -> str:
-    """As `fingerprint`, of the models alone and whatever the placement."""
+    """The same for two runs whose models' tensors have equal names, dtypes and shapes, whatever their placement."""
     lines = sorted(
         f"{section}:{name}:{entry.dtype}:{list(entry.shape)}"
         for section, entries in index.sections.items()
