@@ -102,6 +102,27 @@ def test_an_epoch_that_is_over_is_not_skipped_through():
     assert flat(loader) == list(range(26))
 
 
+class LiveState(FlowWithState):
+    """Returns the dict that it goes on changing."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.live = {"position": 0}
+
+    def state_dict(self):
+        self.live.update(super().state_dict())
+        return self.live
+
+    def __iter__(self):
+        for value in super().__iter__():
+            self.state_dict()
+            yield value
+
+
+def test_a_state_that_goes_on_changing_is_copied():
+    assert run(2, dataset=LiveState(26), stop=1)[1]["dataset"] == {"position": 8}
+
+
 class DrawnOrder(FlowWithState):
     """Draws its order when an epoch starts, and keeps how far it is in it."""
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -113,7 +114,8 @@ class Stream(IterableDataset):
             if not chunk or (len(chunk) < size and self.layout.drop_last):
                 return
             if uses_state:
-                self.snapshot = self.dataset.state_dict() if len(chunk) == size else EPOCH_IS_OVER
+                # A copy: a dataset may return the very dict that it goes on changing.
+                self.snapshot = deepcopy(self.dataset.state_dict()) if len(chunk) == size else EPOCH_IS_OVER
             yield chunk
 
     def _restored(self) -> Iterator[Any]:
