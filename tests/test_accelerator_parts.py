@@ -77,6 +77,26 @@ def test_objects_may_be_prepared_one_by_one_and_an_optimizer_keeps_its_state(ran
         torch.testing.assert_close(found, by_hand(), rtol=1e-5, atol=1e-6)
 
 
+def counted_at_a_save(config: dict) -> list[tuple[int, int, int]]:
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=2)
+    model, optimizer, loader, _ = accelerator.prepare(*parts(32, 4))
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            one_step(accelerator, model, optimizer, batch)
+            at_step = accelerator.accumulation.counters_at_step()
+            found.append((at_step["step"], at_step["samples_seen"], accelerator.counters.samples_seen))
+    accelerator.accumulation.load_counters({"step": 5, "samples_seen": 60})
+    assert accelerator.accumulation.counters_at_step() == {"step": 5, "samples_seen": 60}
+    return found
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_a_save_counts_samples_up_to_the_last_step(ranks, config):
+    expected = [(0, 0, 8), (1, 16, 16), (1, 16, 24), (2, 32, 32)]
+    assert ranks.run(2, counted_at_a_save, config) == [expected] * 2
+
+
 def two_models(config: dict, zero_first: bool) -> tuple[int, int, list[torch.Tensor]]:
     accelerator = Accelerator(config=config, gradient_accumulation_steps=2)
     torch.manual_seed(1)

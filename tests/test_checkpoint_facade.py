@@ -122,6 +122,86 @@ def test_skipping_by_hand_after_loading_does_not_skip_twice(ranks, tmp_path):
     assert ranks.run(2, skip_by_hand, tmp_path) == [(24, True, 2)] * 2
 
 
+def saved_at(project, place):
+    """Windows of two micro-batches. One save in the fourth micro-batch, at a place in it; then a run that resumes."""
+    run = run_of(project, gradient_accumulation_steps=2)
+    accelerator, model, optimizer, loader, _ = run
+    given, at_save = [], None
+    for number, (numbers, inputs) in enumerate(loader):
+        if (place, number) in (("at its start", 3), ("before the window", 2)):
+            at_save = accelerator.save_state()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            if (place, number) == ("before the step", 3):
+                at_save = accelerator.save_state()
+            optimizer.step()
+            optimizer.zero_grad()
+        given.append(accelerator.gather_for_metrics(numbers).sort().values.tolist())
+    saving.close(accelerator)
+    resumed, (step, samples) = run_of(project), manifest_counts(at_save)
+    resumed[0].load_state(at_save)
+    again = [samples for samples, _ in train(resumed, 2)]
+    saving.close(resumed[0])
+    return step, samples, given[2:] == again
+
+
+def manifest_counts(path):
+    record = manifest.read(path)
+    return record.step, json.loads((path / "state/common.json").read_text())["loaders"]["loader.0"]["samples_seen"]
+
+
+@pytest.mark.fault_row(20)
+@pytest.mark.requirement("A5")
+@pytest.mark.parametrize("place", ["before the window", "at its start", "before the step"])
+def test_a_save_between_two_steps_loses_no_batch_that_no_step_has_used(ranks, tmp_path, place):
+    assert ranks.run(2, saved_at, tmp_path, place) == [(1, 24, True)] * 2
+
+
+def evaluated(project):
+    run = run_of(project)
+    accelerator, evaluation = run[0], run[0].prepare(DataLoader(torch.arange(24), batch_size=4))
+    train(run, 2)
+    for number, _ in enumerate(evaluation):
+        if number == 1:
+            accelerator.save_state()
+    saving.close(accelerator)
+    resumed = run_of(project)
+    evaluation = resumed[0].prepare(DataLoader(torch.arange(24), batch_size=4))
+    resumed[0].load_state()
+    seen = [number for batch in evaluation for number in resumed[0].gather_for_metrics(batch).tolist()]
+    saving.close(resumed[0])
+    return seen, resumed[3].samples_seen
+
+
+def test_an_evaluation_that_a_save_fell_into_starts_anew(ranks, tmp_path):
+    assert ranks.run(2, evaluated, tmp_path) == [(list(range(24)), 24)] * 2
+
+
+def load_inside_the_loop(project):
+    run = run_of(project)
+    accelerator, model, optimizer, loader, _ = run
+    path = accelerator.save_state()
+    for number, (_, inputs) in enumerate(loader):
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            before = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+            with pytest.raises(CheckpointError, match="inside the loop over its loader") as caught:
+                accelerator.load_state(path)
+            message = str(caught.value)
+            assert all(torch.equal(tensor.full_tensor(), before[n]) for n, tensor in model.state_dict().items())
+            counters = (accelerator.counters.step, accelerator.counters.samples_seen, loader.samples_seen)
+            break
+    accelerator.load_state(path)
+    saving.close(accelerator)
+    return message.splitlines()[0].endswith("cannot be loaded; nothing was changed:"), counters, loader.samples_seen
+
+
+def test_loading_inside_the_loop_changes_nothing_on_any_rank(ranks, tmp_path):
+    assert ranks.run(2, load_inside_the_loop, tmp_path) == [(True, (2, 24, 24), 0)] * 2
+
+
 def both_kinds(project):
     run = run_of(project)
     train(run, 1)

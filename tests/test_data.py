@@ -390,6 +390,97 @@ def test_naming_the_epoch_keeps_the_restored_position():
     assert len(flat(loader)) == 40
 
 
+def test_naming_another_epoch_than_the_restored_one_warns_once(capsys):
+    _, state = run(1, shuffle=True, stop=12, epochs=2)
+    loader = _moved(prepared(shuffle=True), state)
+    loader.set_epoch(1)
+    assert not capsys.readouterr().err
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        assert len(flat(loader)) == 40
+    assert capsys.readouterr().err == (
+        "shardkit: data: set_epoch(0) drops the restored position (epoch 1, after 8 samples); start the epoch loop at "
+        "loader.epoch, or do not call set_epoch.\n"
+    )
+
+
+@pytest.mark.parametrize("kind", [Numbers, FlowWithState])
+def test_batches_that_no_step_has_used_come_again(kind):
+    whole, _ = run(1, dataset=kind(40), epochs=2)
+    loader = prepared(dataset=kind(40))
+    for number, _ in enumerate(loader, 1):
+        if number > 2:  # before, nobody knows that the loader is trained on
+            assert run(1, loader.state_dict(), dataset=kind(40), epochs=2)[0] == whole[(number - 1) // 2 * 8 :]
+        if number % 2 == 0:  # two micro-batches a step
+            loader.note_step()
+            assert run(1, loader.state_dict(), dataset=kind(40), epochs=2)[0] == whole[number * 4 :]
+        if number == 7:
+            break
+    assert (loader.samples_seen, loader.state_dict()["samples_seen"]) == (28, 24)
+
+
+def used_by_steps(loader):
+    state = loader.state_dict()
+    return state["epoch"], state["samples_seen"]
+
+
+def test_every_new_position_takes_the_place_of_the_last_step():
+    loader = prepared()
+    for _ in loader:
+        loader.note_step()
+    assert used_by_steps(loader) == (1, 0)
+    for _ in loader:
+        assert used_by_steps(loader) == (1, 0), "this batch is yet to be used"
+        loader.note_step()
+        break
+    assert used_by_steps(loader) == (1, 4)
+    state = loader.state_dict()
+    assert used_by_steps(skip_first_batches(loader, 3)) == (1, 12)
+    loader.set_epoch(5)
+    assert used_by_steps(loader) == (5, 0)
+    loader = _moved(prepared(), state)
+    assert used_by_steps(loader) == (1, 4)
+    next(batches := iter(loader))
+    assert used_by_steps(loader) == (1, 4), "a resumed loader knows that it is trained on"
+    batches.close()
+
+
+def test_an_evaluation_is_saved_from_its_start_where_another_loader_is_trained_on():
+    train, evaluation, other = prepared(), prepared(), prepared()
+    for _ in evaluation:
+        assert used_by_steps(evaluation) == (0, 4), "nothing is trained: the position is where the loop is"
+        break
+    for _ in zip(train, other, strict=True):
+        for loader in (train, evaluation, other):
+            loader.note_step()
+        assert used_by_steps(train) == used_by_steps(other) == (0, 4)
+        assert used_by_steps(evaluation) == (1, 0), "left early, so the next epoch is next"
+        for _ in evaluation:
+            assert used_by_steps(evaluation) == (1, 0)
+            break
+        resumed = _moved(prepared(), evaluation.state_dict())
+        assert flat(resumed) == list(range(40)) and used_by_steps(resumed) == (3, 0)
+        break
+
+
+def test_a_position_is_not_loaded_inside_the_loop_over_its_loader():
+    loader = prepared()
+    start = loader.state_dict()
+    for number, _ in enumerate(loader):
+        loader.load_state_dict(loader.state_dict())  # where it is already
+        with pytest.raises(CheckpointError) as caught:
+            loader.load_state_dict(start)
+        assert str(caught.value) == (
+            "data: a position cannot be loaded inside the loop over its loader, which goes on where it is (got epoch "
+            "0, 0 samples); leave the loop first, and the except clause of what it raised, or load_state(..., "
+            "data_position=False)."
+        )
+        assert loader.samples_seen == 4 * number + 4
+        if number == 2:
+            break
+    assert len(flat(_moved(loader, start))) == 40
+
+
 def test_the_innermost_loader_is_the_active_one():
     train, evaluation = prepared(), prepared(dataset=Numbers(3))
     for _ in train:

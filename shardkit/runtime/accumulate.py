@@ -5,7 +5,7 @@ is the mean over its micro-batches, so a window of n equals one process that see
 windows included.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ class Accumulation:
         self._calls_before_window = 0
         self._calls_before_micro_batch = 0
         self._batch_counted = 0
+        self._samples_since_step = 0
         self._have_ranks_met = False
         self._boundary_is_due = False
         self._boundary_loader: PreparedLoader | None = None
@@ -131,6 +132,9 @@ class Accumulation:
         """Counts: the first optimizer to step opens a step, one that steps again opens the next."""
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
+        self._samples_since_step = 0
+        for loader in self._loaders if active_loader(self._loaders) else ():
+            loader.note_step()
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
         self._boundary_is_due = True
@@ -142,6 +146,15 @@ class Accumulation:
         if not self._stepped:
             self.counters.step += 1
         self._stepped.add(id(optimizer))
+
+    def counters_at_step(self) -> dict[str, int]:
+        """What a save keeps of the counters: samples up to the last optimizer step, as the loaders' positions are."""
+        return {"step": self.counters.step, "samples_seen": self.counters.samples_seen - self._samples_since_step}
+
+    def load_counters(self, saved: Mapping[str, int]) -> None:
+        """What `counters_at_step` gave; a window of micro-batches starts anew."""
+        self.counters.step, self.counters.samples_seen = saved["step"], saved["samples_seen"]
+        self.counters.micro_step = self._samples_since_step = 0
 
     def is_open(self) -> bool:
         """Whether gradients that no step has used yet belong to a window still open, so that zero_grad must leave them.
@@ -195,6 +208,7 @@ class Accumulation:
         if loader is not None and loader.last_yield != self._batch_counted:
             self._batch_counted = loader.last_yield
             self.counters.samples_seen += loader.batch_samples
+            self._samples_since_step += loader.batch_samples
 
     def _update_scaler(self) -> None:
         """A new scale holds from the next backward on: optimizers that have not stepped yet still need the old one."""

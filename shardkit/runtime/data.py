@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count, islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ log = get_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
+Purpose = Literal["training", "evaluation"]
+
 _yields = count(1)
 _with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -44,6 +46,15 @@ class Piece:
     is_padded: bool
     is_last: bool
     state: Any = None
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the data, in samples of the whole run; `dataset` is its own state there, where it has one."""
+
+    epoch: int = 0
+    samples: int = 0
+    dataset: Any = None
 
 
 class Source(Protocol):
@@ -289,11 +300,11 @@ class PreparedLoader:
 
     Iterating runs one epoch, or what is left of one after `load_state_dict` or `skip_first_batches`. An epoch that
     the loop leaves early is over: the next iteration starts the next one, as with any DataLoader.
+
+    Where the loop is, and what a save keeps of it, are two things: see `state_dict`.
     """
 
     def __init__(self, source: Source, users: DataLoader, device: torch.device | None, seed: int) -> None:
-        self.epoch = 0
-        self.samples_seen = 0
         self.end_of_loader = False
         self.remainder = -1
         self.is_iterating = False
@@ -307,7 +318,23 @@ class PreparedLoader:
         self._device = device
         self._seed = seed
         self._is_positioned = False
-        self._dataset_state: Any = None
+        self._is_restored = False
+        self._purpose: Purpose | None = None
+        self._place(Position())
+
+    def _place(self, position: Position) -> None:
+        """All before this position is done with."""
+        self._now = self._used = position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop is in, between loops the one that comes next."""
+        return self._now.epoch
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of this epoch that the loop has been given, over all ranks."""
+        return self._now.samples
 
     def __iter__(self) -> Iterator[Any]:
         self._start()
@@ -320,21 +347,20 @@ class PreparedLoader:
         finally:
             self.is_iterating = self.end_of_loader = False
             self.remainder = -1
-        self.epoch, self.samples_seen, self._dataset_state = self.epoch + 1, 0, None
+        self._place(Position(self.epoch + 1))
 
     def _start(self) -> None:
         if self.samples_seen and not self._is_positioned:
-            self.epoch, self.samples_seen, self._dataset_state = self.epoch + 1, 0, None
-        self._is_positioned = False
+            self._place(Position(self.epoch + 1))
+        self._is_positioned = self._is_restored = False
         self.is_iterating = True
         self._source.loader.generator.manual_seed(order.stream_seed(self._seed, self.epoch))
 
     def _advance(self, piece: Piece) -> None:
-        self.samples_seen += piece.samples
+        self._now = Position(self.epoch, self.samples_seen + piece.samples, piece.state)
         self.batch_samples = piece.samples
         self.end_of_loader = piece.is_last
         self.remainder = piece.samples if piece.is_padded else -1
-        self._dataset_state = piece.state
         self.last_yield = next(_yields)
 
     def __len__(self) -> int:
@@ -359,35 +385,75 @@ class PreparedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration runs this epoch. Naming the epoch that the position is in already leaves the position."""
-        if epoch != self.epoch or not self._is_positioned:
-            self._move_to(epoch, 0)
+        if epoch == self.epoch and self._is_positioned:
+            return
+        if self._is_restored and (self.samples_seen or self._purpose == "training") and self._source.layout.rank == 0:
+            log.warning(
+                f"data: set_epoch({epoch}) drops the restored position (epoch {self.epoch}, after "
+                f"{self.samples_seen:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."
+            )
+        self._move_to(Position(epoch))
 
     def skip_to(self, batches: int) -> None:
         """The next iteration starts after so many batches of the epoch, whatever position there was."""
-        self._move_to(self.epoch, self._source.samples_in(self._seed, self.epoch, batches))
+        self._move_to(Position(self.epoch, self._source.samples_in(self._seed, self.epoch, batches)))
 
-    def _move_to(self, epoch: int, samples: int) -> None:
-        self.epoch, self.samples_seen, self._dataset_state = epoch, samples, None
-        self._is_positioned = True
+    def _move_to(self, position: Position) -> None:
+        self._place(position)
+        self._is_positioned, self._is_restored = True, False
         if isinstance(self._source, StreamSource):
-            self._source.stream.saved = None
+            self._source.stream.saved = position.dataset
+
+    def note_step(self) -> None:
+        """An optimizer has stepped in a loop over a prepared loader: all batches that are out are used.
+
+        Several loops may be running (`zip` of two loaders): a step uses what all of them gave.
+        """
+        if self.is_iterating:
+            self._purpose, self._used = "training", self._now
+        elif self._purpose is None:
+            self._purpose = "evaluation"
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is, JSON-able and the same on every rank: what it has been given counts, not what is read."""
+        """What a resumed run goes on from, JSON-able and the same on every rank; what is read ahead never counts.
+
+        Of a loader that is trained on, the position of the last optimizer step: batches that no step has used yet come
+        again. Of others, where some loader is trained on, the start of the epoch: no evaluation begins in the middle.
+        Where none is, where the loop is.
+        """
+        position = self._position_to_save()
         return {
-            "epoch": self.epoch,
-            "samples_seen": self.samples_seen,
+            "epoch": position.epoch,
+            "samples_seen": position.samples,
             "seed": self._seed,
+            "purpose": self._purpose,
             "dataset_length": self._source.dataset_length,
             "global_batch": self.total_batch_size,
-            "dataset": self._dataset_state if _is_jsonable(self._dataset_state) else None,
+            "dataset": position.dataset if _is_jsonable(position.dataset) else None,
         }
+
+    def _position_to_save(self) -> Position:
+        if self._purpose == "training":
+            return self._used
+        if self._purpose == "evaluation":
+            was_left = self.samples_seen > 0 and not (self.is_iterating or self._is_positioned)
+            return Position(self.epoch + was_left)
+        return self._now
 
     def load_state_dict(self, state: Mapping[str, Any], *, restart_epoch: bool = False) -> None:
         """The next iteration continues after the saved position, on any number of ranks and with any batch size.
 
         Raises CheckpointError where the dataset has another length; `restart_epoch` starts the saved epoch anew then.
+        Also inside the loop over this loader, unless the saved position is its own: that loop would go on elsewhere.
         """
+        if self.is_iterating:
+            if state == self.state_dict():
+                return
+            raise CheckpointError(
+                f"data: a position cannot be loaded inside the loop over its loader, which goes on where it is (got "
+                f"epoch {state['epoch']}, {state['samples_seen']:,} samples); leave the loop first, and the except "
+                "clause of what it raised, or load_state(..., data_position=False)."
+            )
         saved, own = state.get("dataset_length"), self._source.dataset_length
         if saved != own and not restart_epoch:
             raise CheckpointError(
@@ -395,11 +461,11 @@ class PreparedLoader:
                 f"{_count(saved)}); use the same data, or load_state_dict(state, restart_epoch=True) to start the "
                 "epoch anew, or load_state(..., data_position=False) to leave the position out."
             )
-        self._seed = int(state["seed"])
-        self._move_to(int(state["epoch"]), 0 if restart_epoch and saved != own else int(state["samples_seen"]))
-        if isinstance(self._source, StreamSource) and self.samples_seen:
-            self._dataset_state = state.get("dataset")
-            self._source.stream.saved = self._dataset_state
+        self._seed, self._purpose = int(state["seed"]), state.get("purpose")
+        samples = 0 if restart_epoch and saved != own else int(state["samples_seen"])
+        dataset = state.get("dataset") if samples and isinstance(self._source, StreamSource) else None
+        self._move_to(Position(int(state["epoch"]), samples, dataset))
+        self._is_restored = True
 
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
