@@ -3,18 +3,25 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 
-from shardkit.checkpoint import dcp
+from shardkit.checkpoint import convert, dcp, state
 from shardkit.cli.main import run
-from shardkit.errors import EXIT_CHECKPOINT, CheckpointCorrupted
+from shardkit.errors import EXIT_CHECKPOINT, CheckpointCorrupted, CheckpointError
 from tests.checkpoints import Counter, build, digest_of, dropout_off, load, train
 
 
@@ -232,3 +239,166 @@ def test_what_is_none_is_said_so(tmp_path, capsys):
     assert "no such folder; give the folder that save_state made." in capsys.readouterr().err
     assert run(["checkpoint", "convert", str(tmp_path), "-o", str(tmp_path / "out")]) == EXIT_CHECKPOINT
     assert "holds no checkpoint of Accelerate or torch.distributed.checkpoint" in capsys.readouterr().err
+
+
+def one_step(optimizer=None, **settings):
+    """A small model with a frozen parameter in the middle, trained for one step by an optimizer over all of them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 2))
+    model[1].weight.requires_grad_(False)
+    trained = (optimizer or torch.optim.AdamW)(model.parameters(), lr=0.01, **settings)
+    model(torch.ones(3, 4)).square().mean().backward()
+    trained.step()
+    trained.zero_grad()
+    return model, trained
+
+
+def save_alone(value, folder):
+    """dcp.save of one process, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_dcp.save(value, checkpoint_id=folder, no_dist=True)
+
+
+def parameters_of(model):
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+def resumed(path, model, optimizer):
+    """Weights after one more step with what was saved, and with the originals."""
+    other, theirs = one_step(type(optimizer))
+    load(state.Live([other], [theirs], {}, {}, seed=0), path, strict=False)
+    found = []
+    for one, own in ((model, optimizer), (other, theirs)):
+        one(torch.ones(3, 4)).square().mean().backward()
+        own.step()
+        found.append(one.state_dict())
+    return found
+
+
+def test_an_optimizer_without_state_is_converted(tmp_path):
+    model, optimizer = one_step(torch.optim.SGD)
+    weights, momenta = get_state_dict(model, optimizer)
+    save_alone({"model": weights}, tmp_path / "parts/pytorch_model_fsdp_0")
+    save_alone({"optimizer": momenta}, tmp_path / "parts/optimizer_0")
+    save_alone({"model": weights, "optimizer": momenta}, tmp_path / "bare")
+    paths = [convert.convert(tmp_path / name, tmp_path / f"{name}-out").path for name in ("parts", "bare")]
+    original, *loaded = [item for path in paths for item in resumed(path, *one_step(torch.optim.SGD))][1:]
+    for weights in loaded:
+        torch.testing.assert_close(weights, original, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "dcp"])
+@pytest.mark.parametrize("members", ["all", "trained"])
+def test_an_optimizer_may_have_numbers_and_frozen_parameters(tmp_path, kind, members):
+    model, optimizer = one_step()
+    saved = optimizer.state_dict()
+    if members == "trained":  # as if the frozen one, number 2, had never been given to it
+        kept = {number - (number > 2): row for number, row in saved["state"].items()}
+        saved = {"state": kept, "param_groups": [{**saved["param_groups"][0], "params": list(range(5))}]}
+    if kind == "ddp":
+        (tmp_path / "source").mkdir()
+        torch.save(model.state_dict(), tmp_path / "source/pytorch_model.bin")
+        torch.save(saved, tmp_path / "source/optimizer.bin")
+    else:
+        both = {"model": model.state_dict(), "optimizer": saved}
+        save_alone(both, tmp_path / "source")
+    done = convert.convert(tmp_path / "source", tmp_path / "out", parameters=parameters_of(model))
+    expected, found = resumed(done.path, model, optimizer)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match=r"not as many \(\d in the optimizer, 1 in --model, 1 of them trained\)"):
+        convert.convert(tmp_path / "source", tmp_path / "more", parameters={"weight": True})
+
+
+def test_a_model_of_other_shapes_is_refused(tmp_path):
+    model, optimizer = one_step()
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save_alone(both, tmp_path / "source")
+    backwards = dict(reversed(parameters_of(model).items()))
+    with pytest.raises(CheckpointError, match=r"--model does not fit: 2.bias is \[2\], its exp_avg \[5, 4\]"):
+        convert.convert(tmp_path / "source", tmp_path / "out", parameters=backwards)
+
+
+def test_what_is_left_out_is_not_opened(tmp_path, capsys):
+    ddp, bare = tmp_path / "ddp", tmp_path / "bare"
+    ddp.mkdir()
+    model, _ = one_step()
+    torch.save(model.state_dict(), ddp / "pytorch_model.bin")
+    (ddp / "optimizer.bin").write_bytes(b"PK\x03\x04 cut short")
+    torch.save({"more": _Evil(str(tmp_path / "executed"))}, ddp / "custom_checkpoint_0.pkl")
+    rest = {"optimizer": {"param_groups": _Evil(str(tmp_path / "executed"))}, "more": _Evil(str(tmp_path / "executed"))}
+    save_alone({"model": model.state_dict(), **rest}, bare)
+    for source in (ddp, bare):
+        arguments = ["checkpoint", "convert", str(source), "-o", str(tmp_path / "out" / source.name)]
+        assert run(arguments) == EXIT_CHECKPOINT
+        said = capsys.readouterr().err
+        assert ("optimizer.bin: cannot be read" if source is ddp else "leave out all but the model with") in said
+        assert run([*arguments, "--weights-only"]) == 0, capsys.readouterr().err
+        assert "1 model, 0 optimizers" in capsys.readouterr().out
+    assert not (tmp_path / "executed").exists()
+
+
+COMPLEX = {"q": torch.ones(2, dtype=torch.complex128)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("model.safetensors", b"", "not a whole safetensors file (Error while deserializing header: header too small)"),
+        ("model.safetensors", b"\x40" + bytes(9), "not a whole safetensors file (Error while"),
+        ("pytorch_model.bin", COMPLEX, "q: safetensors has no such dtype (got torch.complex128); convert it, and"),
+        ("pytorch_model.bin", {"q": torch.eye(2).to_sparse()}, "q: only dense tensors can be stored (got torch.sparse"),
+        ("pytorch_model.bin", {"q": torch.ones(2, device="meta")}, "q: it has no values (got a tensor on the meta"),
+        ("pytorch_model.bin", {1: torch.ones(2)}, "the model holds more than tensors with names (got 1); save its"),
+        ("pytorch_model.bin", [1, 2], "the model is not a dict of tensors (got list); save its state_dict()."),
+        ("pytorch_model.bin", {}, "the model has no tensors (got an empty dict); give the folder of another"),
+        ("pytorch_model.bin", b"what is this", "cannot be read (not a file of torch.save); it is damaged, or of"),
+        ("optimizer.bin", [3], "not the state_dict of an optimizer (got list, without param_groups as those have)"),
+        ("optimizer.bin", {"state": [], "param_groups": []}, "not the state_dict of an optimizer (got dict"),
+    ],
+)
+def test_files_that_cannot_be_taken_are_named(tmp_path, name, value, text):
+    if name == "optimizer.bin":
+        torch.save({"q": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    if isinstance(value, bytes):
+        (tmp_path / name).write_bytes(value)
+    else:
+        torch.save(value, tmp_path / name)
+    with pytest.raises(CheckpointError, match=re.escape(f"convert: {tmp_path / name}: {text}")) as raised:
+        convert.convert(tmp_path, tmp_path / "out")
+    assert "weights_only" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_has_no_place_is_said_so(tmp_path):
+    save_alone(COMPLEX, tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match=r"dcp: q: safetensors has no such dtype \(got torch.complex128\)"):
+        convert.convert(tmp_path / "dcp", tmp_path / "out")
+    (tmp_path / "ddp").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "ddp/pytorch_model.bin")
+    torch.save(COMPLEX, tmp_path / "ddp/custom_checkpoint_0.pkl")
+    with pytest.raises(CheckpointError, match=r"ddp: objects: registered.0.q: safetensors has no such dtype"):
+        convert.convert(tmp_path / "ddp", tmp_path / "out")
+
+
+def test_a_refused_pickle_is_refused_in_our_words(tmp_path):
+    torch.save({"weight": torch.ones(1), "more": _Evil("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError) as raised:
+        convert.convert(tmp_path, tmp_path / "out")
+    assert str(raised.value) == (
+        f"convert: {tmp_path}/pytorch_model.bin: holds more than tensors and plain values (got posix.mkdir), which "
+        "torch's weights-only unpickler refuses; save the state_dict alone, or leave out all but the model with "
+        "--weights-only."
+    )
+
+
+def test_a_step_that_exists_is_not_written_again(tmp_path):
+    (tmp_path / "source").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "source/pytorch_model.bin")
+    done = convert.convert(tmp_path / "source", tmp_path / "out", step=3)
+    with pytest.raises(CheckpointError) as raised:
+        convert.convert(tmp_path / "source", tmp_path / "out", step=3)
+    text = "exists, and a checkpoint is never written again; give another --step, or another folder."
+    assert str(raised.value) == f"convert: {done.path}: {text}"
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: a file, not a folder; give the folder that"):
+        convert.convert(tmp_path / "source/pytorch_model.bin", tmp_path / "out")

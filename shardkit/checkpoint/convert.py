@@ -9,6 +9,7 @@ unpickler or refused. What such a checkpoint does not hold is said in the notes.
 """
 
 import re
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,13 +52,13 @@ def convert(
     source: Path,
     root: Path,
     step: int | None = None,
-    parameters: Sequence[str] | None = None,
+    parameters: Mapping[str, bool] | None = None,
     weights_only: bool = False,
 ) -> Converted:
     """A step folder below `root` with what `source` holds. CheckpointError says what cannot be read.
 
-    `step` is that of the optimizer where none is given. `parameters` are the model's trained parameters in order: only
-    DDP checkpoints, whose optimizer knows them by number, need it.
+    `step` is that of the optimizer where none is given. `parameters` are the model's in order, and whether each is
+    trained: only checkpoints whose optimizer knows them by number, as that of DDP, need it.
     """
     found = _find(source, weights_only)
     optimizers = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
@@ -65,8 +66,12 @@ def convert(
         step = _step(optimizers)
         if not step:
             found.notes.append("its step is not known, and taken as 0: give --step")
-    captured = _captured(found, optimizers, step)
-    request = Request(final=folder.step_folder(root, step), step=step, run_id=RUN_ID, in_series=True)
+    final = folder.step_folder(root, step)
+    if final.exists():
+        advice = "give another --step, or another folder"
+        raise CheckpointError(f"convert: {final}: exists, and a checkpoint is never written again; {advice}.")
+    captured = _captured(found, optimizers, step, source)
+    request = Request(final=final, step=step, run_id=RUN_ID, in_series=True)
     alone = control.Control(0, 1, None)
     write.finish(write.ready(captured, request, alone), alone)
     return Converted(request.final, step, len(found.models), len(optimizers), found.notes)
@@ -74,9 +79,12 @@ def convert(
 
 def _find(source: Path, weights_only: bool) -> _Found:
     if not source.is_dir():
-        raise CheckpointError(f"convert: {source}: no such folder; give the folder that save_state made.")
+        wrong = "a file, not a folder" if source.exists() else "no such folder"
+        raise CheckpointError(f"convert: {source}: {wrong}; give the folder that save_state made.")
     if dcp.is_dcp(source):
-        found = _bare(source)
+        found = _bare(source, weights_only)
+    elif weights_only:
+        found = _Found(_models(source), [], {}, [_NO_POSITION])
     else:
         found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION])
     if not found.models:
@@ -84,28 +92,30 @@ def _find(source: Path, weights_only: bool) -> _Found:
             f"convert: {source}: holds no checkpoint of Accelerate or torch.distributed.checkpoint (no "
             f"pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors, .metadata); give such a folder."
         )
-    if weights_only:
-        found.optimizers, found.objects = [], {}
     found.notes.append(_NO_RANDOM)
     return found
 
 
-def _bare(source: Path) -> _Found:
+def _bare(source: Path, weights_only: bool) -> _Found:
     """A folder that a script saved by itself: {"model": ..., "optimizer": ...}, or a model's tensors alone."""
     whole = dcp.read(source)
     inner = next((part for part in (whole, *whole.values()) if isinstance(part, dict) and "model" in part), None)
     if inner is None:
         return _Found([_only_tensors(whole, source)], [], {}, [])
-    optimizer = next((inner[key] for key in ("optimizer", "optim") if key in inner), None)
+    optimizer = None if weights_only else next((inner[key] for key in ("optimizer", "optim") if key in inner), None)
     left = sorted(str(key) for key in inner if key not in ("model", "optimizer", "optim"))
-    notes = [f"not taken over: {', '.join(left)}"] if left else []
-    return _Found([_only_tensors(inner["model"], source)], [optimizer] if optimizer else [], {}, notes)
+    return _Found(
+        models=[_only_tensors(dcp.loaded(inner["model"]), source)],
+        optimizers=[_plain_optimizer(dcp.loaded(optimizer), source)] if optimizer else [],
+        objects={},
+        notes=[f"not taken over: {', '.join(left)}"] if left else [],
+    )
 
 
 def _models(source: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     while (state := _model(source, len(found))) is not None:
-        found.append(_only_tensors(state, source))
+        found.append(state)
     return found
 
 
@@ -114,29 +124,34 @@ def _model(source: Path, number: int) -> dict[str, Any] | None:
     sharded = source / f"pytorch_model_fsdp_{number}"
     if dcp.is_dcp(sharded):
         whole = dcp.read(sharded)
-        return whole.get("model", whole)
+        return _only_tensors(whole.get("model", whole), sharded)
     for name in (f"pytorch_model_fsdp{tail}.bin", f"pytorch_model{tail}.bin"):
         if (source / name).is_file():
-            return _load(source / name)
+            return _only_tensors(_load(source / name), source / name)
     for stem in (f"model{tail}", f"pytorch_model{tail}"):
         files = sorted(source.glob(f"{stem}-*-of-*.safetensors")) + sorted(source.glob(f"{stem}-*-of-*.bin"))
         files = files or [path for path in (source / f"{stem}.safetensors",) if path.is_file()]
         if files:
-            return {name: tensor for path in files for name, tensor in _weights(path).items()}
+            weights = {name: tensor for path in files for name, tensor in _weights(path).items()}
+            return _only_tensors(weights, files[0] if len(files) == 1 else source)
     return None
 
 
 def _weights(path: Path) -> dict[str, Any]:
     if path.suffix == ".bin":
-        return _load(path)
-    from safetensors import safe_open
+        return _only_tensors(_load(path), path)
+    from safetensors import SafetensorError, safe_open
 
     found: dict[str, Any] = {}
-    with safe_open(path, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118
-            part = opened.get_slice(name)
-            dtype, shape = tensors.TORCH_DTYPES[part.get_dtype()], tuple(part.get_shape())
-            found[name] = LazyTensor(dtype, shape, _Reader(path, name))
+    try:
+        with safe_open(path, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                dtype = tensors.TORCH_DTYPES.get(part.get_dtype(), part.get_dtype())
+                found[name] = LazyTensor(dtype, tuple(part.get_shape()), _Reader(path, name))
+    except SafetensorError as error:
+        reason = str(error).rstrip(".")
+        raise CheckpointError(f"convert: {path}: not a whole safetensors file ({reason}); copy it anew.") from None
     return found
 
 
@@ -153,22 +168,37 @@ class _Reader:
 
 def _load(path: Path) -> Any:
     """What a file of torch.save holds, tensors mapped from the file; refused where it holds more than weights."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickles that are refused, damaged archives, files of an older format
-        first = (str(error).splitlines() or [repr(error)])[0]
-        raise CheckpointError(f"convert: {path}: cannot be read with the weights-only unpickler ({first}).") from None
+    return dcp.load_plain(path, f"convert: {path}", mmap=zipfile.is_zipfile(path))
 
 
-def _only_tensors(state: Any, source: Path) -> dict[str, Any]:
+def _only_tensors(state: Any, where: Path) -> dict[str, Any]:
+    here = f"convert: {where}: the model"
     if not isinstance(state, dict):
-        raise CheckpointError(f"convert: {source}: the model is not a dict of tensors (got {type(state).__name__}).")
+        raise CheckpointError(f"{here} is not a dict of tensors (got {type(state).__name__}); save its state_dict().")
+    if not state:
+        raise CheckpointError(f"{here} has no tensors (got an empty dict); give the folder of another checkpoint.")
     strangers = [name for name, value in state.items() if not isinstance(value, (torch.Tensor, LazyTensor))]
+    strangers += [name for name in state if not isinstance(name, str)]
     if strangers:
         shown = ", ".join(map(str, strangers[:5]))
-        raise CheckpointError(f"convert: {source}: the model holds more than tensors ({shown}); these cannot be read.")
+        raise CheckpointError(f"{here} holds more than tensors with names (got {shown}); save its state_dict() alone.")
+    for name, value in state.items():
+        _check(value, f"convert: {where}: {name}")
     wrapped = all(name.startswith("module.") for name in state)  # DDP's own name, where its wrapper was saved
     return {name.removeprefix("module.") if wrapped else name: value for name, value in state.items()}
+
+
+def _check(value: Any, where: str) -> None:
+    """CheckpointError for a tensor that has no place in a checkpoint."""
+    wrong = None
+    if value.dtype not in tensors.DTYPES:
+        wrong = f"safetensors has no such dtype (got {value.dtype})"
+    elif isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_quantized):
+        wrong = f"only dense tensors can be stored (got {'quantized' if value.is_quantized else value.layout})"
+    elif isinstance(value, torch.Tensor) and value.is_meta:
+        wrong = "it has no values (got a tensor on the meta device)"
+    if wrong:
+        raise CheckpointError(f"{where}: {wrong}; convert it, and save the old checkpoint anew.")
 
 
 def _optimizers(source: Path) -> list[dict[str, Any]]:
@@ -177,12 +207,28 @@ def _optimizers(source: Path) -> list[dict[str, Any]]:
         number = len(found)
         file = source / (f"optimizer_{number}.bin" if number else "optimizer.bin")
         if dcp.is_dcp(source / f"optimizer_{number}"):
-            whole = dcp.read(source / f"optimizer_{number}")
-            found.append(whole.get("optimizer", whole))
+            whole = dcp.loaded(dcp.read(source / f"optimizer_{number}"))
+            found.append(_plain_optimizer(whole.get("optimizer", whole), source / f"optimizer_{number}"))
         elif file.is_file():
-            found.append(_load(file))
+            found.append(_plain_optimizer(_load(file), file))
         else:
             return found
+
+
+def _plain_optimizer(state: Any, where: Path) -> dict[str, Any]:
+    """An optimizer's state_dict as it was: DCP has no entry for an empty "state", as that of SGD."""
+    inner = state.get("state", {}) if isinstance(state, dict) else None
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    if (
+        not (isinstance(inner, dict) and all(isinstance(row, dict) for row in inner.values()))
+        or not (isinstance(groups, list) and groups)
+        or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    ):
+        raise CheckpointError(
+            f"convert: {where}: not the state_dict of an optimizer (got {type(state).__name__}, without param_groups "
+            "as those have); leave it out with --weights-only."
+        )
+    return {"state": inner, "param_groups": groups}
 
 
 def _objects(source: Path) -> dict[str, Any]:
@@ -199,27 +245,29 @@ def _objects(source: Path) -> dict[str, Any]:
 
 
 def _by_name(
-    state: Mapping[str, Any], model: Mapping[str, Any], parameters: Sequence[str] | None, source: Path
-) -> dict[str, Any]:
+    state: Mapping[str, Any], model: Mapping[str, Any], parameters: Mapping[str, bool] | None, source: Path
+) -> Mapping[str, Any]:
     """An optimizer's state whose parameters have names; those of DDP have numbers, in the order of the parameters."""
     groups = state["param_groups"]
     members = [name for group in groups for name in group["params"]]
     if all(isinstance(name, str) for name in members):
-        return {"state": state["state"], "param_groups": groups}
+        return state
     here = f"convert: {source}: its optimizer knows parameters by number"
     if parameters is None:
         raise CheckpointError(f"{here}; give --model so that their names are known, or --weights-only to leave it out.")
     if len(groups) > 1:
         raise CheckpointError(f"{here}, in {len(groups)} groups: their order is not saved; use --weights-only.")
-    if len(parameters) != len(members):
-        text = f"{len(members)} in the optimizer, {len(parameters)} in --model"
+    trained = [name for name, is_trained in parameters.items() if is_trained]
+    order = next((names for names in (trained, list(parameters)) if len(names) == len(members)), None)
+    if order is None:
+        text = f"{len(members)} in the optimizer, {len(parameters)} in --model, {len(trained)} of them trained"
         raise CheckpointError(f"{here}, and they are not as many ({text}); give the model that was trained.")
-    names = dict(zip(members, parameters, strict=True))
-    named = {names[number]: row for number, row in state["state"].items()}
+    names = {str(number): name for number, name in zip(members, order, strict=True)}  # in DCP the keys became text
+    named = {names.get(str(number), f"number {number}"): row for number, row in state["state"].items()}
     problems = [text for name, row in named.items() for text in _misfits(name, row, model)]
     if problems:
         raise CheckpointError(f"{here}, and --model does not fit: {'; '.join(problems[:3])}; give the one trained.")
-    return {"state": named, "param_groups": [{**groups[0], "params": list(parameters)}]}
+    return {"state": named, "param_groups": [{**groups[0], "params": order}]}
 
 
 def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[str]:
@@ -227,8 +275,9 @@ def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Ite
     if shape is None:
         yield f"{name} is not in the checkpoint"
     for key, value in row.items():
-        if shape is not None and isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) != shape:
-            yield f"{name} is {list(shape)}, its {key} {list(value.shape)}"
+        theirs = tuple(value.shape) if isinstance(value, (torch.Tensor, LazyTensor)) else ()
+        if shape is not None and theirs and theirs != shape:
+            yield f"{name} is {list(shape)}, its {key} {list(theirs)}"
 
 
 def _step(optimizers: Iterable[Mapping[str, Any]]) -> int:
@@ -237,7 +286,7 @@ def _step(optimizers: Iterable[Mapping[str, Any]]) -> int:
     return max((int(step.to("cpu")) if hasattr(step, "to") else int(step) for step in steps), default=0)
 
 
-def _captured(found: _Found, optimizers: list[dict[str, Any]], step: int) -> Captured:
+def _captured(found: _Found, optimizers: Sequence[Mapping[str, Any]], step: int, source: Path) -> Captured:
     """The state as one rank would have it."""
     index = Index("sharded", 1)
     held: dict[str, dict[str, Any]] = {}
@@ -246,6 +295,7 @@ def _captured(found: _Found, optimizers: list[dict[str, Any]], step: int) -> Cap
     def store(section: str, name: str, value: Any) -> str | None:
         if not isinstance(value, (torch.Tensor, LazyTensor)):
             return None
+        _check(value, f"convert: {source}: {section}: {name}")
         index.sections[section][name] = Entry(tuple(value.shape), tensors.DTYPES[value.dtype], alone, (None,))
         held[section][name] = value
         return name

@@ -7,6 +7,8 @@ everything else. Their items are torch.save archives: they are opened with torch
 import io
 import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ _OF_DCP = (
 _KNOWN = {("torch.distributed.checkpoint.metadata", name) for name in _OF_DCP}
 _KNOWN |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
 _KNOWN |= {("torch", "Size"), ("collections", "OrderedDict")}
-_KNOWN |= {("torch", str(dtype).removeprefix("torch.")) for dtype in tensors.DTYPES}
 
 
 class LazyTensor:
@@ -48,10 +49,19 @@ class LazyTensor:
         return self._read()
 
 
+class LazyItem:
+    """A value that is no tensor, read by `loaded`: one that nobody wants is not opened."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
             return _path_text  # where it was saved; nobody asks
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
         return super().find_class(module, name)
@@ -67,7 +77,10 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Any:
-    """What was saved, nested as it was: dicts and lists, with a LazyTensor for each tensor."""
+    """What was saved, nested as it was: dicts and lists, with a LazyTensor for each tensor, a LazyItem for the rest.
+
+    Keys of dicts are text, whatever they were; a dict or list with nothing in it is missing.
+    """
     where = str(folder / METADATA)
     metadata = _metadata(folder, where)
     places = {_key(index): info for index, info in metadata.storage_data.items()}
@@ -77,11 +90,20 @@ def read(folder: Path) -> Any:
         if isinstance(entry, TensorStorageMetadata):
             value: Any = _tensor(folder, name, entry, places)
         elif isinstance(entry, BytesStorageMetadata):
-            value = _load(folder, places.get((name, None)), name)
+            value = LazyItem(partial(_load, folder, places.get((name, None)), name))
         else:
             raise CheckpointCorrupted(f"{where}: {name}: an entry of an unknown kind; the file is damaged.")
         _put(whole, paths.get(name, (name,)), value)
     return _with_lists(whole)
+
+
+def loaded(value: Any) -> Any:
+    """The same of a part of it, with its items read."""
+    if isinstance(value, dict):
+        return {key: loaded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [loaded(item) for item in value]
+    return value.read() if isinstance(value, LazyItem) else value
 
 
 def _metadata(folder: Path, where: str) -> Metadata:
@@ -102,8 +124,6 @@ def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
 
 def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, places: dict[Any, Any]) -> LazyTensor:
     dtype, shape = entry.properties.dtype, tuple(entry.size)
-    if dtype not in tensors.DTYPES:
-        raise CheckpointError(f"{folder}: {name}: safetensors has no such dtype (got {dtype}).")
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
     if sum(box.count for box in boxes) != prod(shape):
         raise CheckpointCorrupted(f"{folder}: {name}: its pieces do not make up the tensor; the checkpoint is damaged.")
@@ -127,11 +147,25 @@ def _load(folder: Path, place: Any, name: str) -> Any:
         raise CheckpointError(f"{folder}: {name}: compressed or encrypted items are not read; save without extensions.")
     with disk.reading(folder, place.relative_path) as descriptor:
         data = disk.read_at(descriptor, place.offset, place.length, str(folder / place.relative_path))
+    return load_plain(io.BytesIO(data), f"{folder / place.relative_path}: {name}")
+
+
+def load_plain(source: Any, where: str, mmap: bool = False) -> Any:
+    """What torch.save wrote, opened with the weights-only unpickler; CheckpointError where that refuses it."""
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # whatever a damaged archive raises
-        first = (str(error).splitlines() or [repr(error)])[0]
-        raise CheckpointCorrupted(f"{folder / place.relative_path}: {name} cannot be read ({first}).") from None
+        # Not a word of torch's own text about a refusal: it advises to run the code that is in there.
+        if refused := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(
+                f"{where}: holds more than tensors and plain values (got {refused[1]}), which torch's weights-only "
+                "unpickler refuses; save the state_dict alone, or leave out all but the model with --weights-only."
+            ) from None
+        told = "" if isinstance(error, pickle.UnpicklingError) else str(error).partition("\n")[0].partition(". ")[0]
+        reason = told.rstrip(".") or "not a file of torch.save"
+        raise CheckpointCorrupted(
+            f"{where}: cannot be read ({reason}); it is damaged, or of another kind: copy it anew."
+        ) from None
 
 
 def _put(whole: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -275,7 +275,7 @@ def convert(
     """Another program's checkpoint, read once, as one of ours; load_state and resume then take it."""
     from shardkit.checkpoint.convert import convert as convert_into
 
-    parameters = None if model is None else _trained_parameters(model)
+    parameters = None if model is None else _parameters(model)
     with _trouble_with_files():
         done = convert_into(source, output, step, parameters, weights_only)
     if as_json:
@@ -287,11 +287,11 @@ def convert(
     return 0
 
 
-def _trained_parameters(spec: str) -> list[str]:
+def _parameters(spec: str) -> dict[str, bool]:
+    """The model's parameters in order, and whether each is trained."""
     from shardkit.model.sources import describe
 
-    owned = list(describe(spec).tree.owned())
-    return [name for name, parameter in owned if parameter.trainable]
+    return {name: parameter.trainable for name, parameter in describe(spec).tree.owned()}
 
 
 def _prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
