@@ -9,6 +9,7 @@ from collections import Counter
 from copy import deepcopy
 from itertools import islice
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import (
@@ -290,6 +291,36 @@ def test_workers_change_nothing(kind, persistent):
     _, state = run(1, dataset=kind(26), batch_size=6, epochs=2, stop=7, **workers)
     assert state["samples_seen"] == 12
     assert run(1, state, dataset=kind(26), batch_size=4, **workers)[0] == alone[38:]
+
+
+class Noise(Numbers):
+    """Draws from every global generator, as augmentation does."""
+
+    def __getitem__(self, index):
+        return index, int(torch.randint(10**6, ())), random.random(), float(numpy.random.random())
+
+
+@pytest.mark.slow
+@pytest.mark.fault_row(20)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_workers_draw_at_random_goes_on_after_a_resume_and_differs_between_ranks(persistent):
+    def noise(rank, start=None):
+        workers = {"num_workers": 2, "persistent_workers": persistent, "collate_fn": list}
+        loader = prepared(rank, 2, Noise(24), shuffle=True, **workers)
+        if start is not None:
+            loader.load_state_dict(start)
+        return loader
+
+    whole = [*(loader := noise(0)), *loader]
+    assert len({draw for batch in whole for sample in batch for draw in sample[1:]}) == 2 * 12 * 3
+    for number, batch in enumerate(loader := noise(0)):
+        assert batch == whole[number]
+        if number == 1:
+            break
+    state = loader.state_dict()
+    assert [*(resumed := noise(0, state)), *resumed] == whole[2:]
+    drawn, others = ({draw for batch in noise(rank) for sample in batch for draw in sample[1:]} for rank in range(2))
+    assert not drawn & others
 
 
 @pytest.mark.fault_row(20)

@@ -17,13 +17,22 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import sampler as order
 from shardkit.runtime.collectives import exchange
 from shardkit.runtime.sampler import Layout, Share, with_last
+from shardkit.runtime.seed import set_seed
 from shardkit.runtime.stream import CountingCollate, Stream
 
 log = get_logger(__name__)
@@ -160,6 +169,7 @@ class SampledSource:
 
     def pieces(self, seed: int, epoch: int, start: int) -> Iterator[Piece]:
         drawn = order.draw(self._sampler, seed, epoch)
+        self._indices.start_at(_seed_of_rank(seed, epoch, self.layout), start)
         return _sampled(self.loader, self._indices, partial(order.shares_of_samples, drawn, start, self.layout))
 
     def samples_in(self, seed: int, epoch: int, batches: int) -> int:
@@ -186,6 +196,7 @@ class BatchSampledSource:
     def pieces(self, seed: int, epoch: int, start: int) -> Iterator[Piece]:
         shares_of = order.shares_of_each_batch if self._split_batches else order.shares_of_batches
         batches = order.draw(self._sampler, seed, epoch)
+        self._indices.start_at(_seed_of_rank(seed, epoch, self.layout), start)
         return _sampled(self.loader, self._indices, partial(shares_of, batches, start, self.layout))
 
     def samples_in(self, seed: int, epoch: int, batches: int) -> int:
@@ -247,20 +258,49 @@ def _length_of(dataset: Any) -> int | None:
         return None
 
 
+def _seed_of_rank(seed: int, epoch: int, layout: Layout) -> int:
+    return order.stream_seed(order.stream_seed(seed, epoch), layout.rank)
+
+
+class Indices(list):
+    """A batch's indices. Where they arrive in a worker, what its samples draw at random is seeded, so that the draws
+    are the batch's own: other ones on every rank, and after a resume the same as without it."""
+
+    seed = 0
+
+    def __reduce__(self) -> Any:
+        return _arrived, (list(self), self.seed)
+
+
+def _arrived(indices: list[Any], seed: int) -> list[Any]:
+    if get_worker_info() is not None:
+        set_seed(seed)
+    return indices
+
+
 class ShareSampler(Sampler):
     """What the rebuilt DataLoader takes its indices from: the shares of the epoch at hand."""
 
     def __init__(self, is_batched: bool) -> None:
         self._is_batched = is_batched
+        self._seed = self._start = 0
         self.shares: Callable[[], Iterator[Share]] = lambda: iter(())
+
+    def start_at(self, seed: int, start: int) -> None:
+        """Random draws in workers are functions of this seed and the batch's position, which begins at `start`."""
+        self._seed, self._start = seed, start
 
     def as_argument(self) -> dict[str, Any]:
         """How DataLoader is given it: in place of batches, or of single indices where it does not batch."""
         return {"batch_sampler": self} if self._is_batched else {"batch_size": None, "sampler": self}
 
     def __iter__(self) -> Iterator[Any]:
+        position = self._start
         for share in self.shares():
-            yield share.items if self._is_batched else share.items[0]
+            indices = Indices(share.items)
+            indices.seed = order.stream_seed(self._seed, position)
+            position += share.samples
+            yield indices if self._is_batched else share.items[0]
 
 
 def _sampled(loader: DataLoader, indices: ShareSampler, shares: Callable[[], Iterator[Share]]) -> Iterator[Piece]:
