@@ -1,13 +1,19 @@
 """`shardkit VERB ...`: finds the verb's file and hands over. Only that file is imported, so every verb starts fast."""
 
+import errno
+import os
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from shardkit import __version__, env
-from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, ShardkitError
+from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
 from shardkit.leaving import leave_torch_standing
+
+# Where whoever reads the output leaves in the middle of it: as shells tell of a program that SIGPIPE (13) ended.
+EXIT_UNREAD = 128 + 13
 
 VERBS = {
     "config": "answer a few questions, get a shardkit.yaml",
@@ -28,31 +34,54 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """One command line; its exit code. Problems go to stderr, without a traceback unless $SHARDKIT_DEBUG is set."""
-    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+    verb = arguments[0] if arguments else "help"
+    code = EXIT_UNREAD
+    try:
+        code = _answer(verb, arguments[1:])
+        sys.stdout.flush()  # here, where trouble with it can still be told
+        return code
+    except KeyboardInterrupt:
+        print(f"shardkit {verb}: stopped.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever reads has seen enough
+        _stop_printing()
+        return code
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _stop_printing()
+            where = error.filename or "the output"
+            print(f"shardkit {verb}: {where}: {error.strerror}; free some, and run it again.", file=sys.stderr)
+            return EXIT_MACHINE
+        traceback.print_exc()
+        print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
+        return EXIT_BUG
+
+
+def _answer(verb: str, arguments: list[str]) -> int:
+    if verb in {"-h", "--help", "help"}:
         print(_overview())
         return 0
-    if arguments[0] in {"-V", "--version"}:
+    if verb in {"-V", "--version"}:
         print(f"shardkit {__version__}")
         return 0
-    if arguments[0] not in VERBS:
-        print(_unknown(arguments[0]), file=sys.stderr)
+    if verb not in VERBS:
+        print(_unknown(verb), file=sys.stderr)
         return EXIT_CONFIG
     try:
-        return _call(arguments[0], arguments[1:])
+        return _call(verb, arguments)
     except ShardkitError as error:
         if env.is_true("SHARDKIT_DEBUG"):
             traceback.print_exc()
         print(error, file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"shardkit {arguments[0]}: stopped.", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return 0
-    except Exception:
-        traceback.print_exc()
-        print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
-        return EXIT_BUG
+
+
+def _stop_printing() -> None:
+    """What stdout still holds goes nowhere: Python would try it again at the end, and complain."""
+    with suppress(OSError):  # a stdout without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _call(verb: str, arguments: list[str]) -> int:
@@ -62,7 +91,9 @@ def _call(verb: str, arguments: list[str]) -> int:
     problem_with_the_flags: Any = typer.BadParameter.__mro__[2]
     command = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
     try:
-        result = command.main(arguments, prog_name=f"shardkit {verb}", standalone_mode=False)
+        # What command.main() does, but that would end with 1, as a check that failed, where nobody reads a pipe.
+        with command.make_context(f"shardkit {verb}", arguments) as context:
+            result = command.invoke(context)
     except typer.Exit as stop:
         return stop.exit_code
     except problem_with_the_flags as error:
