@@ -1,6 +1,9 @@
 """`shardkit checkpoint` on checkpoints that real ranks saved: what it prints, writes, deletes and refuses."""
 
+import errno
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +14,8 @@ from safetensors.torch import load_file
 
 from shardkit.checkpoint import control, disk, folder, retention, save_model, state
 from shardkit.cli import checkpoint as commands
-from shardkit.cli.main import run
-from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG
+from shardkit.cli.main import EXIT_UNREAD, run
+from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_MACHINE
 from tests.checkpoints import build, save, train
 
 KINDS = {"sharded": 4, "full": 8}
@@ -121,6 +124,21 @@ def test_diff_compares_what_different_ranks_saved(project, ranks, capsys):
     assert not found["only_first"] and not found["only_second"]
 
 
+@pytest.mark.parametrize("section", ["model", "optim"])
+def test_diff_refuses_damaged_bytes(project, tmp_path, capsys, section):
+    whole = project / "checkpoints" / "step-00000004"
+    path = copied(project, tmp_path) / "step-00000004"
+    damaged = path / section / "r00001-of-00002.safetensors"
+    flip(damaged)
+    for pair in ((whole, path), (path, whole), (path, path)):
+        assert run(["checkpoint", "diff", *map(str, pair)]) == EXIT_CHECKPOINT
+        said = capsys.readouterr()
+        assert f"{damaged}: its xxh3 digest differs from the manifest (corrupted)\n" in said.err
+        assert said.err.count("corrupted") == 1
+        assert said.err.endswith("checkpoint: what is damaged is not compared.\n")
+        assert not said.out
+
+
 @pytest.mark.requirement("D4")
 @pytest.mark.parametrize("step", [4, 8])
 def test_merge_equals_save_model(project, tmp_path, capsys, step):
@@ -212,7 +230,51 @@ def test_prune_keeps_the_newest_and_what_is_pinned(project, tmp_path, capsys):
     assert [found.step for found in folder.steps(root)] == [8]
 
 
-def test_prune_respects_a_live_run(project, tmp_path):
+def test_prune_reads_what_it_would_keep(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    damaged = root / "step-00000008" / "model" / "model.safetensors"
+    flip(damaged)
+    said = called(capsys, "prune", root, "--keep-last", "1", "--dry-run")
+    assert f"stays, and does not count: {damaged}: its xxh3 digest differs" in said
+    told = json.loads(called(capsys, "prune", root, "--keep-last", "1", "--json"))
+    assert told["removed"] == [] and len(told["damaged"]) == 1
+    assert [found.step for found in folder.steps(root)] == [8, 4]
+    flip(damaged)
+    flip(root / "step-00000004" / "index.json")  # older than what stays: nobody asks
+    assert called(capsys, "prune", root, "--keep-last", "1").startswith(f"deleted {root / 'step-00000004'}\n")
+
+
+def test_prune_tells_what_cut_off_saves_left(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    left = [root / name for name in (".tmp-step-00000012-dead", ".trash-0123", ".old-step-00000008")]
+    for path in left:
+        path.mkdir()
+        (path / "part").write_bytes(bytes(1000))
+    said = called(capsys, "prune", root, "--keep-last", "2", "--dry-run")
+    assert all(f"would delete {path} (left by a save that was cut off)\n" in said for path in left)
+    assert said.endswith("0 checkpoints, 3.0 kB (dry run)\n")
+    assert all(path.exists() for path in left)
+    told = json.loads(called(capsys, "prune", root, "--keep-last", "2", "--json"))
+    assert told["debris"] == [str(path) for path in left] and told["bytes"] == 3000
+    assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize("name", ["best", "step-00000004"])
+def test_one_checkpoint_is_listed_alone_and_not_pruned(project, tmp_path, capsys, name):
+    path = copied(project, tmp_path) / name
+    if name == "best":
+        path.with_name("step-00000004").rename(path)
+    lines = called(capsys, "list", path).splitlines()
+    assert lines[0] == f"{path}: 1 checkpoint"
+    assert lines[1].startswith("  step        4  sharded    2 ranks") and len(lines) == 2
+    assert run(["checkpoint", "prune", str(path), "--keep-last", "1"]) == EXIT_CHECKPOINT
+    assert f"checkpoint: {path}: one checkpoint; give the folder of a run" in capsys.readouterr().err
+    assert not (path.parent / ".lock").exists()
+    (path / "index.json").unlink()
+    assert "  DAMAGED  " in called(capsys, "list", path)
+
+
+def test_prune_respects_a_live_run(project, tmp_path, capsys):
     root = copied(project, tmp_path)
     code = f"""
 import sys
@@ -226,6 +288,8 @@ sys.stdin.readline()
     try:
         assert holder.stdout.readline() == "held\n"
         assert run(["checkpoint", "prune", str(root), "--keep-last", "1"]) == EXIT_CHECKPOINT
+        said = capsys.readouterr().err
+        assert f"on {socket.gethostname()}) saves here; wait until it has ended, and prune then." in said
         assert len(folder.steps(root)) == 2
     finally:
         holder.communicate("\n", timeout=60)
@@ -246,6 +310,59 @@ def test_what_the_file_system_refuses_is_told(project, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path / "file" / "below")]) == EXIT_CHECKPOINT
     assert f"checkpoint: {tmp_path / 'file' / 'below'}: Not a directory; nothing" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_refused(project, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["checkpoint", "merge", str(project), "-o", ""]) == EXIT_CONFIG
+    assert "the folder has no name (got ''); name one, or give . for this one." in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_read_is_told(project, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    root = project / "checkpoints"
+    for line in (["list"], ["inspect"], ["verify"], ["diff", str(root)], ["prune", "--keep-last", "1"]):
+        assert run(["checkpoint", *line, str(root)]) == EXIT_CHECKPOINT
+        assert f"checkpoint: {root}: cannot be read (Permission denied); see" in capsys.readouterr().err
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert run(["checkpoint", "inspect", str(root / "step-00000004")]) == EXIT_CHECKPOINT
+    assert "step-00000004: cannot be read (Permission denied); see" in capsys.readouterr().err
+
+
+def output_nobody_reads():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w")
+
+
+def test_output_that_nobody_reads_is_no_failure(project, monkeypatch, capsys):
+    steps = project / "checkpoints"
+    for line, code in (
+        (["list", steps], 0),
+        (["diff", steps, steps], 0),
+        (["diff", steps / "step-00000004", steps], EXIT_CHECK_FAILED),
+    ):
+        with output_nobody_reads() as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert run(["checkpoint", *map(str, line)]) == code
+    with output_nobody_reads() as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(commands, "_facts_in_words", lambda facts: ["x" * 100_000])
+        assert run(["checkpoint", "inspect", str(steps)]) == EXIT_UNREAD
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_output_onto_a_full_disk_is_told(project, monkeypatch, capsys):
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run(["checkpoint", "list", str(project)]) == EXIT_MACHINE
+    text = "shardkit checkpoint: the output: No space left on device; free some, and run it again.\n"
+    assert capsys.readouterr().err == text
 
 
 def test_a_wrong_dtype_is_refused(project, tmp_path, capsys):

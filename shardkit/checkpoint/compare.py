@@ -7,7 +7,8 @@ from typing import Any
 
 from shardkit.checkpoint import disk, layout
 from shardkit.checkpoint.layout import ITEM_BYTES, Box, Entry
-from shardkit.checkpoint.verify import Checkpoint, Files
+from shardkit.checkpoint.verify import Checkpoint, Files, damages
+from shardkit.errors import CheckpointCorrupted
 
 FACTS = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "config_sha256", "model_fingerprint", "run_id")
 
@@ -34,7 +35,11 @@ class Difference:
 
 
 def compare(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None) -> Difference:
-    """What differs in tensors, in the states of scheduler, loaders and registered objects, and in the records."""
+    """What differs in tensors, in the states of scheduler, loaders and registered objects, and in the records.
+
+    CheckpointCorrupted where one of the two is damaged: what it holds is not what was saved.
+    """
+    _refuse_damaged(first, second, on_bytes)
     found = Difference()
     for name in FACTS:
         pair = getattr(first.manifest, name), getattr(second.manifest, name)
@@ -44,6 +49,13 @@ def compare(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], Non
     with Files(first) as a, Files(second) as b:
         _compare_tensors(a, b, found, on_bytes)
     return found
+
+
+def _refuse_damaged(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None]) -> None:
+    different = {item.path.resolve(): item for item in (first, second)}.values()
+    problems = [line for item in different for line in damages(item, lambda name, size: on_bytes(size))]
+    if problems:
+        raise CheckpointCorrupted("\n".join([*problems, "checkpoint: what is damaged is not compared."]))
 
 
 def _other_state(first: Checkpoint, second: Checkpoint) -> list[str]:
@@ -82,7 +94,7 @@ def _label(key: tuple[str, str]) -> str:
 
 
 def _sections_with_equal_digests(a: Files, b: Files) -> set[str]:
-    """Sections that the same ranks wrote the same bytes of: nothing of them has to be read."""
+    """Sections that the same ranks wrote the same bytes of: nothing of them has to be read again."""
     one, two = a.checkpoint, b.checkpoint
     if layout.index_to_json(one.index) != layout.index_to_json(two.index) or one.manifest.digest != two.manifest.digest:
         return set()

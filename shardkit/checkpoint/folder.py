@@ -55,13 +55,16 @@ def temporary_folder(final: Path, save_id: str) -> Path:
 
 def steps(root: Path) -> list[Found]:
     """Everything in a folder that bears a checkpoint's full name, newest step first. Links do not count."""
-    if not root.is_dir():
-        return []
     found = []
-    for path in root.iterdir():
-        match = STEP.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            found.append(Found(int(match.group(1)), path))
+    try:
+        for path in root.iterdir() if root.is_dir() else ():
+            match = STEP.fullmatch(path.name)
+            if match and path.is_dir() and not path.is_symlink():
+                found.append(Found(int(match.group(1)), path))
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint: {root}: cannot be read ({error.strerror}); see to its permissions."
+        ) from error
     return sorted(found, key=lambda item: item.step, reverse=True)
 
 
@@ -148,15 +151,26 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
 
 
-def clean_debris(root: Path, name: str | None = None) -> list[Path]:
-    """Delete what killed saves left (of one checkpoint, or of all); what is being written right now stays."""
+def debris(root: Path, name: str | None = None) -> list[Path]:
+    """What killed saves left (of one checkpoint, or of all), without what is being written right now."""
     pattern = f".tmp-{name}-*" if name else ".tmp-step-*"
-    removed = []
+    found = []
     for path in [*root.glob(pattern), *root.glob(".trash-*"), *root.glob(".old-step-*")]:
         try:
             if path.is_dir() and not path.is_symlink() and not is_held(path) and not _is_needed(path):
-                shutil.rmtree(path)
-                removed.append(path)
+                found.append(path)
+        except OSError as error:
+            logger.warning("checkpoint: %s: left over and cannot be read (%s).", path, error)
+    return found
+
+
+def clean_debris(root: Path, name: str | None = None) -> list[Path]:
+    """Delete `debris`; the folders deleted."""
+    removed = []
+    for path in debris(root, name):
+        try:
+            shutil.rmtree(path)
+            removed.append(path)
         except OSError as error:
             logger.warning("checkpoint: %s: left over and cannot be deleted (%s).", path, error)
     return removed

@@ -1,5 +1,6 @@
 """Finds the checkpoint that a path means: a project folder, a folder of checkpoints, or a checkpoint itself."""
 
+import os
 from pathlib import Path
 
 from shardkit.checkpoint import folder, manifest
@@ -11,19 +12,22 @@ SERIES = "checkpoints"
 
 
 def series(path: Path) -> Path:
-    """The folder of step folders: the path itself, its `checkpoints`, or the one that a step folder lies in."""
+    """The folder of step folders: the path itself, or its `checkpoints`."""
     for candidate in (path, path / SERIES):
         if folder.steps(candidate):
             return candidate
     if _is_checkpoint(path):
-        return path.parent
+        raise CheckpointError(f"checkpoint: {path}: one checkpoint; give the folder of a run, which may hold several.")
     if not path.exists():
         raise CheckpointError(f"checkpoint: {path}: no such folder; give a project folder or a folder of checkpoints.")
     raise CheckpointError(f"checkpoint: {path}: no step-* folder in it, nor in its {SERIES}; give the folder of a run.")
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / manifest.NAME).exists() or (folder.STEP.fullmatch(path.name) is not None and path.is_dir())
+    # os.path: what cannot be read is told by whoever opens it.
+    return os.path.exists(path / manifest.NAME) or (
+        folder.STEP.fullmatch(path.name) is not None and os.path.isdir(path)
+    )
 
 
 def checkpoint(path: Path) -> Checkpoint:
@@ -36,6 +40,10 @@ def checkpoint(path: Path) -> Checkpoint:
         if found is None:
             raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is whole: {skipped[0].reason}")
         return open_checkpoint(found.path)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint: {path}: cannot be read ({error.strerror}); see to its permissions."
+        ) from error
     except CheckpointError as error:
         text = str(error)
         raise type(error)(text if text.startswith("checkpoint: ") else f"checkpoint: {text}") from None

@@ -1,6 +1,6 @@
 """Which checkpoints of a folder may go, and deleting them. Runs after a commit, never before."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 from shardkit.checkpoint import disk, folder, manifest
@@ -28,18 +28,30 @@ def unpin(path: Path) -> None:
     path.with_name(f"{path.name}.{PIN}").unlink(missing_ok=True)
 
 
-def expendable(root: Path, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Found]:
+def expendable(
+    root: Path,
+    keep_last: int,
+    keep_every: int = 0,
+    protected: Container[str] = (),
+    is_good: Callable[[Path], bool] = lambda path: True,
+) -> list[Found]:
     """Checkpoints that retention would delete, oldest first.
 
     Kept are: the newest `keep_last` that are whole, multiples of `keep_every` steps, pinned ones, those whose save_id
     is in `protected`, and everything that is not a checkpoint of ours or that cannot be read. Steps above the one that
     was committed last belong to a run that was given up; they do not push newer work out, so age counts by commit.
+
+    `is_good` may look into what would be kept, the newest first: a checkpoint that is not good stays, and does not
+    count. After a commit nobody looks: reading whole checkpoints would hold up the training.
     """
     whole = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
     whole.sort(key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
+    good = 0
+    while whole and good < max(1, keep_last):
+        good += is_good(whole.pop(0)[0].path)
     candidates = [
         found
-        for found, record in whole[max(1, keep_last) :]
+        for found, record in whole
         if record.save_id not in protected
         and not is_pinned(found.path)
         and not (keep_every and found.step % keep_every == 0)
@@ -55,9 +67,14 @@ def _record(path: Path) -> manifest.Manifest | None:
 
 
 def apply(root: Path, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Path]:
-    """Delete what `expendable` names; the folders deleted. A failure to delete is a warning, never an error."""
+    """Delete what `expendable` names; the folders deleted."""
+    return delete(expendable(root, keep_last, keep_every, protected))
+
+
+def delete(going: Iterable[Found]) -> list[Path]:
+    """Delete these; the folders deleted. A failure to delete is a warning, never an error."""
     removed = []
-    for found in expendable(root, keep_last, keep_every, protected):
+    for found in going:
         try:
             disk.remove_folder(found.path)
             removed.append(found.path)

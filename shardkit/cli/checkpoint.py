@@ -4,13 +4,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
+from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError, CheckpointSaveError
 
 if TYPE_CHECKING:
     from shardkit.checkpoint.compare import Difference
@@ -25,6 +25,12 @@ Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; 
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, such as 5GB or 500MB.")]
 
 
+def _named(path: str) -> Path:
+    if not path:
+        raise typer.BadParameter("the folder has no name (got ''); name one, or give . for this one.")
+    return Path(path)
+
+
 @app.callback()
 def checkpoint() -> None:
     """List, inspect, verify, compare, merge, prune and convert saved training states."""
@@ -35,9 +41,10 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     """The checkpoints of a run, oldest first: step, date, size, and whether each is whole."""
     from shardkit.checkpoint import folder, locate
 
-    root = locate.series(path)
-    rows = [_row(found.step, found.path) for found in reversed(folder.steps(root))]
-    latest = folder.read_latest(root)
+    found = locate.checkpoints(path)
+    root = path if found == [path] else found[0].parent
+    rows = [_row(item) for item in found]
+    latest = folder.read_latest(found[0].parent)
     for row in rows:
         row["latest"] = Path(row["path"]).name == latest
     if as_json:
@@ -49,21 +56,23 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     return 0
 
 
-def _row(step: int, path: Path) -> dict[str, Any]:
+def _row(path: Path) -> dict[str, Any]:
     from shardkit.checkpoint import folder, retention
 
-    row: dict[str, Any] = {"step": step, "path": str(path), "pinned": retention.is_pinned(path), "problem": None}
+    named = folder.STEP.fullmatch(path.name)
+    row: dict[str, Any] = {"step": int(named[1]) if named else None, "path": str(path)}
+    row |= {"pinned": retention.is_pinned(path), "problem": None}
     try:
         record = folder.inspect(path)
     except (CheckpointError, OSError) as error:
         return {**row, "problem": str(error)}
-    names = ("kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id")
+    names = ("step", "kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id")
     return row | {name: getattr(record, name) for name in names}
 
 
 def _row_in_words(row: dict[str, Any]) -> str:
     if row["problem"]:
-        return f"step {row['step']:>8}  DAMAGED  {row['problem']}"
+        return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
     marks = [name for name in ("latest", "pinned") if row[name]]
     told = f"{row['kind']:<7}  {_count(row['world_size'], 'rank'):>9}  {_size(row['bytes']):>9}  {_date(row)}"
     return f"step {row['step']:>8}  {told}{'  ' if marks else ''}{', '.join(marks)}"
@@ -181,12 +190,16 @@ def _damages(path: Path) -> tuple[list[str], int]:
 
 @app.command()
 def diff(first: Where, second: Where, as_json: AsJson = False) -> int:
-    """What differs between two checkpoints, whatever ranks saved them. Exit code 1 where the states differ."""
+    """What differs between two checkpoints, whatever ranks saved them. Exit code 1 where the states differ.
+
+    Both are verified first: exit code 3 where one is damaged.
+    """
     from shardkit.checkpoint import locate
     from shardkit.checkpoint.compare import compare
 
     one, two = locate.checkpoint(first), locate.checkpoint(second)
-    with _trouble_with_files(), _Progress("compared", one.manifest.bytes + two.manifest.bytes) as progress:
+    size = 2 * (one.manifest.bytes + two.manifest.bytes)  # verified, then compared
+    with _trouble_with_files(), _Progress("compared", size) as progress:
         found = compare(one, two, progress.add)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
@@ -209,7 +222,10 @@ def _difference_in_words(found: "Difference") -> list[str]:
 @app.command()
 def merge(
     path: Where,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder for the safetensors files.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", parser=_named, metavar="PATH", help="The folder for the safetensors files."),
+    ],
     dtype: Dtype = None,
     max_shard_size: ShardSize = "5GB",
     as_json: AsJson = False,
@@ -244,21 +260,46 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Delete older checkpoints, and what killed saves left. Pinned and damaged ones stay; a live run is respected."""
-    from shardkit.checkpoint import locate, retention
+    """Delete older checkpoints, and what killed saves left. Those that stay are read, and a damaged one does not count.
 
-    root = locate.series(path)
-    going = [found.path for found in retention.expendable(root, keep_last, keep_every)]
-    freed = sum(file.stat().st_size for found in going for file in found.rglob("*") if file.is_file())
-    with _trouble_with_files():
-        removed = going if dry_run else _prune(root, keep_last, keep_every)
+    Pinned and damaged ones stay; a live run is respected.
+    """
+    from shardkit.checkpoint import folder, locate, retention
+
+    root, damaged = locate.series(path), list[str]()
+
+    def is_good(found: Path) -> bool:
+        problems, _ = _damages(found)
+        damaged.extend(problems)
+        return not problems
+
+    with _trouble_with_files(), nullcontext() if dry_run else _no_run_in(root):
+        going = retention.expendable(root, keep_last, keep_every, is_good=is_good)
+        left = folder.debris(root)
+        sizes = {found: _bytes_below(found) for found in [*left, *(found.path for found in going)]}
+        removed = [found.path for found in going]
+        if not dry_run:
+            left, removed = folder.clean_debris(root), retention.delete(going)
+    told: dict[str, Any] = {"removed": [str(found) for found in removed], "debris": [str(found) for found in left]}
+    told |= {"bytes": sum(sizes.get(found, 0) for found in [*removed, *left]), "damaged": damaged, "dry_run": dry_run}
     if as_json:
-        print(json.dumps({"removed": [str(found) for found in removed], "bytes": freed, "dry_run": dry_run}, indent=2))
-        return 0
-    for found in removed:
-        print(f"{'would delete' if dry_run else 'deleted'} {found}")
-    print(f"{_count(len(removed), 'checkpoint')}, {_size(freed)}{' (dry run)' if dry_run else ''}")
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(_pruned_in_words(told)))
     return 0
+
+
+def _pruned_in_words(told: dict[str, Any]) -> list[str]:
+    verb = "would delete" if told["dry_run"] else "deleted"
+    lines = [f"stays, and does not count: {problem}" for problem in told["damaged"]]
+    lines += [f"{verb} {found} (left by a save that was cut off)" for found in told["debris"]]
+    lines += [f"{verb} {found}" for found in told["removed"]]
+    end = " (dry run)" if told["dry_run"] else ""
+    return [*lines, f"{_count(len(told['removed']), 'checkpoint')}, {_size(told['bytes'])}{end}"]
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 @app.command()
@@ -294,13 +335,18 @@ def _parameters(spec: str) -> dict[str, bool]:
     return {name: parameter.trainable for name, parameter in describe(spec).tree.owned()}
 
 
-def _prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
-    from shardkit.checkpoint import folder, lock, retention
+@contextmanager
+def _no_run_in(root: Path) -> Iterator[None]:
+    """While this lasts, no run saves into the folder; CheckpointSaveError where one does."""
+    from shardkit.checkpoint import lock
 
-    held = lock.acquire(root, "shardkit checkpoint prune")
     try:
-        folder.clean_debris(root)
-        return retention.apply(root, keep_last, keep_every)
+        held = lock.acquire(root, "shardkit checkpoint prune")
+    except CheckpointSaveError as error:
+        text = str(error).removesuffix("; use another folder.")  # the advice for a second run
+        raise CheckpointSaveError(f"{text}; wait until it has ended, and prune then.") from None
+    try:
+        yield
     finally:
         held.release()
 
