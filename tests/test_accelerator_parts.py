@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from shardkit import Accelerator, ProjectConfiguration, env, init_empty_weights
 from shardkit.config import files
 from shardkit.config.schema import Config, DistributedType
-from shardkit.errors import ConfigError, Preempted, UsageError
-from shardkit.runtime import preemption, summary
+from shardkit.errors import CheckpointSaveError, ConfigError, Preempted, UsageError
+from shardkit.runtime import objects, preemption, summary
 from tests.test_accelerator import FULL, Model, Points, loss_of, parts, plain, weights_of
 
 DDP = {"distributed_type": "MULTI_CPU"}
@@ -395,6 +395,33 @@ def test_save_writes_safetensors_or_json(ranks, tmp_path):
 def weights_of_new() -> list[torch.Tensor]:
     named = dict(parts(8, 4)[0].named_parameters())
     return [named[name].detach() for name in sorted(named)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "a: safetensors has no such dtype (got torch.complex128); conv"),
+        ({"a": torch.eye(2).to_sparse()}, "a: only dense tensors can be saved (got torch.sparse_coo); change these"),
+        ({"a": torch.ones(2, device="meta")}, "a: has no values (got a tensor on the meta device); change these"),
+        ({0: torch.ones(2), "0": torch.zeros(2)}, "two names are '0' as text; change these first."),
+        ({"a": {0: 1, "0": 2}}, "two keys are '0' as text); split the object"),
+    ],
+)
+def test_what_save_cannot_write_is_said_and_nothing_is_left(tmp_path, value, text):
+    with pytest.raises(UsageError) as raised:
+        objects.save(value, tmp_path / "file")
+    assert str(raised.value).startswith(f"save: {tmp_path}/file: ") and text in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_save_names_the_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(UsageError, match=r"taken: a folder has this name; give the name of a file\."):
+        objects.save({"a": torch.ones(2)}, tmp_path / "taken")
+    (tmp_path / "plain").touch()
+    with pytest.raises(CheckpointSaveError, match=r"plain/x: cannot be written \(.*\); mend that, or give"):
+        objects.save({"a": 1}, tmp_path / "plain" / "x")
+    assert sorted(found.name for found in tmp_path.rglob("*")) == ["plain", "taken"]
 
 
 # ---- configuration ----

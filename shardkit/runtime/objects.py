@@ -2,15 +2,18 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from shardkit.errors import UsageError
+from shardkit.checkpoint.control import words
+from shardkit.errors import CheckpointSaveError, UsageError
 
 
 def prepared(value: Any) -> Any:
@@ -23,25 +26,69 @@ def prepared(value: Any) -> Any:
 def save(value: Any, path: str | Path) -> None:
     """Write a dict of tensors as safetensors, or anything JSON-able as JSON; the file appears whole or not at all.
 
-    Raises UsageError where the object is neither.
+    Raises UsageError where the object is neither, CheckpointSaveError where the file cannot be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    if path.is_dir():
+        raise UsageError(f"save: {path}: a folder has this name; give the name of a file.")
     if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):
-        # Transformers opens a file only where it is told which library wrote it.
+        _check(value, path)
         tensors = {str(key): item.detach().contiguous().clone() for key, item in value.items()}
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        _replace(path, lambda temporary: _write_tensors(tensors, temporary, path))
     else:
-        temporary.write_text(_json(value, path))
-    os.replace(temporary, path)
+        text = _json(value, path)
+        _replace(path, lambda temporary: temporary.write_text(text))
+
+
+def _check(tensors: Mapping[Any, torch.Tensor], path: Path) -> None:
+    names = [str(key) for key in tensors]
+    problems = [f"two names are {name!r} as text" for name in sorted(set(names)) if names.count(name) > 1]
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            problems.append(f"{name}: only dense tensors can be saved (got {tensor.layout})")
+        elif tensor.is_meta:
+            problems.append(f"{name}: has no values (got a tensor on the meta device)")
+    if problems:
+        raise UsageError(f"save: {path}: {'; '.join(problems)}; change these first.")
+
+
+def _write_tensors(tensors: dict[str, torch.Tensor], temporary: Path, path: Path) -> None:
+    try:
+        # Transformers opens a file only where it is told which library wrote it.
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    except KeyError as error:  # all that safetensors says of a dtype that it does not know
+        names = ", ".join(name for name, tensor in tensors.items() if tensor.dtype == error.args[0])
+        raise UsageError(f"save: {path}: {names}: safetensors has no such dtype (got {error}); convert it.") from None
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        text = f"save: {path}: cannot be written ({words(error)}); mend that, or give another path."
+        raise CheckpointSaveError(text) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _json(value: Any, path: Path) -> str:
     try:
-        return json.dumps(value, indent=2, allow_nan=False) + "\n"
+        text = json.dumps(value, indent=2, allow_nan=False)
+        json.loads(text, object_pairs_hook=_unique)
+        return text + "\n"
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"save: {path}: only a dict of tensors (written as safetensors) or JSON-able values can be saved "
             f"(got {type(value).__name__}: {error}); split the object, or use save_model or save_state."
         ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    """ValueError where keys such as 1 and "1" became one name."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two keys are {max(names, key=names.count)!r} as text")
