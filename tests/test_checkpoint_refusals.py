@@ -84,6 +84,8 @@ def name_odd_folders(project):
     run[0].save_state()
     with pytest.raises(UsageError, match=r"save_state: the folder has no name \(got ''\)"):
         run[0].save_state("")
+    with pytest.raises(UsageError, match=r"save_model: the folder has no name \(got None\); name one"):
+        run[0].save_model(run[1], None)
     with pytest.raises(CheckpointError, match=r"a folder of checkpoints; name one of them, such as .*step-00000001"):
         run[0].load_state(project / "run")
     with pytest.raises(CheckpointError, match="nor a folder of this name"):
@@ -100,5 +102,5 @@ def test_the_folder_one_stands_in_may_hold_the_state(tmp_path, monkeypatch):
 
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    checkpoints.save(checkpoints.build("plain"), _named("."), step=3)
+    checkpoints.save(checkpoints.build("plain"), _named(".", "save_state"), step=3)
     assert manifest.read(tmp_path / "here").step == 3

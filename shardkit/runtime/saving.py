@@ -3,6 +3,7 @@
 import atexit
 import uuid
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -132,7 +133,7 @@ def _request(accelerator: "Accelerator", session: Session, output: str | Path | 
     section, project = accelerator.config.shardkit.checkpoint, accelerator.project
     step = accelerator.counters.step
     in_series = output is None
-    final = folder.step_folder(root_of(accelerator), step) if output is None else _named(output)
+    final = folder.step_folder(root_of(accelerator), step) if output is None else _named(output, "save_state")
     loaders = accelerator.loaders
     return Request(
         final=final,
@@ -151,9 +152,10 @@ def _request(accelerator: "Accelerator", session: Session, output: str | Path | 
     )
 
 
-def _named(output: str | Path) -> Path:
-    if not str(output):
-        raise UsageError("save_state: the folder has no name (got ''); name one, or leave it out for the next step's.")
+def _named(output: Any, caller: str) -> Path:
+    """The folder that a script names; UsageError where that is none."""
+    if not isinstance(output, (str, PathLike)) or not str(output):
+        raise UsageError(f"{caller}: the folder has no name (got {output!r}); name one.")
     path = Path(output)
     return path if path.name else path.resolve()  # "." has no name that a temporary folder beside it could bear
 
@@ -338,7 +340,7 @@ def save_model(
     session, step = session_of(accelerator), accelerator.counters.step
     progress.post("save", step)
     session.control.tick = lambda: progress.post("save", step)
-    exporting.save(model, Path(folder), session.control, max_shard_size, dtype)
+    exporting.save(model, _named(folder, "save_model"), session.control, max_shard_size, dtype)
 
 
 def get_state_dict(accelerator: "Accelerator", model: torch.nn.Module) -> dict[str, Any]:
