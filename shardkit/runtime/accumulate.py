@@ -133,12 +133,13 @@ class Accumulation:
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
         self._samples_since_step = 0
-        for loader in self._loaders if active_loader(self._loaders) else ():
-            loader.note_step()
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
+        if self._boundary_loader is not None:
+            for loader in self._loaders:
+                loader.note_step()
         if was_skipped:
             return
         if id(optimizer) in self._stepped:
