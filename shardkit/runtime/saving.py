@@ -25,6 +25,7 @@ from shardkit.config.schema import StateDictType
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import progress
+from shardkit.runtime.accumulate import Accumulation
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -140,7 +141,7 @@ def _request(accelerator: "Accelerator", session: Session, output: str | Path | 
         step=step,
         run_id=session.run_id,
         epoch=loaders[0].epoch if loaders else 0,
-        samples_seen=accelerator.counters.samples_seen,
+        samples_seen=accelerator.accumulation.counters_at_step()["samples_seen"],
         parent=session.parent,
         replace=True,
         digest=section.digest,
@@ -200,8 +201,8 @@ def _warn_of_open_window(accelerator: "Accelerator") -> None:
     done = accelerator.counters.micro_step
     if done and not accelerator.sync_gradients and accelerator.process.rank == 0:
         logger.warning(
-            "checkpoint: saved inside a window of accumulation (micro-batch %d of %d); the gradients so far are not "
-            "part of it: save after an optimizer step.",
+            "checkpoint: saved inside a window of accumulation (micro-batch %d of %d); a resumed run does the window "
+            "again from its start: save after an optimizer step.",
             done,
             accelerator.gradient_accumulation_steps,
         )
@@ -230,21 +231,13 @@ def _lock(session: Session, root: Path) -> None:
 class CountersState:
     """The run's counters as an object with a state. A window of accumulation starts anew after loading."""
 
-    def __init__(self, accelerator: "Accelerator") -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        counters = self._accelerator.counters
-        return {"step": counters.step, "samples_seen": counters.samples_seen}
-
-    def load_state_dict(self, saved: dict[str, int]) -> None:
-        counters = self._accelerator.counters
-        counters.step, counters.samples_seen, counters.micro_step = saved["step"], saved["samples_seen"], 0
+    def __init__(self, accumulation: Accumulation) -> None:
+        self.state_dict, self.load_state_dict = accumulation.counters_at_step, accumulation.load_counters
 
 
 def live_of(accelerator: "Accelerator") -> Live:
     """The run's objects by the names that they have in a checkpoint."""
-    objects: dict[str, Any] = {"counters": CountersState(accelerator)}
+    objects: dict[str, Any] = {"counters": CountersState(accelerator.accumulation)}
     if accelerator.scaler is not None:
         objects["scaler"] = accelerator.scaler
     objects |= {f"scheduler.{number}": item for number, item in enumerate(accelerator.schedulers)}
