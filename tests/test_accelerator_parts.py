@@ -5,6 +5,7 @@ import logging
 import logging.handlers
 import os
 import signal
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, ProjectConfiguration, env, init_empty_weights
+from shardkit.checkpoint import save_model
 from shardkit.config import files
 from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import CheckpointSaveError, ConfigError, Preempted, UsageError
@@ -84,10 +86,10 @@ def counted_at_a_save(config: dict) -> list[tuple[int, int, int]]:
     for batch in loader:
         with accelerator.accumulate(model):
             one_step(accelerator, model, optimizer, batch)
-            at_step = accelerator.accumulation.counters_at_step()
+            at_step = accelerator.accumulation.state_dict()
             found.append((at_step["step"], at_step["samples_seen"], accelerator.counters.samples_seen))
-    accelerator.accumulation.load_counters({"step": 5, "samples_seen": 60})
-    assert accelerator.accumulation.counters_at_step() == {"step": 5, "samples_seen": 60}
+    accelerator.accumulation.load_state_dict({"step": 5, "samples_seen": 60})
+    assert accelerator.accumulation.state_dict() == {"step": 5, "samples_seen": 60}
     return found
 
 
@@ -422,6 +424,32 @@ def test_save_names_the_place_that_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointSaveError, match=r"plain/x: cannot be written \(.*\); mend that, or give"):
         objects.save({"a": 1}, tmp_path / "plain" / "x")
     assert sorted(found.name for found in tmp_path.rglob("*")) == ["plain", "taken"]
+
+
+def refused_exports(folder: str) -> list[str]:
+    accelerator = Accelerator(config=DDP)
+    of_all = nn.Linear(2, 2).to(torch.complex128)
+    of_one = of_all if accelerator.process_index else nn.Linear(2, 2)
+    told = []
+    for model in (of_all, of_one):
+        with pytest.raises(CheckpointSaveError) as raised:
+            accelerator.save_model(model, folder)
+        told.append(str(raised.value))
+    return told
+
+
+def test_save_model_says_once_what_all_ranks_say(ranks, tmp_path):
+    text = "weight: safetensors has no such dtype (got torch.complex128); convert it first."
+    text += " What was in the folder before is as it was."
+    where = f"save_model: {tmp_path}: "
+    for told in ranks.run(2, refused_exports, str(tmp_path)):
+        assert told == [where + text, f"{where}rank 1 (host {socket.gethostname()}): {text}"]
+
+
+def test_problems_of_ranks_are_told_shortly():
+    problems = [f"rank {rank} (host a): {text}." for rank, text in enumerate("xxyzw")]
+    expected = "rank 0 (host a) and 1 more: x; rank 2 (host a): y; rank 3 (host a): z (and 1 more)"
+    assert save_model._once(problems, 5) == expected
 
 
 # ---- configuration ----
