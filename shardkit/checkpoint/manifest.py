@@ -80,7 +80,9 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint; a CheckpointError with the reason where there is none, or not a good one."""
     where = str(folder / NAME)
     if not folder.exists():
-        raise CheckpointError(f"{folder}: no checkpoint here, nor a folder of this name; `shardkit checkpoint list` shows what there is.")
+        raise CheckpointError(
+            f"{folder}: no checkpoint here, nor a folder of this name; `shardkit checkpoint list` shows what there is."
+        )
     if not (folder / NAME).exists():
         raise CheckpointError(f"{folder}: no checkpoint ({NAME} is missing); a save that was cut off leaves none.")
     return from_bytes(disk.read_small(folder, NAME), where)

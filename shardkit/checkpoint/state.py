@@ -412,13 +412,13 @@ def _object_states(
     live: Live, targets: Mapping[tuple[str, str], Target], common: Mapping[str, Any], own: Mapping[str, Any] | None
 ) -> Iterator[tuple[Stateful, Any]]:
     load = _loader_of(targets, "objects")
+    positions = common["loaders"] if own is None else own["loaders"]
+    for name, item in live.loaders.items():  # before the counters: inside a loop loaders refuse
+        if name in positions:
+            yield item, values.decode(positions[name], load)
     for name, item in live.objects.items():
         if name in common["objects"]:
             yield item, values.decode(common["objects"][name], load)
-    positions = common["loaders"] if own is None else own["loaders"]
-    for name, item in live.loaders.items():
-        if name in positions:
-            yield item, values.decode(positions[name], load)
 
 
 def _loader_of(targets: Mapping[tuple[str, str], Target], section: str) -> Callable[[str], torch.Tensor]:

@@ -148,12 +148,12 @@ class Accumulation:
             self.counters.step += 1
         self._stepped.add(id(optimizer))
 
-    def counters_at_step(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """What a save keeps of the counters: samples up to the last optimizer step, as the loaders' positions are."""
         return {"step": self.counters.step, "samples_seen": self.counters.samples_seen - self._samples_since_step}
 
-    def load_counters(self, saved: Mapping[str, int]) -> None:
-        """What `counters_at_step` gave; a window of micro-batches starts anew."""
+    def load_state_dict(self, saved: Mapping[str, int]) -> None:
+        """What `state_dict` gave; a window of micro-batches starts anew."""
         self.counters.step, self.counters.samples_seen = saved["step"], saved["samples_seen"]
         self.counters.micro_step = self._samples_since_step = 0
 

@@ -25,7 +25,6 @@ from shardkit.config.schema import StateDictType
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import progress
-from shardkit.runtime.accumulate import Accumulation
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -141,7 +140,7 @@ def _request(accelerator: "Accelerator", session: Session, output: str | Path | 
         step=step,
         run_id=session.run_id,
         epoch=loaders[0].epoch if loaders else 0,
-        samples_seen=accelerator.accumulation.counters_at_step()["samples_seen"],
+        samples_seen=accelerator.accumulation.state_dict()["samples_seen"],
         parent=session.parent,
         replace=True,
         digest=section.digest,
@@ -228,16 +227,9 @@ def _lock(session: Session, root: Path) -> None:
         raise CheckpointSaveError(problem)
 
 
-class CountersState:
-    """The run's counters as an object with a state. A window of accumulation starts anew after loading."""
-
-    def __init__(self, accumulation: Accumulation) -> None:
-        self.state_dict, self.load_state_dict = accumulation.counters_at_step, accumulation.load_counters
-
-
 def live_of(accelerator: "Accelerator") -> Live:
     """The run's objects by the names that they have in a checkpoint."""
-    objects: dict[str, Any] = {"counters": CountersState(accelerator.accumulation)}
+    objects: dict[str, Any] = {"counters": accelerator.accumulation}
     if accelerator.scaler is not None:
         objects["scaler"] = accelerator.scaler
     objects |= {f"scheduler.{number}": item for number, item in enumerate(accelerator.schedulers)}
