@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, ProjectConfiguration, env, init_empty_weights
-from shardkit.checkpoint import save_model
+from shardkit.checkpoint import control
 from shardkit.config import files
 from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import CheckpointSaveError, ConfigError, Preempted, UsageError
@@ -447,9 +447,12 @@ def test_save_model_says_once_what_all_ranks_say(ranks, tmp_path):
 
 
 def test_problems_of_ranks_are_told_shortly():
-    problems = [f"rank {rank} (host a): {text}." for rank, text in enumerate("xxyzw")]
+    answers = [["a", f"{text}."] for text in "xxyzw"]
     expected = "rank 0 (host a) and 1 more: x; rank 2 (host a): y; rank 3 (host a): z (and 1 more)"
-    assert save_model._once(problems, 5) == expected
+    assert control._failure(answers) == expected
+    assert control._failure([["a", "x."], ["b", "x"]]) == "x"
+    assert control._failure([["a", None], ["b", "x"]]) == "rank 1 (host b): x"
+    assert control._failure([["a", None]]) == ""
 
 
 # ---- configuration ----

@@ -143,7 +143,7 @@ def no_agreement():
             result = action()
         except OSError:
             result = {}
-        return control.Attempt(result, agreed.gather(tell(result)), [])
+        return control.Attempt(result, agreed.gather(tell(result)), "")
 
     control.Control.attempt = hopeful
 

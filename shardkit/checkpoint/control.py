@@ -27,7 +27,7 @@ class Attempt(Generic[Result]):
     """What it returned here; None where it failed."""
     told: list[Any]
     """What every rank chose to tell of what it returned."""
-    problems: list[str]
+    failure: str
     """What went wrong, as `rank 1 (host a): text`; empty where it went well everywhere."""
 
 
@@ -76,9 +76,22 @@ class Control:
             result = action()
             told = tell(result)
         except Exception as error:  # whatever it is: the others wait for this rank's answer
-            problem = f"rank {self.rank} (host {socket.gethostname()}): {words(error)}"
-        answers = self.gather([told, problem])
-        return Attempt(result, [one for one, _ in answers], [text for _, text in answers if text is not None])
+            problem = words(error)
+        answers = self.gather([told, socket.gethostname(), problem])
+        return Attempt(result, [told for told, _, _ in answers], _failure([answer[1:] for answer in answers]))
+
+
+def _failure(answers: list[list[Any]]) -> str:
+    """What went wrong on each (host, problem) in rank order: said once where several say it, nameless where all do."""
+    ranks: dict[str, list[str]] = {}
+    for rank, (host, problem) in enumerate(answers):
+        if problem is not None:
+            ranks.setdefault(problem.rstrip("."), []).append(f"rank {rank} (host {host})")
+    said = []
+    for text, those in ranks.items():
+        also = f" and {len(those) - 1} more" if len(those) > 1 else ""
+        said.append(text if len(those) == len(answers) else f"{those[0]}{also}: {text}")
+    return "; ".join(said[:3]) + (f" (and {len(said) - 3} more)" if len(said) > 3 else "")
 
 
 def words(error: Exception) -> str:

@@ -301,23 +301,10 @@ def _together(
         attempt = control.attempt(action, tell)
     except LostRank as error:
         raise CheckpointSaveError(_report(folder, str(error))) from error
-    if attempt.problems:
-        raise CheckpointSaveError(_report(folder, _once(attempt.problems, control.world_size)))
+    if attempt.failure:
+        raise CheckpointSaveError(_report(folder, attempt.failure))
     return attempt
 
 
-def _once(problems: list[str], world_size: int) -> str:
-    """What went wrong: what several ranks say alike said once, and what all of them say without their names."""
-    ranks: dict[str, list[str]] = {}
-    for problem in problems:
-        rank, _, text = problem.partition("): ")
-        ranks.setdefault(text.rstrip("."), []).append(f"{rank})")
-    said = []
-    for text, those in ranks.items():
-        also = f" and {len(those) - 1} more" if len(those) > 1 else ""
-        said.append(text if len(those) == world_size else f"{those[0]}{also}: {text}")
-    return "; ".join(said[:3]) + (f" (and {len(said) - 3} more)" if len(said) > 3 else "")
-
-
 def _report(folder: Path, said: str) -> str:
-    return f"save_model: {folder}: {said.rstrip('.')}. What was in the folder before is as it was."
+    return f"save_model: {folder}: {said}. What was in the folder before is as it was."

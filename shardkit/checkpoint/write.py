@@ -147,16 +147,15 @@ def _together(
     try:
         attempt = control.attempt(act, tell)
     except LostRank as error:
-        raise CheckpointSaveError(_report(request, [f"{phase}: {error}"])) from error
-    if attempt.problems:
-        raise CheckpointSaveError(_report(request, attempt.problems))
+        raise CheckpointSaveError(_report(request, f"{phase}: {error}")) from error
+    if attempt.failure:
+        raise CheckpointSaveError(_report(request, attempt.failure))
     return attempt
 
 
-def _report(request: Request, failed: list[str]) -> str:
-    more = f" (and {len(failed) - 3} more ranks)" if len(failed) > 3 else ""
-    lines = [f"checkpoint: save of step {request.step} to {request.final} failed: {'; '.join(failed[:3])}{more}."]
-    return "\n".join([*lines, f"  {_what_is_left(request)}"])
+def _report(request: Request, said: str) -> str:
+    failed = f"checkpoint: save of step {request.step} to {request.final} failed: {said}."
+    return f"{failed}\n  {_what_is_left(request)}"
 
 
 def _what_is_left(request: Request) -> str:
@@ -187,7 +186,7 @@ def _same_on_all_ranks(
     failed = _differences([given for given, *_ in answers], hosts)
     failed += _different_tensors([given for _, given, *_ in answers], hosts)
     if failed:
-        raise CheckpointSaveError(_report(request, failed))
+        raise CheckpointSaveError(_report(request, "; ".join(failed[:3])))
     room = sum(size for _, _, size, *_ in answers) if control.rank == 0 else None
     _together(control, request, "room", lambda: _look_for_room(request.final, room))
     return Request(**{**request.__dict__, "save_id": answers[0][3]})
