@@ -83,9 +83,19 @@ def test_a_datasets_own_state_resumes_with_workers_and_moves_one_epoch_only(pers
     assert rest == [*range(8, 26), *range(26), *range(26)]
 
 
+class EarlyReset(FlowWithState):
+    """Is at its beginning again as soon as it has given its last sample."""
+
+    def __iter__(self):
+        for _ in range(self.length - self.position):
+            found, self.position = self.position, (self.position + 1) % self.length
+            yield found
+
+
+@pytest.mark.parametrize("kind", [FlowWithState, EarlyReset])
 @pytest.mark.parametrize(("length", "drop_last", "batches"), [(26, False, 4), (24, False, 3), (26, True, 3)])
-def test_an_epoch_saved_at_its_last_batch_is_not_read_again(length, drop_last, batches):
-    options = {"dataset": FlowWithState(length), "drop_last": drop_last}
+def test_an_epoch_saved_at_its_last_batch_is_not_read_again(kind, length, drop_last, batches):
+    options = {"dataset": kind(length), "drop_last": drop_last}
     epoch, _ = run(2, **options)
     _, after = run(2, epochs=2, **options)
     first, state = run(2, stop=batches, **options)

@@ -33,7 +33,7 @@ from shardkit.runtime import sampler as order
 from shardkit.runtime.collectives import exchange
 from shardkit.runtime.sampler import Layout, Share, with_last
 from shardkit.runtime.seed import set_seed
-from shardkit.runtime.stream import CountingCollate, Stream
+from shardkit.runtime.stream import EPOCH_IS_OVER, CountingCollate, Stream
 
 log = get_logger(__name__)
 
@@ -229,6 +229,8 @@ class StreamSource:
         # The snapshot is taken between a batch and the look-ahead to the next, so it belongs to that batch.
         counted = ((batch, self.stream.snapshot) for batch in _batches_of(self.loader))
         for (batch, state), is_last in with_last(counted):
+            if is_last and state is not None:  # the dataset may be at its beginning again
+                state = EPOCH_IS_OVER
             yield Piece(batch.batch, batch.samples * self._ranks_beside, batch.is_padded, is_last, state)
 
     def samples_in(self, seed: int, epoch: int, batches: int) -> int:

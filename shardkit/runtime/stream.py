@@ -115,7 +115,7 @@ class Stream(IterableDataset):
                 return
             if uses_state:
                 # A copy: a dataset may return the very dict that it goes on changing.
-                self.snapshot = deepcopy(self.dataset.state_dict()) if len(chunk) == size else EPOCH_IS_OVER
+                self.snapshot = deepcopy(self.dataset.state_dict())
             yield chunk
 
     def _restored(self) -> Iterator[Any]:
