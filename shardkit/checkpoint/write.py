@@ -258,7 +258,8 @@ def _make_temporary(prepared: Prepared, control: Control) -> None:
     if _is_taken(request.final) and not request.replace:
         raise FileExistsError(17, "a checkpoint of this name exists, and is never written again", str(request.final))
     if _is_taken(request.final) and not (request.final / manifest.NAME).exists():
-        raise FileExistsError(17, "a folder with other things in it; give another name", str(request.final))
+        there = "a folder with other things in it" if request.final.is_dir() else "a file"
+        raise FileExistsError(17, f"{there}; give another name", str(request.final))
     folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
     prepared.temporary.mkdir()
     prepared.hold = folder.hold(prepared.temporary)
