@@ -33,8 +33,11 @@ class Lock:
             os.close(descriptor)
 
 
-def acquire(root: Path, run_id: str) -> Lock:
-    """The lock of a folder. CheckpointSaveError names the run that holds it; that of a dead run is taken over."""
+def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock:
+    """The lock of a folder; that of a dead run is taken over.
+
+    CheckpointSaveError names the run that holds it, and gives the advice.
+    """
     path = root / NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     # A record lock: the system drops it when the process dies, and forked DataLoader workers do not inherit it.
@@ -43,7 +46,7 @@ def acquire(root: Path, run_id: str) -> Lock:
     except (BlockingIOError, PermissionError):
         holder = _holder(descriptor)
         os.close(descriptor)
-        raise CheckpointSaveError(f"checkpoint: {root}: {_who(holder)} saves here; use another folder.") from None
+        raise CheckpointSaveError(f"checkpoint: {root}: {_who(holder)} saves here; {advice}.") from None
     except OSError as error:
         logger.warning("checkpoint: %s: this file system has no locks (%s); a second run is not noticed.", root, error)
     before = _holder(descriptor)

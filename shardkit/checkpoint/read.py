@@ -259,9 +259,11 @@ def _hash(files: Files, name: str, writer: int, by_place: dict[tuple[str, str], 
     section, filled = name.split("/")[0], set()
 
     def take(span: Span) -> memoryview | None:
-        for target in by_place.get((section, span.name or ""), []):
-            place = None if span.box is None else _memory_of(target, span.box)
-            if place is not None and span.box is not None:
+        if span.name is None or span.box is None:
+            return None
+        for target in by_place.get((section, span.name), []):
+            place = _memory_of(target, span.box)
+            if place is not None:
                 filled.add((id(target), span.box))
                 return place
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError, CheckpointSaveError
+from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
     from shardkit.checkpoint.compare import Difference
@@ -340,11 +340,7 @@ def _no_run_in(root: Path) -> Iterator[None]:
     """While this lasts, no run saves into the folder; CheckpointSaveError where one does."""
     from shardkit.checkpoint import lock
 
-    try:
-        held = lock.acquire(root, "shardkit checkpoint prune")
-    except CheckpointSaveError as error:
-        text = str(error).removesuffix("; use another folder.")  # the advice for a second run
-        raise CheckpointSaveError(f"{text}; wait until it has ended, and prune then.") from None
+    held = lock.acquire(root, "shardkit checkpoint prune", "wait until it has ended, and prune then")
     try:
         yield
     finally:

@@ -15,8 +15,8 @@ from shardkit.errors import CheckpointError
 from shardkit.runtime.sampler import Layout, PrivateRandom, split, stream_seed
 
 EPOCH_IS_OVER = "epoch is over"
-"""Kept in place of a dataset's own state where reading the last batch has ended its iterator: datasets go back to their
-beginning then, so their state would say that the epoch starts anew."""
+"""Kept in place of a dataset's own state after an epoch's last batch: datasets go back to their beginning there, so
+their state would say that the epoch starts anew."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Stream(IterableDataset):
         self.dataset = dataset
         self.layout = layout
         self.saved: Any = None
-        """A snapshot to start from, instead of skipping; only without workers."""
+        """A snapshot, or EPOCH_IS_OVER, to start from instead of skipping; only without workers."""
         self.snapshot: Any = None
-        """The dataset's own state after the newest chunk, or EPOCH_IS_OVER; only without workers."""
+        """The dataset's own state after the newest chunk; only without workers."""
         # Shared memory: workers that persist over epochs see it change.
         self._position = torch.zeros(3, dtype=torch.int64).share_memory_()
 
