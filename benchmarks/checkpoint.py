@@ -41,11 +41,12 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import interleaved
 from benchmarks.contestants import Unavailable
-from shardkit.checkpoint import control, read, write
-from shardkit.checkpoint.control import Control
+from shardkit.checkpoint import read, write
 from shardkit.checkpoint.layout import Kind
 from shardkit.checkpoint.snapshot import Background
 from shardkit.checkpoint.state import Live
+from shardkit.distributed import control
+from shardkit.distributed.control import ControlGroup
 
 Actions = dict[str, Callable[[], Any]]
 
@@ -197,16 +198,16 @@ def _accelerate() -> Any:
     return accelerator
 
 
-def _save(live: Live, kind: Kind, final: Path, agreed: Control) -> None:
+def _save(live: Live, kind: Kind, final: Path, agreed: ControlGroup) -> None:
     write.save(live, kind, write.Request(final, 1, "benchmark"), agreed)
 
 
-def _load(live: Live, saved: Path, agreed: Control) -> None:
+def _load(live: Live, saved: Path, agreed: ControlGroup) -> None:
     read.load(live, saved, agreed)
 
 
-def _async_save(live: Live, final: Path, agreed: Control) -> Callable[[], float]:
-    beside = Background(control.start(600))
+def _async_save(live: Live, final: Path, agreed: ControlGroup) -> Callable[[], float]:
+    beside = Background(control.start_beside(600))
 
     def stand_still() -> float:
         """Until save_state would return, and what the next optimizer step still waits for."""

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from benchmarks.memory import Case, configuration, ranks_per_machine
 from shardkit.config.schema import Config
+from shardkit.distributed.process import Process
+from shardkit.optim import local_step
 from shardkit.plan import batches, worker
-from shardkit.runtime import optim, precision
 from shardkit.runtime.measure import resident_bytes
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.parallel import parallelize
-from shardkit.runtime.process import Process
+from shardkit.sharding import precision
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import parallelize
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def trained(spec: str, case: Case, config: Config, process: Process) -> int:
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, build_mesh(config, process), process)
     optimizer = batches.optimizer_factory(case.optimizer)([p for p in parallel.parameters() if p.requires_grad])
-    optim.use_fast_step(optimizer)
+    local_step.use_fast_step(optimizer)
     for _ in range(3):
         settled()
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.checkpoint import control, read, state, write
+from shardkit.checkpoint import read, state, write
+from shardkit.distributed import control
 
 STEP_BYTES = 8
 

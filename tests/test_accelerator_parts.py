@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit import Accelerator, ProjectConfiguration, env, init_empty_weights
-from shardkit.checkpoint import control
 from shardkit.config import files
 from shardkit.config.schema import Config, DistributedType
+from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError, ConfigError, Preempted, UsageError
 from shardkit.runtime import objects, preemption, summary
 from tests.test_accelerator import FULL, Model, Points, loss_of, parts, plain, weights_of

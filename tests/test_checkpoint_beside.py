@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from shardkit.checkpoint import control, snapshot, write
+from shardkit.checkpoint import snapshot, write
+from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError
 from tests import checkpoints
 
@@ -19,7 +20,7 @@ def live():
 
 @pytest.fixture
 def background():
-    return snapshot.Background(control.start(60.0))
+    return snapshot.Background(control.start_beside(60.0))
 
 
 def begin(live, background, path):

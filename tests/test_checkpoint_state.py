@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from shardkit.checkpoint import control, manifest, state, write
+from shardkit.checkpoint import manifest, state, write
+from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import checkpoints
 
@@ -293,14 +294,14 @@ def bytes_told(layers, path):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     told, agreed = 0, control.start(60.0)
-    real = agreed.gather
+    real = agreed.collect
 
-    def gather(value):
+    def collect(value):
         nonlocal told
         told += len(json.dumps(value))
         return real(value)
 
-    agreed.gather = gather
+    agreed.collect = collect
     write.save(state.Live([model], [optimizer]), "sharded", write.Request(path, 1, "test"), agreed)
     return told
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import control, disk, folder, retention, save_model, state
+from shardkit.checkpoint import disk, folder, retention, save_model, state
 from shardkit.cli import checkpoint as commands
 from shardkit.cli.main import EXIT_UNREAD, run
+from shardkit.distributed import control
 from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_MACHINE
 from tests.checkpoints import build, save, train
 

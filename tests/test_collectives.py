@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.errors import MachineError, UsageError
-from shardkit.runtime import collectives
+from shardkit.distributed import collectives
+from shardkit.errors import UsageError
 
 Pair = namedtuple("Pair", "left right")
 DTYPES = [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -104,32 +104,6 @@ def test_objects_are_gathered_and_broadcast(ranks):
         assert broadcast == [1, "a"]
 
 
-def disagreement():
-    rank = dist.get_rank()
-    collectives.agree(None)
-    with pytest.raises(MachineError) as one:
-        collectives.agree("no GPU" if rank == 2 else None, error=MachineError)
-    with pytest.raises(MachineError) as some:
-        collectives.agree(["disk full", None, "disk full", None][rank], error=MachineError)
-    with pytest.raises(MachineError) as all_of_them:
-        collectives.agree("no such file", error=MachineError)
-    return str(one.value), str(some.value), str(all_of_them.value), collectives.any_rank(rank == 1)
-
-
-def test_what_one_rank_finds_all_ranks_raise(ranks):
-    expected = ("rank 2: no GPU", "ranks 0, 2: disk full", "no such file", True)
-    assert ranks.run(4, disagreement) == [expected] * 4
-
-
-def test_exchange_takes_any_json(ranks):
-    assert ranks.run(2, exchange_values) == [[{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}]] * 2
-
-
-def exchange_values():
-    rank = dist.get_rank()
-    return collectives.exchange({"rank": rank, "text": "é" * rank})
-
-
 def padded_tail():
     rank = dist.get_rank()
     data = {"x": torch.arange(2) + 2 * rank, "loss": torch.tensor(float(rank))}
@@ -157,5 +131,3 @@ def test_alone_everything_is_this_rank():
         collectives.gather("x")
     with pytest.raises(UsageError, match=r"unknown reduction \(got 'max'\); use mean, sum or none"):
         collectives.reduce(x, "max")  # type: ignore[arg-type]
-    with pytest.raises(MachineError, match=r"^no GPU$"):
-        collectives.agree("no GPU", error=MachineError)

@@ -25,8 +25,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from shardkit.data.loader import active_loader, prepare_loader, skip_first_batches, to_device
 from shardkit.errors import CheckpointError, ShardkitError, UsageError
-from shardkit.runtime.data import active_loader, prepare_loader, skip_first_batches, to_device
 
 CPU = torch.device("cpu")
 
@@ -585,7 +585,7 @@ SIGNALLED = """
 import os, signal, sys, torch
 from torch.utils.data import DataLoader
 from tests.test_data import Numbers
-from shardkit.runtime.data import prepare_loader
+from shardkit.data.loader import prepare_loader
 
 if __name__ == "__main__":
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)

@@ -13,9 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.config.schema import Config
-from shardkit.runtime import optim, precision, process
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.parallel import gradient_sync, parallelize
+from shardkit.distributed import process
+from shardkit.distributed.tensors import unwrapped
+from shardkit.optim import clip, local_step, rebind
+from shardkit.sharding import precision
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import gradient_sync, parallelize
 from tests import models
 
 STEPS, SAMPLES = 6, 8
@@ -119,10 +122,10 @@ def train(case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
     here = process.start(config)
     model = build(case.tied, seed=here.rank)
     optimizer = optimizer_of(model)
-    names = optim.ParameterNames.of(model)
+    names = rebind.ParameterNames.of(model)
     parallel = parallelize(model, config, build_mesh(config, here), here)
-    optim.rebind(optimizer, names, parallel)
-    optim.use_fast_step(optimizer)
+    rebind.rebind(optimizer, names, parallel)
+    local_step.use_fast_step(optimizer)
     losses, norms = [], []
     for micro_batches in batches(case.accumulation):
         total = torch.zeros(())
@@ -133,12 +136,12 @@ def train(case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
                     loss = models.next_token_loss(parallel, mine) / len(micro_batches)
                 loss.backward()
             total += loss.detach().float()
-        norms.append(optim.clip_grad_norm_(parallel.parameters(), 1.0).item())
+        norms.append(clip.clip_grad_norm_(parallel.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item() / here.world_size)
-    return losses, norms, numbers(optim.unwrapped(parallel))
+    return losses, norms, numbers(unwrapped(parallel))
 
 
 def distance(weights: dict[str, Any], others: dict[str, Any]) -> float:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardkit import Accelerator
-from shardkit.checkpoint import control, export, save_model, state
+from shardkit.checkpoint import export, save_model, state
+from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError, UsageError
 from tests import checkpoints, forked
 from tests.checkpoints import build, full, train

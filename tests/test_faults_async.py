@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import control, disk, folder, manifest, retention, snapshot, write
+from shardkit.checkpoint import disk, folder, manifest, retention, snapshot, write
+from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import forked
 from tests.test_faults_save import KINDS, PUBLISHED, fill, prepared, resumed_step, save_one, save_twice
@@ -27,7 +28,7 @@ def begin(live, background, agreed, root, step):
 
 def save_beside(root, fault):
     """Step 1 saved beside; step 2 meets a fault while training goes on; where and what each rank is told."""
-    agreed, background = control.start(60.0), snapshot.Background(control.start(60.0))
+    agreed, background = control.start(60.0), snapshot.Background(control.start_beside(60.0))
     live = prepared("fsdp")
     begin(live, background, agreed, root, 1)
     background.wait(agreed)
@@ -63,7 +64,7 @@ def test_a_failure_beside_training_is_told_to_all_ranks_at_once(tmp_path, fault)
 
 def save_and_leave(root):
     """The script ends right after it began to save: nobody waits."""
-    agreed, background = control.start(60.0), snapshot.Background(control.start(60.0))
+    agreed, background = control.start(60.0), snapshot.Background(control.start_beside(60.0))
     begin(prepared("fsdp"), background, agreed, root, 1)
     background.last_words()
 
@@ -77,7 +78,7 @@ def test_what_was_begun_is_committed_before_the_end(tmp_path):
 
 def train_beside_a_slow_writer(root, timeout_s):
     training = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    agreed, background = control.start(120.0), snapshot.Background(control.start(120.0))
+    agreed, background = control.start(120.0), snapshot.Background(control.start_beside(120.0))
     live, rounds = prepared("fsdp"), 0
     begin(live, background, agreed, root, 1)
     running = torch.ones(())
@@ -138,14 +139,15 @@ def without(change, scenario, *args):
 def no_agreement():
     """What a rank wrote is told to the others, but not whether it failed."""
 
-    def hopeful(agreed, action, tell=lambda result: None):
+    def hopeful(agreed, action, tell=lambda result: None, judge=lambda told: None):
         try:
             result = action()
         except OSError:
             result = {}
-        return control.Attempt(result, agreed.gather(tell(result)), "")
+        told = agreed.exchange(tell(result))
+        return control.Attempt(result, told, judge(told), "")
 
-    control.Control.attempt = hopeful
+    control.ControlGroup.attempt = hopeful
 
 
 def no_rename():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardkit.checkpoint import faults, folder, manifest
+from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointSaveError
 from tests import checkpoints, forked
 
@@ -23,10 +24,10 @@ def fill(live, step):
     """Set everything in a state to the step's number, so that any mix is visible."""
     with torch.no_grad():
         for tensor in checkpoints.state.model_tensors(live.models[0]).values():
-            checkpoints.state.tensors.local(tensor).fill_(step)
+            local_part(tensor).fill_(step)
         for row in live.optimizers[0].state.values():
             for value in row.values():
-                checkpoints.state.tensors.local(value).fill_(step)
+                local_part(value).fill_(step)
     live.objects["registered.0"].value["count"] = step
 
 

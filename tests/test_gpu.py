@@ -17,9 +17,11 @@ SCRIPT = """
 import json, sys
 import torch
 from shardkit.config.schema import Config
-from shardkit.runtime import optim, precision, process
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.parallel import parallelize
+from shardkit.distributed import process
+from shardkit.optim import clip, loss_scale, local_step, rebind
+from shardkit.sharding import precision
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import parallelize
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, sys.argv[2])
@@ -31,11 +33,11 @@ here = process.start(config)
 torch.manual_seed(0)
 model = models.Gpt(width=64, layers=4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-names = optim.ParameterNames.of(model)
+names = rebind.ParameterNames.of(model)
 model = parallelize(model, config, build_mesh(config, here), here)
-optim.rebind(optimizer, names, model)
-optim.use_fast_step(optimizer)
-scaler = optim.make_scaler(config, here.device)
+rebind.rebind(optimizer, names, model)
+local_step.use_fast_step(optimizer)
+scaler = loss_scale.make_scaler(config, here.device)
 losses, norms = [], []
 for step in range(6):
     tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).to(here.device)
@@ -44,7 +46,7 @@ for step in range(6):
     (scaler.scale(loss) if scaler else loss).backward()
     if scaler:
         scaler.unscale_(optimizer)
-    norms.append(optim.clip_grad_norm_(model.parameters(), 1.0).item())
+    norms.append(clip.clip_grad_norm_(model.parameters(), 1.0).item())
     if scaler:
         scaler.step(optimizer)
         scaler.update()

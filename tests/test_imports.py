@@ -22,7 +22,9 @@ PLAN_WITHOUT_TORCH = [
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env", "shardkit.leaving", "shardkit.log", "shardkit.templates"],
     ["shardkit.config"],
-    ["shardkit.convert", "shardkit.model", "shardkit.launch", "shardkit.checkpoint", *PLAN_WITHOUT_TORCH],
+    ["shardkit.convert", "shardkit.model", "shardkit.launch", *PLAN_WITHOUT_TORCH],
+    ["shardkit.distributed"],
+    ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding"],
     ["shardkit.wizard"],
     ["shardkit.runtime"],
     ["shardkit.plan"],

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.config.schema import Config
-from shardkit.runtime import init, process
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.optim import unwrapped
-from shardkit.runtime.parallel import parallelize
+from shardkit.distributed import process
+from shardkit.distributed.tensors import unwrapped
+from shardkit.sharding import init
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import parallelize
 from tests import models
 from tests.ranks import RankError
 

@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from shardkit.config.schema import Config
+from shardkit.distributed import process
 from shardkit.errors import ModelError
-from shardkit.runtime import optim, process
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.parallel import parallelize
+from shardkit.optim import clip, local_step, rebind
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import parallelize
 from tests import models
 from tests.models import Reductions
 
@@ -72,11 +73,11 @@ def rebound(warm: bool, tied: bool, strategy: int, fast: bool) -> tuple[list[flo
     twin = copy.deepcopy(model)
     twin_optimizer = torch.optim.AdamW(two_groups(twin), lr=1e-2, eps=1e-4)
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    names = optim.ParameterNames.of(model)
+    names = rebind.ParameterNames.of(model)
     sharded = parallel(model, config_for(dist.get_world_size(), strategy))
-    optim.rebind(optimizer, names, sharded)
+    rebind.rebind(optimizer, names, sharded)
     if fast:
-        optim.use_fast_step(optimizer)
+        local_step.use_fast_step(optimizer)
     found = train(sharded, optimizer, range(2, 6))
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     problems = [fqn for fqn, p in sharded.named_parameters() if id(p) not in held]
@@ -104,10 +105,10 @@ def shaped_otherwise() -> str:
     model = models.Gpt()
     optimizer = torch.optim.Adafactor(model.parameters())
     train(model, optimizer, range(1))
-    names = optim.ParameterNames.of(model)
+    names = rebind.ParameterNames.of(model)
     sharded = parallel(model, config_for(2))
     try:
-        optim.rebind(optimizer, names, sharded)
+        rebind.rebind(optimizer, names, sharded)
     except ModelError as error:
         return str(error)
     return "accepted"
@@ -136,11 +137,11 @@ def fast_and_slow(name: str) -> tuple[list[float], list[float], list[str]]:
         torch.manual_seed(0)
         model = models.Gpt()
         optimizer = OPTIMIZERS[name](model.parameters())
-        names = optim.ParameterNames.of(model)
+        names = rebind.ParameterNames.of(model)
         sharded = parallel(model, config_for(2))
-        optim.rebind(optimizer, names, sharded)
+        rebind.rebind(optimizer, names, sharded)
         if fast:
-            optim.use_fast_step(optimizer)
+            local_step.use_fast_step(optimizer)
         losses.append(train(sharded, optimizer, range(3)))
         if fast:
             models.next_token_loss(sharded, tokens(0)).backward()
@@ -162,7 +163,7 @@ def test_a_choice_of_the_user_is_kept():
     parameters = [nn.Parameter(torch.zeros(3))]
     for option in ({"foreach": True}, {"fused": False}, {"foreach": False}):
         optimizer = torch.optim.AdamW(parameters, **option)
-        optim.use_fast_step(optimizer)
+        local_step.use_fast_step(optimizer)
         assert {key: optimizer.param_groups[0][key] for key in option} == option
         assert optimizer.param_groups[0]["fused"] is not True
 
@@ -172,8 +173,8 @@ def test_a_loaded_state_does_not_change_the_path():
     slow.param_groups[0]["params"][0].grad = torch.ones(3)
     slow.step()
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
-    optim.use_fast_step(optimizer)
-    optim.use_fast_step(optimizer)
+    local_step.use_fast_step(optimizer)
+    local_step.use_fast_step(optimizer)
     optimizer.load_state_dict(slow.state_dict())
     assert optimizer.param_groups[0]["fused"] is True
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
@@ -194,7 +195,7 @@ def norms(strategy: int, norm_type: float, with_plain: bool) -> tuple[float, flo
     for module in (sharded, twin):
         (module(data).square().mean() * 5).backward()
     with Reductions() as reductions:
-        found = optim.clip_grad_norm_(sharded.parameters(), 0.1, norm_type)
+        found = clip.clip_grad_norm_(sharded.parameters(), 0.1, norm_type)
     count = len(reductions.dtypes)
     expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
     difference = 0.0
@@ -221,7 +222,7 @@ def test_without_ranks_it_is_torchs():
     for module in (model, twin):
         models.next_token_loss(module, tokens(0)).backward()
     expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
-    assert optim.clip_grad_norm_(model.parameters(), 0.1) == pytest.approx(expected.item(), rel=1e-6)
+    assert clip.clip_grad_norm_(model.parameters(), 0.1) == pytest.approx(expected.item(), rel=1e-6)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-    assert optim.clip_grad_norm_([], 1.0) == 0
+    assert clip.clip_grad_norm_([], 1.0) == 0

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from shardkit.config.schema import Config, FsdpConfig
+from shardkit.distributed import process
+from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, ModelError
-from shardkit.runtime import parallel as engine
-from shardkit.runtime import process, units
-from shardkit.runtime.compiling import compile_blocks
-from shardkit.runtime.mesh import build_mesh, hybrid_sizes
-from shardkit.runtime.optim import unwrapped
-from shardkit.runtime.parallel import gradient_sync, parallelize
+from shardkit.sharding import parallel as engine
+from shardkit.sharding import units
+from shardkit.sharding.compiling import compile_blocks
+from shardkit.sharding.mesh import build_mesh, hybrid_sizes
+from shardkit.sharding.parallel import gradient_sync, parallelize
 from tests import models
 from tests.models import Reductions
 from tests.ranks import RankError

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import init_empty_weights
 from shardkit.config.schema import Config
-from shardkit.runtime import optim, process, units
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.parallel import parallelize
+from shardkit.distributed import process
+from shardkit.optim import local_step, rebind
+from shardkit.sharding import units
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import parallelize
 
 pytestmark = pytest.mark.slow  # every rank imports Transformers
 
@@ -89,10 +91,10 @@ def train(name: str, strategy: int, folder: Path | None, **settings: Any) -> dic
     tied = [len(names) for names in _names(reference).values() if len(names) > 1]
     cut = [unit.fqn for unit in units.cut(model, config.fsdp).units]
     optimizer = optimizer_of(model)
-    names = optim.ParameterNames.of(model)
+    names = rebind.ParameterNames.of(model)
     model = parallelize(model, config, build_mesh(config, here), here, folder)
-    optim.rebind(optimizer, names, model)
-    optim.use_fast_step(optimizer)
+    rebind.rebind(optimizer, names, model)
+    local_step.use_fast_step(optimizer)
     return {
         "found": steps(name, model, optimizer, 2),
         "expected": steps(name, reference, optimizer_of(reference), 1),
@@ -148,10 +150,10 @@ def lora() -> dict[str, Any]:
     reference = copy.deepcopy(model)
     before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
     optimizer = optimizer_of(model)
-    names = optim.ParameterNames.of(model)
+    names = rebind.ParameterNames.of(model)
     model = parallelize(model, config, build_mesh(config, here), here)
-    optim.rebind(optimizer, names, model)
-    optim.use_fast_step(optimizer)
+    rebind.rebind(optimizer, names, model)
+    local_step.use_fast_step(optimizer)
     found = steps("LlamaDecoderLayer", model, optimizer, 2)
     expected = steps("LlamaDecoderLayer", reference, optimizer_of(reference), 1)
     after = {fqn: p.full_tensor() for fqn, p in model.named_parameters() if isinstance(p, DTensor)}

@@ -57,9 +57,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def counted(model: nn.Module, config: Config, world_size: int, machine: int) -> Counter[str]:
     """What one training step of the runtime's own model starts. DDP agrees on its buckets in the first two."""
-    from shardkit.runtime.mesh import build_mesh
-    from shardkit.runtime.parallel import parallelize
-    from shardkit.runtime.process import Process
+    from shardkit.distributed.process import Process
+    from shardkit.sharding.mesh import build_mesh
+    from shardkit.sharding.parallel import parallelize
 
     process = Process(0, 0, world_size, machine, torch.device("cpu"), "fake")
     parallel = parallelize(model, config, build_mesh(config, process), process)

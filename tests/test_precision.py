@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.config.schema import Config
-from shardkit.runtime import optim, precision, process
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.optim import unwrapped
-from shardkit.runtime.parallel import parallelize
+from shardkit.distributed import process
+from shardkit.distributed.tensors import unwrapped
+from shardkit.optim import clip, local_step, loss_scale, rebind
+from shardkit.sharding import precision
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import parallelize
 from tests import models
 from tests.models import Reductions
 
@@ -144,11 +146,11 @@ def fp16_steps(strategy: int, overflow_on: int | None) -> tuple[list[float], lis
     torch.manual_seed(0)
     model = models.Scaled()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    names = optim.ParameterNames.of(model)
+    names = rebind.ParameterNames.of(model)
     model = parallel(model, config)
-    optim.rebind(optimizer, names, model)
-    optim.use_fast_step(optimizer)
-    scaler = optim.make_scaler(config, here.device)
+    rebind.rebind(optimizer, names, model)
+    local_step.use_fast_step(optimizer)
+    scaler = loss_scale.make_scaler(config, here.device)
     assert scaler is not None
     data = torch.randn(4, 8, generator=torch.Generator().manual_seed(here.rank))
     losses, scales = [], []
@@ -160,7 +162,7 @@ def fp16_steps(strategy: int, overflow_on: int | None) -> tuple[list[float], lis
             grad = unwrapped(model).inner[0][0].weight.grad
             (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = float("inf")
         scaler.unscale_(optimizer)
-        optim.clip_grad_norm_(model.parameters(), 10.0)
+        clip.clip_grad_norm_(model.parameters(), 10.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

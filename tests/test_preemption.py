@@ -6,10 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import env
+from shardkit.distributed import control, progress
+from shardkit.distributed.digests import compare
 from shardkit.errors import ConfigError, Preempted
 from shardkit.launch import records
-from shardkit.runtime import preemption, progress
-from shardkit.runtime.digests import compare
+from shardkit.runtime import preemption
 
 
 def stop_rank_1_at(step_told: int) -> tuple[int, list[int]]:
@@ -83,10 +84,10 @@ def test_posting_without_a_launcher_does_nothing():
 
 
 def compare_digests(digests: list[str]) -> str:
-    group = dist.new_group(backend="gloo")
+    everyone = control.start()
     env.update({"SHARDKIT_CONFIG_DIGEST": digests[dist.get_rank()]})  # the pool restores it
     try:
-        compare(group)
+        compare(everyone)
     except ConfigError as problem:
         return str(problem)
     return ""

@@ -6,20 +6,20 @@ import torch.distributed as dist
 
 from shardkit import env
 from shardkit.config.schema import Config, DistributedType
+from shardkit.distributed import process
 from shardkit.errors import ConfigError, MachineError
-from shardkit.runtime import process
 
 
 def started() -> tuple:
     config = process.check_world(Config(use_cpu=True), {})
     found = process.start(config)
-    own_timeout = found.control_group is not None and found.control_group is not dist.group.WORLD
+    own_timeout = found.control.timeout_s
     places = (found.rank, found.local_rank, found.world_size, found.local_world_size)
     return places, str(found.device), found.backend, found.owns_group, own_timeout, config.num_processes
 
 
 def test_a_rank_knows_its_place_and_uses_the_group_that_is_up(ranks):
-    assert ranks.run(2, started) == [((rank, rank, 2, 2), "cpu", "gloo", False, True, 2) for rank in range(2)]
+    assert ranks.run(2, started) == [((rank, rank, 2, 2), "cpu", "gloo", False, 1800.0, 2) for rank in range(2)]
 
 
 def one_kind_too_many() -> str:
@@ -65,7 +65,7 @@ def test_a_device_that_one_rank_lacks_stops_all(ranks):
 
 def test_alone_without_sharding_there_is_no_group():
     found = process.start(Config(distributed_type=DistributedType.NO, use_cpu=True))
-    assert (found.rank, found.world_size, found.backend, found.control_group) == (0, 1, "none", None)
+    assert (found.rank, found.world_size, found.backend, found.control.group) == (0, 1, "none", None)
     assert found.is_main and found.is_local_main and not dist.is_initialized()
 
 

@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
-from shardkit.checkpoint import random_state
-from shardkit.runtime.seed import set_seed
+from shardkit.distributed import random_state
+from shardkit.distributed.seed import set_seed
 
 
 @pytest.fixture(autouse=True)

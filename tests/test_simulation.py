@@ -124,11 +124,11 @@ def real_step(config: Config) -> tuple[int, str]:
     import torch
     import torch.distributed as dist
 
+    from shardkit.distributed.process import Process
     from shardkit.model import gpt, gpt_module
     from shardkit.plan import batches
     from shardkit.plan.training_step import tracked_step
-    from shardkit.runtime.mesh import build_mesh
-    from shardkit.runtime.process import Process
+    from shardkit.sharding.mesh import build_mesh
 
     process = Process(dist.get_rank(), dist.get_rank(), 2, 2, torch.device("cpu"), "gloo")
     shape = gpt.parse(TINY.removeprefix("gpt:"))

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint import control, dcp, folder, random_state, tensors, values, write
+from shardkit.checkpoint import dcp, folder, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
 from shardkit.checkpoint.layout import Entry, Index, Mesh
 from shardkit.checkpoint.state import RUN_SETTINGS, Captured, section_name
 from shardkit.checkpoint.write import Request
+from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointError
 
 RUN_ID = "converted"
@@ -72,8 +73,8 @@ def convert(
         raise CheckpointError(f"convert: {final}: exists, and a checkpoint is never written again; {advice}.")
     captured = _captured(found, optimizers, step, source)
     request = Request(final=final, step=step, run_id=RUN_ID, in_series=True)
-    alone = control.Control(0, 1, None)
-    write.finish(write.ready(captured, request, alone), alone)
+    alone = control.ControlGroup()
+    write.finish(write.ready(lambda: captured, request, alone), alone)
     return Converted(request.final, step, len(found.models), len(optimizers), found.notes)
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint import disk, faults, folder, layout, manifest, random_state, tensors
-from shardkit.checkpoint.control import Control, LostRank
+from shardkit.checkpoint import disk, faults, folder, layout, manifest, tensors
 from shardkit.checkpoint.folder import Skipped
 from shardkit.checkpoint.layout import Box, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, Target, apply_objects, apply_tensors, take_back, wanted
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file, open_checkpoint
+from shardkit.distributed import random_state
+from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 from shardkit.log import get_logger
 
@@ -38,7 +39,7 @@ class Loaded:
     skipped: tuple[Skipped, ...] = ()
 
 
-def open_together(path: Path, control: Control) -> Checkpoint:
+def open_together(path: Path, control: ControlGroup) -> Checkpoint:
     """As `open_checkpoint`, on all ranks, which must all see the same one. Collective."""
     found, problem, seen = None, None, None
     try:
@@ -46,22 +47,29 @@ def open_together(path: Path, control: Control) -> Checkpoint:
         seen = manifest.self_digest(path)
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    answers = control.gather([problem, seen])
-    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
-    if answers[0][0] is not None:
-        raise CheckpointError(f"checkpoint: {answers[0][0]}")
-    if problems:
-        raise CheckpointError(f"checkpoint: {path}: rank 0 sees it, others do not: {'; '.join(problems[:3])}")
-    if len({text for _, text in answers}) > 1:
-        raise CheckpointError(f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.")
+    trouble = control.decide([problem, seen], lambda answers: _not_seen_alike(path, answers))
+    if trouble is not None:
+        raise CheckpointError(trouble)
     assert found is not None
     return found
+
+
+def _not_seen_alike(path: Path, answers: list[list[str | None]]) -> str | None:
+    """What is wrong with what the ranks say: (problem, digest of the manifest)."""
+    if answers[0][0] is not None:
+        return f"checkpoint: {answers[0][0]}"
+    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+    if problems:
+        return f"checkpoint: {path}: rank 0 sees it, others do not: {'; '.join(problems[:3])}"
+    if len({text for _, text in answers}) > 1:
+        return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share."
+    return None
 
 
 def load(
     live: Live,
     path: Path,
-    control: Control,
+    control: ControlGroup,
     *,
     verify: str = "digest",
     strict: bool = True,
@@ -75,7 +83,7 @@ def load(
 def load_newest(
     live: Live,
     root: Path,
-    control: Control,
+    control: ControlGroup,
     *,
     verify: str = "digest",
     strict: bool = True,
@@ -87,7 +95,7 @@ def load_newest(
     the model is an error, and no reason to fall back.
     """
     skipped: list[Skipped] = []
-    for step, name in control.share([[found.step, found.path.name] for found in folder.candidates(root)]):
+    for step, name in _candidates(root, control):
         try:
             checkpoint = open_together(root / name, control)
         except LostRank:
@@ -111,7 +119,19 @@ def load_newest(
     return None
 
 
-def _warn_of(skipped: list[Skipped], checkpoint: Checkpoint, control: Control) -> None:
+def _candidates(root: Path, control: ControlGroup) -> list[tuple[int, str]]:
+    """(step, name) of what may be loaded, as rank 0 sees it, in the order to try them. Collective."""
+
+    def look() -> list[tuple[int, str]]:
+        return [(found.step, found.path.name) for found in folder.candidates(root)] if control.rank == 0 else []
+
+    attempt = control.attempt(look, tell=list, judge=lambda told: told[0])
+    if attempt.failure:
+        raise CheckpointError(attempt.failure)
+    return attempt.verdict
+
+
+def _warn_of(skipped: list[Skipped], checkpoint: Checkpoint, control: ControlGroup) -> None:
     if control.rank != 0:
         return
     step = checkpoint.manifest.step
@@ -127,7 +147,7 @@ def _warn_of(skipped: list[Skipped], checkpoint: Checkpoint, control: Control) -
 
 
 def _load(
-    live: Live, checkpoint: Checkpoint, control: Control, verify: str, strict: bool, data_position: bool
+    live: Live, checkpoint: Checkpoint, control: ControlGroup, verify: str, strict: bool, data_position: bool
 ) -> Loaded:
     here = f"checkpoint: {checkpoint.path}"
     if not data_position:
@@ -164,7 +184,7 @@ def _apply(
     targets: dict[tuple[str, str], Target],
     common: dict[str, Any],
     own: dict[str, Any] | None,
-    control: Control,
+    control: ControlGroup,
     here: str,
 ) -> None:
     """Everything, or nothing: what user code can refuse comes first, and is taken back on all ranks if one refuses."""
@@ -182,7 +202,7 @@ def _apply(
 class _Agreement:
     """A block that either succeeds on all ranks or raises the same CheckpointError on all."""
 
-    def __init__(self, control: Control, here: str) -> None:
+    def __init__(self, control: ControlGroup, here: str) -> None:
         self.control, self.here = control, here
         self.problems: list[str] = []
 
@@ -194,18 +214,21 @@ class _Agreement:
             return
         if error is not None:
             self.problems = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
-        answers = self.control.gather([self.problems, isinstance(error, CheckpointCorrupted)])
-        if not any(found for found, _ in answers):
+        lines, damaged = self.control.decide([self.problems, isinstance(error, CheckpointCorrupted)], _all_problems)
+        if not lines:
             return
-        unique = list(dict.fromkeys(line for found, _ in answers for line in found))
-        damaged = any(corrupted for _, corrupted in answers)
-        lines = "\n".join(f"  {line}" for line in unique[:8])
-        text = f"{self.here}: cannot be loaded; nothing was changed:\n{lines}"
+        text = "\n".join([f"{self.here}: cannot be loaded; nothing was changed:", *(f"  {line}" for line in lines)])
         raise (CheckpointCorrupted if damaged else CheckpointError)(text) from error
 
 
+def _all_problems(answers: list[Any]) -> tuple[list[str], bool]:
+    """(the first lines of what is wrong on any rank, each once; whether anything is damaged)."""
+    unique = list(dict.fromkeys(line for found, _ in answers for line in found))
+    return unique[:8], any(corrupted for _, corrupted in answers)
+
+
 def _restore_random(
-    checkpoint: Checkpoint, common: dict[str, Any], own: dict[str, Any] | None, control: Control
+    checkpoint: Checkpoint, common: dict[str, Any], own: dict[str, Any] | None, control: ControlGroup
 ) -> None:
     """Last of all, so that nothing before it draws from the generators."""
     if own is not None:
@@ -221,14 +244,14 @@ def _restore_random(
         )
 
 
-def verify_together(checkpoint: Checkpoint, control: Control, verify: str = "digest") -> None:
+def verify_together(checkpoint: Checkpoint, control: ControlGroup, verify: str = "digest") -> None:
     """Check every byte, each rank its share of the files. Collective; CheckpointCorrupted names what differs."""
     with _Agreement(control, f"checkpoint: {checkpoint.path}"):
         if verify == "digest":
             read_targets(checkpoint, [], control, verify)
 
 
-def read_targets(checkpoint: Checkpoint, targets: Iterable[Target], control: Control, verify: str) -> None:
+def read_targets(checkpoint: Checkpoint, targets: Iterable[Target], control: ControlGroup, verify: str) -> None:
     """Fill the targets' host memory, and hash this rank's share of the files on the way. Not collective."""
     faults.reach("verify", control.rank)
     with Files(checkpoint) as files:
@@ -247,7 +270,7 @@ def read_targets(checkpoint: Checkpoint, targets: Iterable[Target], control: Con
                 _read(files, target, done)
 
 
-def _share(record: Manifest, control: Control) -> list[tuple[str, int]]:
+def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
     """The (file, writer) pairs that this rank hashes. Neighbours in rank are neighbours in most tensors, too: what a
     rank hashes is what it reads anyway, also where their number is another than at the save."""
     pairs = [(name, writer) for name, file in record.files.items() for writer in file.digests]

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, export, faults, layout, state, tensors, write
-from shardkit.checkpoint.control import Attempt, Control, LostRank, Result
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
+from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
+from shardkit.distributed.tensors import clean_name, local_part, unwrapped
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 
@@ -62,7 +64,7 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def save(
     model: nn.Module,
     folder: Path,
-    control: Control,
+    control: ControlGroup,
     max_shard_size: str | int = "5GB",
     dtype: str | torch.dtype | None = None,
 ) -> None:
@@ -79,13 +81,13 @@ def save(
 def _parts(model: nn.Module, folder: Path) -> list[Part]:
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"a model is expected (got {type(model).__name__}); give what prepare() returned")
-    inner: Any = state.unwrapped(model)
+    inner: Any = unwrapped(model)
     if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
         return [_adapter(inner, name, folder) for name in inner.peft_config]
     found = state.model_tensors(model)
     ties = state.tied_names(model, found)
     whole = {name: tensor for name, tensor in found.items() if name not in ties}
-    buffers = {state.clean_name(name) for name, _ in inner.named_buffers()}
+    buffers = {clean_name(name) for name, _ in inner.named_buffers()}
     return [Part(folder, "model", whole, buffers, ties, False, lambda at, kind: _write_model_config(inner, at, kind))]
 
 
@@ -98,7 +100,7 @@ def _adapter(model: Any, adapter: str, folder: Path) -> Part:
     with _whole_prompt_encoder(model, adapter):
         chosen = get_peft_model_state_dict(model, state_dict=found, adapter_name=adapter, save_embedding_layers=False)
     _warn_of_left_out(model, chosen)
-    buffers = {id(found[name]) for name in map(state.clean_name, dict(model.named_buffers())) if name in found}
+    buffers = {id(found[name]) for name in map(clean_name, dict(model.named_buffers())) if name in found}
     held_by_rank_0 = {name for name, tensor in chosen.items() if id(tensor) in buffers}
     return Part(
         folder=folder if adapter == "default" else folder / adapter,
@@ -131,9 +133,9 @@ def _whole_prompt_encoder(model: Any, adapter: str) -> Iterator[None]:
 
 def _warn_of_left_out(model: nn.Module, chosen: Mapping[str, torch.Tensor]) -> None:
     """Parameters that were trained, belong to no adapter, and so would be lost without a word."""
-    saved = {tensors.local(tensor).data_ptr() for tensor in chosen.values()}
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and tensors.local(p).numel()}
-    names = [state.clean_name(name) for name, p in trained.items() if tensors.local(p).data_ptr() not in saved]
+    saved = {local_part(tensor).data_ptr() for tensor in chosen.values()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and local_part(p).numel()}
+    names = [clean_name(name) for name, p in trained.items() if local_part(p).data_ptr() not in saved]
     names = [name for name in names if not any(mark in name for mark in ("lora_", "prompt_encoder", "modules_to_save"))]
     if names:
         logger.warning(
@@ -180,7 +182,7 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
 
 
-def _save(part: Part, control: Control, limit: int, wanted: torch.dtype | None) -> None:
+def _save(part: Part, control: ControlGroup, limit: int, wanted: torch.dtype | None) -> None:
     index = _together(control, part.folder, lambda: _index(part, control.world_size)).own
     assert index is not None
     targets = {name: _target(tensor.dtype, wanted) for name, tensor in part.tensors.items()}
@@ -191,8 +193,12 @@ def _save(part: Part, control: Control, limit: int, wanted: torch.dtype | None) 
     opened: list[Opened] = []
     try:
         temporary, tag = _together(
-            control, part.folder, lambda: _begin(part, shapes, limit, control, opened), tell=lambda found: found
-        ).told[0]
+            control,
+            part.folder,
+            lambda: _begin(part, shapes, limit, control, opened),
+            tell=lambda found: found,
+            judge=lambda told: told[0],
+        ).verdict
         _together(control, part.folder, lambda: _write_beside(part, opened, targets))
         files = export.plan(shapes, part.ties, limit, part.stem, tag)
         _together(control, part.folder, lambda: _write(part, index, targets, files, Path(temporary), control))
@@ -226,18 +232,28 @@ def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return torch.float32 if dtype in _WIDENED else dtype
 
 
-def _same_on_all_ranks(part: Part, files: list[ExportFile], control: Control) -> None:
+def _same_on_all_ranks(part: Part, files: list[ExportFile], control: ControlGroup) -> None:
     plan = disk.to_json([[file.name, file.header.hex()] for file in files])
     mine = [str(part.folder), digests.of_bytes("xxh3", plan)]
-    answers = _together(control, part.folder, lambda: mine, tell=list).told
-    if any(folder != answers[0][0] for folder, _ in answers):
-        raise CheckpointSaveError(f"save_model: the ranks give different folders: {[folder for folder, _ in answers]}.")
-    if any(answer != answers[0] for answer in answers):
-        raise CheckpointSaveError(f"save_model: {part.folder}: the ranks hold different models; call it on all alike.")
+    problem = _together(control, part.folder, lambda: mine, tell=list, judge=partial(_difference, part.folder)).verdict
+    if problem:
+        raise CheckpointSaveError(problem)
+
+
+def _difference(folder: Path, told: list[list[str]]) -> str | None:
+    if any(other != told[0][0] for other, _ in told):
+        return f"save_model: the ranks give different folders: {[other for other, _ in told]}."
+    if any(other != told[0] for other in told):
+        return f"save_model: {folder}: the ranks hold different models; call it on all alike."
+    return None
 
 
 def _begin(
-    part: Part, shapes: Mapping[str, tuple[str, tuple[int, ...]]], limit: int, control: Control, opened: list[Opened]
+    part: Part,
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+    limit: int,
+    control: ControlGroup,
+    opened: list[Opened],
 ) -> list[str] | None:
     """Rank 0 makes the files; where they are, and the end of their names."""
     if control.rank != 0:
@@ -264,7 +280,7 @@ def _write(
     targets: Mapping[str, torch.dtype],
     files: list[ExportFile],
     temporary: Path,
-    control: Control,
+    control: ControlGroup,
 ) -> None:
     """Write what this rank holds, and bring it to disk."""
     write.wait_until_seen(temporary)
@@ -294,11 +310,15 @@ def _write_piece(file: disk.Durable, chunk: Chunk, piece: torch.Tensor, place: S
 
 
 def _together(
-    control: Control, folder: Path, action: Callable[[], Result], tell: Callable[[Result], Any] = lambda result: None
+    control: ControlGroup,
+    folder: Path,
+    action: Callable[[], Result],
+    tell: Callable[[Result], Any] = lambda result: None,
+    judge: Callable[[list[Any]], Any] = lambda told: None,
 ) -> Attempt[Result]:
     """What came of the action. Where it failed on one rank, all raise the same error."""
     try:
-        attempt = control.attempt(action, tell)
+        attempt = control.attempt(action, tell, judge)
     except LostRank as error:
         raise CheckpointSaveError(_report(folder, str(error))) from error
     if attempt.failure:

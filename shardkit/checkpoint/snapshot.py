@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.checkpoint import faults, state, tensors, write
-from shardkit.checkpoint.control import Control, LostRank
 from shardkit.checkpoint.layout import Chunk
 from shardkit.checkpoint.write import Prepared
+from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 
@@ -39,7 +39,7 @@ class _Uncopied:
 class Background:
     """The saves of one run that happen beside training. `beside` is a control group that only the thread uses."""
 
-    beside: Control
+    beside: ControlGroup
     _thread: threading.Thread | None = None
     _is_copied: threading.Event = field(default_factory=threading.Event)
     _step_hooks: list[RemovableHandle] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Background:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def wait(self, control: Control) -> None:
+    def wait(self, control: ControlGroup) -> None:
         """Until the save under way is committed. Collective; where it failed, every rank raises CheckpointSaveError."""
         if self._thread is None:
             return
@@ -132,11 +132,11 @@ class Background:
             self._step_hooks.pop().remove()
         self._thread, problem, self._problem = None, self._problem, None
         try:
-            problems = [text for text in control.gather(problem) if text is not None]
+            problem_of_some = control.decide(problem, _first)
         except LostRank as error:
             raise CheckpointSaveError(f"checkpoint: save of {self._where}: {error}; {problem or ''}") from error
-        if problems:
-            raise CheckpointSaveError(problems[0])
+        if problem_of_some is not None:
+            raise CheckpointSaveError(problem_of_some)
 
     def last_words(self) -> None:
         """At the end of the process: wait, without asking other ranks, and log what nobody was there to be told."""
@@ -150,3 +150,7 @@ class Background:
 def _has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether torch wrapped its step, as Optimizer.__init__ does; some that wrap an optimizer leave that out."""
     return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def _first(problems: list[str | None]) -> str | None:
+    return next((text for text in problems if text is not None), None)

@@ -13,15 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import random_state, tensors, values
+from shardkit.checkpoint import tensors, values
 from shardkit.checkpoint.layout import Box, Entry, Index, Kind, Mesh
+from shardkit.distributed import random_state
+from shardkit.distributed.tensors import clean_name, local_part, sharded_like, unwrapped
 from shardkit.errors import CheckpointError
 
-# Wrappers that torch puts into module names; a checkpoint names what is inside.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # How an optimizer computes, not what it remembers: these stay as the run that loads has them.
 RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
@@ -72,22 +71,6 @@ def is_setting(section: str, name: str) -> bool:
 def is_changed_by_steps_only(section: str, name: str) -> bool:
     """Whether a tensor is what an optimizer remembers of a parameter, which nothing but its steps changes in place."""
     return section.startswith("optim") and not is_setting(section, name)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod") and isinstance(model._orig_mod, nn.Module):
-            model = model._orig_mod
-        else:
-            return model
-
-
-def clean_name(name: str) -> str:
-    """An fqn without the wrappers that torch puts into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -430,14 +413,12 @@ def _finished(target: Target) -> torch.Tensor:
     if not isinstance(target.live, DTensor):
         return target.staged
     like = target.live
-    part = target.staged.to(tensors.local(like).device)
+    part = target.staged.to(local_part(like).device)
     if part.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
         whole = torch.empty_like(like.detach(), dtype=part.dtype)
-        tensors.local(whole).copy_(part)
+        local_part(whole).copy_(part)
         return whole
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return sharded_like(part, like)
 
 
 def apply_tensors(live: Live, targets: Mapping[tuple[str, str], Target], common: Mapping[str, Any]) -> None:
@@ -446,7 +427,7 @@ def apply_tensors(live: Live, targets: Mapping[tuple[str, str], Target], common:
     with torch.no_grad():
         for (section, _), target in targets.items():
             if section in sections and target.live is not None:
-                tensors.local(target.live).copy_(target.staged)
+                local_part(target.live).copy_(target.staged)
     for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
         _apply_optimizer(optimizer, number, live, targets, saved)
 
@@ -495,4 +476,4 @@ def _on_device(value: torch.Tensor, key: str, parameter: torch.Tensor, group: Ma
         return value
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value
-    return value.to(tensors.local(parameter).device)
+    return value.to(local_part(parameter).device)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.checkpoint.layout import Box, Chunk, Entry, Index, Mesh, chunks_of, local_box
+from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
 
 DTYPES = {
@@ -20,12 +21,6 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    with torch.no_grad():  # else every call would build an autograd node
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> Entry:
@@ -77,7 +72,7 @@ def pieces_to_write(index: Index, section: str, tensors: dict[str, torch.Tensor]
         entry = index.sections[section][chunk.name]
         mesh = index.meshes[entry.mesh]
         held = local_box(entry, mesh, mesh.coordinate(rank) or ())
-        pieces.append((chunk, narrow(local(tensors[chunk.name]), chunk.box.inside(held))))
+        pieces.append((chunk, narrow(local_part(tensors[chunk.name]), chunk.box.inside(held))))
     return pieces
 
 

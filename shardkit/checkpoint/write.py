@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ import torch
 import shardkit
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, faults, folder, layout, manifest, retention, tensors
-from shardkit.checkpoint.control import Attempt, Control, LostRank, Result, words
 from shardkit.checkpoint.layout import Chunk, Index, Kind
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.state import Captured, Live, capture
+from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result, words
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 
@@ -42,6 +42,8 @@ logger = get_logger(__name__)
 SHARED_STORAGE_WAIT_S = 30.0
 # Room beyond the data that a save asks for: headers, JSON, and what the file system needs itself.
 MARGIN_BYTES = 1 << 20
+Pieces = dict[str, list[tuple[Chunk, torch.Tensor]]]
+"""What a rank writes, by section, in file order: views of its memory."""
 _AGREEMENTS = {"write": "agree-1", "commit": "agree-2"}
 
 
@@ -75,36 +77,30 @@ class Prepared:
     index: Index
     common: dict[str, Any]
     own: dict[str, Any]
-    pieces: dict[str, list[tuple[Chunk, torch.Tensor]]]
+    pieces: Pieces
     temporary: Path
     hold: int | None
     trouble: Exception | None = None
     """What went wrong on this rank since; the write raises it."""
 
 
-def save(live: Live, kind: Kind, request: Request, control: Control) -> Path:
+def save(live: Live, kind: Kind, request: Request, control: ControlGroup) -> Path:
     """The committed checkpoint. Collective. CheckpointSaveError on every rank where it failed on one."""
     return finish(prepare(live, kind, request, control), control)
 
 
-def prepare(live: Live, kind: Kind, request: Request, control: Control) -> Prepared:
+def prepare(live: Live, kind: Kind, request: Request, control: ControlGroup) -> Prepared:
     """A save ready to be written: everything checked, the temporary folder made. Collective."""
-    captured = _together(control, request, "capture", lambda: capture(live, kind, control.rank, control.world_size)).own
-    assert captured is not None
-    return ready(captured, request, control)
+    return ready(lambda: capture(live, kind, control.rank, control.world_size), request, control)
 
 
-def ready(captured: Captured, request: Request, control: Control) -> Prepared:
-    """As `prepare`, of a state that is captured already. Collective."""
-    pieces = {
-        section: tensors.pieces_to_write(captured.index, section, captured.tensors[section], control.rank)
-        for section in captured.index.sections
-    }
-    request = _same_on_all_ranks(captured, request, pieces, control)
+def ready(take: Callable[[], Captured], request: Request, control: ControlGroup) -> Prepared:
+    """As `prepare`, of the state that `take` captures. Collective."""
+    captured, pieces, request, needed = _taken(take, request, control)
     temporary = folder.temporary_folder(request.final, request.save_id)
     prepared = Prepared(request, captured.index, captured.common, captured.own, pieces, temporary, None)
     try:
-        _together(control, request, "temporary", lambda: _make_temporary(prepared, control))
+        _together(control, request, "temporary", lambda: _make_temporary(prepared, needed, control))
         _together(control, request, "probe", lambda: wait_until_seen(temporary))
     except CheckpointSaveError:
         _discard(prepared, control)
@@ -112,7 +108,7 @@ def ready(captured: Captured, request: Request, control: Control) -> Prepared:
     return prepared
 
 
-def finish(prepared: Prepared, control: Control) -> Path:
+def finish(prepared: Prepared, control: ControlGroup) -> Path:
     """Write, agree, commit. Collective. The state itself is not touched: this may run beside training."""
     request = prepared.request
     started = time.monotonic()
@@ -130,11 +126,12 @@ def finish(prepared: Prepared, control: Control) -> Path:
 
 
 def _together(
-    control: Control,
+    control: ControlGroup,
     request: Request,
     phase: str,
     action: Callable[[], Result],
     tell: Callable[[Result], Any] = lambda result: None,
+    judge: Callable[[list[Any]], Any] = lambda told: None,
 ) -> Attempt[Result]:
     """What came of the action. Where it failed on one rank, all raise the same CheckpointSaveError."""
 
@@ -145,7 +142,7 @@ def _together(
         return result
 
     try:
-        attempt = control.attempt(act, tell)
+        attempt = control.attempt(act, tell, judge)
     except LostRank as error:
         raise CheckpointSaveError(_report(request, f"{phase}: {error}")) from error
     if attempt.failure:
@@ -170,29 +167,47 @@ def _what_is_left(request: Request) -> str:
     return "Nothing was published, and there is no earlier checkpoint here."
 
 
-def _same_on_all_ranks(
-    captured: Captured, request: Request, pieces: dict[str, list[tuple[Chunk, torch.Tensor]]], control: Control
-) -> Request:
-    """The request with rank 0's save_id. All ranks must save the same step and state to the same place."""
-    here = {"step": request.step, "folder": str(request.final), "kind": captured.index.kind}
+def _taken(
+    take: Callable[[], Captured], request: Request, control: ControlGroup
+) -> tuple[Captured, Pieces, Request, int | None]:
+    """The state, this rank's pieces of it, the request with rank 0's save_id, and on rank 0 the bytes that all write.
 
-    def describe() -> list[Any]:
+    All ranks must save the same step and state to the same place.
+    """
+
+    def act() -> tuple[Captured, Pieces]:
+        captured = take()
+        pieces = {
+            section: tensors.pieces_to_write(captured.index, section, captured.tensors[section], control.rank)
+            for section in captured.index.sections
+        }
         faults.reach("preflight", control.rank)
+        return captured, pieces
+
+    def describe(found: tuple[Captured, Pieces]) -> list[Any]:
+        captured, pieces = found
+        here = {"step": request.step, "folder": str(request.final), "kind": captured.index.kind}
         size = tensors.bytes_to_write(pieces)
         return [here, fingerprints(captured.index), size, request.save_id, socket.gethostname()]
 
-    answers = _together(control, request, "preflight", describe, tell=lambda found: found).told
-    hosts = [f"rank {rank} (host {host})" for rank, (*_, host) in enumerate(answers)]
-    failed = _differences([given for given, *_ in answers], hosts)
-    failed += _different_tensors([given for _, given, *_ in answers], hosts)
-    if failed:
-        raise CheckpointSaveError(_report(request, "; ".join(failed[:3])))
-    room = sum(size for _, _, size, *_ in answers) if control.rank == 0 else None
-    _together(control, request, "room", lambda: _look_for_room(request.final, room))
-    return Request(**{**request.__dict__, "save_id": answers[0][3]})
+    attempt = _together(control, request, "capture", act, describe, _differences)
+    assert attempt.own is not None
+    problems, save_id = attempt.verdict
+    if problems:
+        raise CheckpointSaveError(_report(request, "; ".join(problems)))
+    needed = sum(size for _, _, size, *_ in attempt.told) if control.rank == 0 else None
+    return *attempt.own, replace(request, save_id=save_id), needed
 
 
-def _differences(given: list[dict[str, Any]], hosts: list[str]) -> list[str]:
+def _differences(told: list[Any]) -> tuple[list[str], str]:
+    """(what ranks do not save alike, rank 0's save_id)."""
+    hosts = [f"rank {rank} (host {host})" for rank, (*_, host) in enumerate(told)]
+    problems = _different_requests([given for given, *_ in told], hosts)
+    problems += _different_tensors([given for _, given, *_ in told], hosts)
+    return problems[:3], told[0][3]
+
+
+def _different_requests(given: list[dict[str, Any]], hosts: list[str]) -> list[str]:
     problems = []
     for key, expected in given[0].items():
         for host, other in zip(hosts, given, strict=True):
@@ -216,10 +231,8 @@ def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[st
     return problems
 
 
-def _look_for_room(final: Path, needed: int | None) -> None:
-    """On rank 0, which knows how much is needed: an error where there is less."""
-    if needed is None:
-        return
+def _look_for_room(final: Path, needed: int) -> None:
+    """CheckpointError where there is less room on the disk than is needed."""
     final.parent.mkdir(parents=True, exist_ok=True)
     free = disk.free_bytes(final.parent)
     needed = needed + needed // 20 + MARGIN_BYTES
@@ -250,9 +263,11 @@ def model_fingerprint(index: Index) -> str:
     return digests.of_bytes("sha256", "\n".join(lines).encode())
 
 
-def _make_temporary(prepared: Prepared, control: Control) -> None:
+def _make_temporary(prepared: Prepared, needed: int | None, control: ControlGroup) -> None:
     if control.rank != 0:
         return
+    assert needed is not None
+    _look_for_room(prepared.request.final, needed)
     faults.reach("temporary", 0)
     request = prepared.request
     if _is_taken(request.final) and not request.replace:
@@ -308,7 +323,7 @@ def wait_until_seen(temporary: Path) -> None:
     )
 
 
-def _write(prepared: Prepared, control: Control) -> dict[str, list[Any]]:
+def _write(prepared: Prepared, control: ControlGroup) -> dict[str, list[Any]]:
     """{file: [bytes, digest]} of everything this rank wrote; all of it is on disk."""
     if prepared.trouble is not None:
         raise prepared.trouble
@@ -364,7 +379,7 @@ class _Hasher:
 
 
 def _write_own_file(
-    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], control: Control, hasher: _Hasher
+    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, hasher: _Hasher
 ) -> dict[str, list[Any]]:
     name, rank = layout.file_of(prepared.index, section, control.rank), control.rank
     head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
@@ -382,7 +397,7 @@ def _write_own_file(
 
 
 def _write_into_full(
-    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], control: Control, hasher: _Hasher
+    prepared: Prepared, section: str, pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, hasher: _Hasher
 ) -> dict[str, list[Any]]:
     index, rank = prepared.index, control.rank
     if not index.sections[section] or not (pieces or rank == 0):
@@ -430,7 +445,7 @@ def _durable(path: Path, flags: int, rank: int) -> disk.Durable:
     return disk.Durable(path, flags, lambda point: faults.reach(point, rank))
 
 
-def _commit(prepared: Prepared, written: list[dict[str, list[Any]]], control: Control) -> dict[str, Any] | None:
+def _commit(prepared: Prepared, written: list[dict[str, list[Any]]], control: ControlGroup) -> dict[str, Any] | None:
     """Rank 0 gives the folder its manifest and then its name. What it was, for the log; None on other ranks."""
     if control.rank != 0:
         return None
@@ -523,7 +538,7 @@ def _remove_replaced(prepared: Prepared) -> None:
     logger.warning("checkpoint: the old %s held other files (%s); it is kept as %s.", final, others[0].name, kept)
 
 
-def _discard(prepared: Prepared, control: Control) -> None:
+def _discard(prepared: Prepared, control: ControlGroup) -> None:
     _let_go(prepared)
     if control.rank == 0:
         shutil.rmtree(prepared.temporary, ignore_errors=True)

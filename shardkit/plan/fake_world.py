@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.config.schema import Config
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.process import Process
+from shardkit.distributed.process import Process
+from shardkit.sharding.mesh import build_mesh
 
 
 def fake_tensors() -> FakeTensorMode:

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config
+from shardkit.distributed.process import Process
 from shardkit.errors import ModelError
+from shardkit.optim import local_step
 from shardkit.plan.memory_tracker import MemoryTracker
-from shardkit.runtime import optim, precision, units
 from shardkit.runtime.accumulate import deferred
-from shardkit.runtime.parallel import parallelize
-from shardkit.runtime.process import Process
+from shardkit.sharding import precision, units
+from shardkit.sharding.parallel import parallelize
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
@@ -44,7 +45,7 @@ def tracked_step(
     if not trained:
         raise ModelError("model: no parameter is trained; set requires_grad on some.")
     optimizer = make_optimizer(trained)
-    optim.use_fast_step(optimizer)
+    local_step.use_fast_step(optimizer)
     tracker = MemoryTracker()
     with tracker:
         _make_states(optimizer, trained, tracker)

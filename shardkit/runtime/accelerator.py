@@ -25,31 +25,21 @@ import torch
 from torch import nn
 
 from shardkit.config.schema import Config, DistributedType
+from shardkit.data import loader as data
+from shardkit.data.loader import PreparedLoader
+from shardkit.distributed import collectives, process
+from shardkit.distributed.seed import set_seed
+from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import (
-    boundary,
-    collectives,
-    data,
-    measure,
-    objects,
-    optim,
-    parallel,
-    precision,
-    prepare,
-    process,
-    settings,
-    summary,
-    turns,
-    unsupported,
-)
+from shardkit.optim import clip, loss_scale, rebind
+from shardkit.runtime import boundary, measure, objects, prepare, settings, summary, turns, unsupported
 from shardkit.runtime.accumulate import AcceleratedOptimizer, Accumulation, Counters, clamp_gradients_
-from shardkit.runtime.data import PreparedLoader
-from shardkit.runtime.mesh import build_mesh
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.schedule import AcceleratedScheduler
-from shardkit.runtime.seed import set_seed
 from shardkit.runtime.state import State
+from shardkit.sharding import parallel, precision
+from shardkit.sharding.mesh import build_mesh
 
 __all__ = ["Accelerator", "ProjectConfiguration"]
 
@@ -84,7 +74,7 @@ class Accelerator:
         chosen = settings.settings(config, mixed_precision, gradient_accumulation_steps, cpu)
         launched = process.check_world(chosen.config, chosen.chosen)
         self.process = process.start(launched)
-        settings.compare(launched)
+        settings.compare(launched, self.process.control)
         self.config = precision.supported(launched, self.process.device)
         self.origins = chosen.chosen
         self.mesh = build_mesh(self.config, self.process)
@@ -103,12 +93,12 @@ class Accelerator:
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
-        self.names_before: list[tuple[optim.ParameterNames, nn.Module]] = []
+        self.names_before: list[tuple[rebind.ParameterNames, nn.Module]] = []
         self.state = State(self)
         self.accumulation = Accumulation(
             self.config.shardkit.gradient_accumulation_steps,
             self.loaders,
-            optim.make_scaler(self.config, self.process.device),
+            loss_scale.make_scaler(self.config, self.process.device),
         )
         self.is_resumed = False
         self._is_announced = False
@@ -152,7 +142,7 @@ class Accelerator:
         """The user's own module below DDP and torch.compile. Under FSDP it is the model itself, with sharded
         parameters; `get_state_dict` gives whole ones."""
         model = getattr(model, "_orig_mod", model)
-        model = optim.unwrapped(model)
+        model = unwrapped(model)
         return getattr(model, "_orig_mod", model)
 
     def register_for_checkpointing(self, *registered: Any) -> None:
@@ -206,7 +196,7 @@ class Accelerator:
         if not self.sync_gradients:
             return torch.zeros((), device=self.device)
         self._make_final(chosen)
-        return optim.clip_grad_norm_(chosen, max_norm, norm_type)
+        return clip.clip_grad_norm_(chosen, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
@@ -368,7 +358,7 @@ class Accelerator:
 
     def check_trigger(self) -> bool:
         """Whether any rank has raised the flag; then it is down again everywhere. Collective."""
-        found = collectives.any_rank(self._trigger, self.process.control_group)
+        found = self.process.control.any(self._trigger)
         self._trigger = self._trigger and not found
         return found
 

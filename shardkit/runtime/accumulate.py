@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from shardkit.runtime import progress
-from shardkit.runtime.data import PreparedLoader, active_loader
-from shardkit.runtime.parallel import gradient_sync
+from shardkit.data.loader import PreparedLoader, active_loader
+from shardkit.distributed import progress
+from shardkit.distributed.tensors import local_part
+from shardkit.sharding.parallel import gradient_sync
 
 NEVER = ("never", -1)
 
@@ -338,8 +338,3 @@ def clamp_gradients_(parameters: Sequence[torch.Tensor], limit: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 local_part(parameter.grad).clamp_(-limit, limit)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain one as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardkit import env
+from shardkit.distributed import progress
+from shardkit.distributed.collectives import wait_for_everyone
+from shardkit.distributed.process import leave
 from shardkit.errors import Preempted, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import measure, preemption, progress
-from shardkit.runtime.collectives import wait_for_everyone
-from shardkit.runtime.process import leave
+from shardkit.runtime import measure, preemption
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -34,7 +35,7 @@ def watch(accelerator: "Accelerator") -> None:
 def pass_boundary(accelerator: "Accelerator") -> None:
     """Returns where no rank was told to stop; else saves and raises Preempted, on all ranks. Collective."""
     _warn_unless_resumed(accelerator)
-    if not preemption.requested(accelerator.process.control_group):
+    if not accelerator.process.control.any(preemption.is_requested_here()):
         return
     from shardkit.runtime import saving
 

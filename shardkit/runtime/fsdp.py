@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from shardkit.config.schema import Config, FsdpConfig, ShardingStrategy, WrapPolicy
+from shardkit.distributed.process import launched, start
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import precision
-from shardkit.runtime.mesh import build_mesh
-from shardkit.runtime.parallel import parallelize
-from shardkit.runtime.process import launched, start
+from shardkit.sharding import precision
+from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.parallel import parallelize
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES = {

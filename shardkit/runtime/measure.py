@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import env
+from shardkit.distributed.tensors import local_part
 from shardkit.launch import names
 from shardkit.log import get_logger
-from shardkit.runtime.accumulate import local_part
-from shardkit.runtime.collectives import exchange
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -79,7 +78,7 @@ def report(accelerator: "Accelerator", started_bytes: int) -> None:
         path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
         if accelerator.device.type == "cuda":  # every allocation with its stack, for pytorch.org/memory_viz
             torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank{mine.rank}.snapshot.pickle")))
-    everyone = [Memory(**one) for one in exchange(asdict(mine))]
+    everyone = [Memory(**one) for one in accelerator.process.control.exchange(asdict(mine))]
     log.info("%s", text(everyone))
 
 

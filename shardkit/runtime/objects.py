@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint.control import words
+from shardkit.distributed.control import words
 from shardkit.errors import CheckpointSaveError, UsageError
 
 

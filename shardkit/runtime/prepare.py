@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.errors import UsageError
-from shardkit.runtime import optim, precision
+from shardkit.optim import local_step, rebind
 from shardkit.runtime.accumulate import AcceleratedOptimizer
-from shardkit.runtime.data import PreparedLoader, prepare_loader
-from shardkit.runtime.parallel import parallelize
 from shardkit.runtime.schedule import AcceleratedScheduler
+from shardkit.sharding import precision
+from shardkit.sharding.parallel import parallelize
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -95,7 +96,7 @@ def _kinds(objects: Sequence[Any]) -> list[Kind]:
 def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | None) -> nn.Module:
     if any(model is known for known in accelerator.models):
         return model
-    names = optim.ParameterNames.of(model)
+    names = rebind.ParameterNames.of(model)
     path = None if weights is None else Path(weights)
     precision.autocast_forward(model, accelerator.config, accelerator.device)
     parallel = parallelize(model, accelerator.config, accelerator.mesh, accelerator.process, path)
@@ -147,9 +148,9 @@ def _follow(accelerator: "Accelerator") -> None:
         return
     for optimizer in accelerator.optimizers:
         for names, model in accelerator.names_before:
-            optim.rebind(optimizer.optimizer, names, model)
+            rebind.rebind(optimizer.optimizer, names, model)
         _refuse_strangers(accelerator, optimizer)
-        optim.use_fast_step(optimizer.optimizer)
+        local_step.use_fast_step(optimizer.optimizer)
 
 
 def _refuse_strangers(accelerator: "Accelerator", optimizer: AcceleratedOptimizer) -> None:

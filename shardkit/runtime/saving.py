@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import control, folder, locate, lock, manifest, read, state, write
+from shardkit.checkpoint import folder, locate, lock, manifest, read, state, write
 from shardkit.checkpoint import save_model as exporting
-from shardkit.checkpoint.control import Control
 from shardkit.checkpoint.lock import Lock
 from shardkit.checkpoint.read import Loaded
 from shardkit.checkpoint.snapshot import Background
@@ -22,9 +21,10 @@ from shardkit.checkpoint.state import Live
 from shardkit.checkpoint.write import Request
 from shardkit.config import files
 from shardkit.config.schema import StateDictType
+from shardkit.distributed import control, progress
+from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import progress
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 class Session:
     """What saving and loading keep over a run."""
 
-    control: Control
+    control: ControlGroup
     run_id: str
     group: Any
     background: Background | None = None
@@ -96,7 +96,7 @@ def _settle(accelerator: "Accelerator", is_last_chance: bool) -> None:
 
 def _save_beside(accelerator: "Accelerator", session: Session, request: Request) -> None:
     if session.background is None:
-        beside = control.start(accelerator.config.shardkit.checkpoint.timeout_s)
+        beside = control.start_beside(accelerator.config.shardkit.checkpoint.timeout_s)
         session.background = Background(beside)
         atexit.register(session.background.last_words)
     live = live_of(accelerator)

@@ -12,10 +12,10 @@ from shardkit import env
 from shardkit.config import files
 from shardkit.config.schema import Config, MixedPrecision, read_precision
 from shardkit.config.validation import settled
+from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.process import launched
 from shardkit.errors import ConfigError
 from shardkit.log import get_logger
-from shardkit.runtime.collectives import exchange
-from shardkit.runtime.process import launched
 
 log = get_logger(__name__)
 
@@ -59,14 +59,19 @@ def settings(
     return found
 
 
-def compare(config: Config) -> None:
+def compare(config: Config, control: ControlGroup) -> None:
     """Returns where all ranks have the same configuration; else raises ConfigError on all. Collective."""
-    digests = exchange(files.digest(config))
+    problem = control.decide(files.digest(config), _difference)
+    if problem:
+        raise ConfigError(problem)
+
+
+def _difference(digests: list[str]) -> str | None:
     if len(set(digests)) == 1:
-        return
+        return None
     groups = {digest: [rank for rank, own in enumerate(digests) if own == digest] for digest in digests}
     texts = ", ".join(f"{digest[:12]} on ranks {', '.join(map(str, ranks))}" for digest, ranks in groups.items())
-    raise ConfigError(
+    return (
         f"configuration: ranks have different ones (got {texts}); give every machine the same file and the same "
         "arguments of Accelerator(...)."
     )

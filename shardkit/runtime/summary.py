@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.config.schema import Config
-from shardkit.runtime import precision
-from shardkit.runtime.accumulate import local_part
-from shardkit.runtime.data import PreparedLoader
-from shardkit.runtime.optim import unwrapped
-from shardkit.runtime.process import Process
+from shardkit.data.loader import PreparedLoader
+from shardkit.distributed.process import Process
+from shardkit.distributed.tensors import local_part, unwrapped
 from shardkit.runtime.settings import value_of
+from shardkit.sharding import precision
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.errors import UsageError
-from shardkit.runtime.collectives import wait_for_everyone
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from shardkit.runtime import progress
+from shardkit.distributed import progress
 
 folder, times = Path(sys.argv[1]), int(sys.argv[2])
 if os.environ["RANK"] == "0":

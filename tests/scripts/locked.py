@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from shardkit.runtime import progress
+from shardkit.distributed import progress
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 

@@ -4,7 +4,8 @@ import os
 
 import torch.distributed as dist
 
-from shardkit.runtime import preemption, progress
+from shardkit.distributed import progress
+from shardkit.runtime import preemption
 
 dist.init_process_group("gloo")
 preemption.install()

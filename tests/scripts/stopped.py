@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from shardkit.runtime import progress
+from shardkit.distributed import progress
 
 if os.environ["RANK"] == "1":
     progress.post("data", 1)

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardkit.distributed import control
+from shardkit.distributed.tensors import local_part, local_rows
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
-from shardkit.runtime.mesh import agreed, everyones
-from shardkit.runtime.units import Unit
+from shardkit.sharding.units import Unit
 
 log = get_logger(__name__)
 
@@ -79,13 +80,16 @@ def same_everywhere(model: nn.Module) -> None:
     Collective.
     """
     text = "\n".join(f"{fqn} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for fqn, t in states(model))
-    digests = everyones(sha256(text.encode()).hexdigest())
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    different = control.start().decide(sha256(text.encode()).hexdigest(), _unlike_rank_0)
     if different:
         raise ModelError(
             f"model: its parameters differ from rank 0's in name, shape or dtype (got this on ranks {different}); "
             "build the same model on every rank."
         )
+
+
+def _unlike_rank_0(digests: list[str]) -> list[int]:
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
 def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
@@ -94,7 +98,7 @@ def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
     Where only some ranks have memory behind a tensor, the others get it. Empty on rank 0: stays as it is.
     """
     empty_here = set(empty_states(model))
-    empty_on_0 = set(everyones(sorted(empty_here))[0])
+    empty_on_0 = set(control.start().share(sorted(empty_here)))
     allocate(model, lambda fqn, tensor: torch.device("cpu") if fqn not in empty_on_0 else None)
     for fqn, tensor in states(model):
         if fqn not in empty_on_0:
@@ -137,17 +141,6 @@ def allocate(model: nn.Module, where: Callable[[str, torch.Tensor], torch.device
         model._apply(lambda tensor: real(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
-def local_rows(tensor: DTensor) -> slice:
-    """Which rows of the whole tensor this rank holds: dim 0 in equal chunks, the last ones shorter or empty."""
-    start, stop = 0, tensor.shape[0]
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            chunk = -(-tensor.shape[0] // tensor.device_mesh.size(axis))
-            start = min(chunk * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
-            stop = min(start + chunk, tensor.shape[0])
-    return slice(start, stop)
-
-
 @torch.no_grad()
 def put(target: torch.Tensor, read: Reader) -> None:
     """Copy into `target` what `read(rows)` gives: this rank's rows of a sharded tensor, else (None) the whole."""
@@ -156,7 +149,7 @@ def put(target: torch.Tensor, read: Reader) -> None:
         return
     rows = local_rows(target)
     if rows.stop > rows.start:
-        target.to_local().copy_(read(rows))
+        local_part(target).copy_(read(rows))
 
 
 def fill(
@@ -186,7 +179,7 @@ def fill(
     if empty and not problems:
         left = initialise(model, units, empty, device, seed)
         problems += [f"model: {fqn} has no value after initialisation{_ADVICE}" for fqn in left]
-    problems = agreed(problems)
+    problems = control.start().union(problems)
     if problems:
         raise ModelError("\n".join(problems))
 

@@ -1,24 +1,24 @@
-"""Collectives on nested structures of tensors (dict, list, tuple, namedtuple), and agreement among ranks.
+"""Collectives on nested structures of tensors (dict, list, tuple, namedtuple).
 
 All of them act on the default process group, over all ranks, and without one (a single process) on this rank alone.
 Each must be called by every rank. Tensors of any dtype pass: what is only moved travels as bytes.
 """
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.distributed import control
+from shardkit.errors import UsageError
 
 
-def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in the group; 1 where no process group is up."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+def world_size() -> int:
+    """Number of ranks; 1 where no process group is up."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
@@ -107,52 +107,6 @@ def wait_for_everyone() -> None:
         dist.barrier()
 
 
-def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """All ranks' JSON-able values, in the order of the ranks. Collective. Travels as JSON, not as a pickle."""
-    if world_size(group) == 1:
-        return [value]
-    device = _device_of(group)
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size(group))]
-    dist.all_gather(lengths, torch.tensor([text.numel()], device=device), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(part[: int(length)].cpu().tolist())) for part, length in zip(parts, lengths, strict=True)]
-
-
-def agree(
-    problem: str | None,
-    group: dist.ProcessGroup | None = None,
-    error: Callable[[str], ShardkitError] = ShardkitError,
-) -> None:
-    """Returns when no rank of the group has a problem; raises the same `error` on all of them when any has one.
-
-    Collective. Equal problems are said once; others with their rank.
-    """
-    problems = exchange(problem, group)
-    ranks_with: dict[str, list[int]] = {}
-    for number, text in enumerate(problems):
-        if text:
-            ranks_with.setdefault(text, []).append(number)
-    if not ranks_with:
-        return
-    if len(problems) == 1 or any(len(found) == len(problems) for found in ranks_with.values()):
-        raise error("\n".join(ranks_with))
-    raise error("\n".join(f"{_ranks_text(found)}: {text}" for text, found in ranks_with.items()))
-
-
-def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the flag is set on any rank. Collective."""
-    if world_size(group) == 1:
-        return flag
-    value = torch.tensor([int(flag)], device=_device_of(group))
-    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
-
-
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     """`data`, with the same structure, and `function` applied to each tensor in it. Other leaves: UsageError."""
     if isinstance(data, torch.Tensor):
@@ -226,7 +180,7 @@ def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
 def _pad_one(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
     if not -tensor.dim() <= dim < tensor.dim() or world_size() == 1:
         return tensor
-    longest = max(exchange(tensor.shape[dim]))
+    longest = control.start().decide(tensor.shape[dim], max)
     missing = longest - tensor.shape[dim]
     if not missing:
         return tensor
@@ -245,12 +199,12 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where a backend of the default group can reach it."""
     if world_size() == 1 or tensor.device.type in str(dist.get_backend_config()):
         return tensor
-    return tensor.to(_device_of(None))
+    return tensor.to(_device())
 
 
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """A device that the group's backend takes: the CPU where it can, else this rank's accelerator."""
-    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
+def _device() -> torch.device:
+    """A device that the default group's backend takes: the CPU where it can, else this rank's accelerator."""
+    return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else "cuda")
 
 
 def _same_everywhere(data: Any, what: str) -> None:
@@ -264,15 +218,15 @@ def _same_everywhere(data: Any, what: str) -> None:
     except UsageError as error:
         problem, description = f"{what}: {error}", ""
     digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big") if problem is None else -1
-    value = torch.tensor([digest, -digest], device=_device_of(None))
+    value = torch.tensor([digest, -digest], device=_device())
     dist.all_reduce(value, dist.ReduceOp.MIN)
     if digest >= 0 and int(value[0]) == -int(value[1]) == digest:
         return
-    agree(problem, error=UsageError)
-    everyone = exchange(description)
+    everyone = control.start()
+    everyone.agree(problem, error=UsageError)
     raise UsageError(
         f"{what}: ranks bring different tensors ("
-        + "; ".join(f"rank {number}: {text}" for number, text in enumerate(everyone))
+        + "; ".join(f"rank {number}: {text}" for number, text in enumerate(everyone.exchange(description)))
         + "); make them equal, for instance with accelerator.pad_across_processes(...)."
     )
 
@@ -289,7 +243,3 @@ def _description(data: Any) -> str:
         f"a collective takes tensors in dicts, lists and tuples (got {type(data).__name__}); "
         "make it a tensor, or use gather_object for other objects."
     )
-
-
-def _ranks_text(numbers: Sequence[int]) -> str:
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(str(number) for number in numbers)

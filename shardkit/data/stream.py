@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from shardkit.data.sampler import Layout, PrivateRandom, split, stream_seed
 from shardkit.errors import CheckpointError
-from shardkit.runtime.sampler import Layout, PrivateRandom, split, stream_seed
 
 EPOCH_IS_OVER = "epoch is over"
 """Kept in place of a dataset's own state after an epoch's last batch: datasets go back to their beginning there, so

@@ -2,25 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 from shardkit import env
+from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError
 from shardkit.launch import names
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-def compare(control_group: "ProcessGroup | None") -> None:
+def compare(control: ControlGroup) -> None:
     """Raises ConfigError on all ranks where they were launched with different configurations. Collective."""
-    if control_group is None:
-        return
-    digests: list[str | None] = [None] * dist.get_world_size(control_group)
-    dist.all_gather_object(digests, env.get(names.CONFIG_DIGEST), group=control_group)
-    problem = disagreement(digests)
+    problem = control.decide(env.get(names.CONFIG_DIGEST), disagreement)
     if problem:
         raise ConfigError(problem)
 

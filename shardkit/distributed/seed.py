@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardkit.runtime.collectives import rank
+from shardkit.distributed.collectives import rank
 
 
 def set_seed(seed: int, device_specific: bool = False) -> None:

@@ -1,18 +1,16 @@
-"""Which ranks share one copy of the model, and how ranks agree before one of them raises."""
+"""Which ranks share one copy of the model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError
-from shardkit.runtime.collectives import exchange
 
 if TYPE_CHECKING:
-    from shardkit.runtime.process import Process
+    from shardkit.distributed.process import Process
 
 REPLICATE, SHARD = "replicate", "shard"
 
@@ -47,18 +45,3 @@ def hybrid_sizes(config: Config, world_size: int, local_world_size: int) -> tupl
             f"(got {replicate} x {shard} on {world_size} ranks); set one of them and leave the other 0."
         )
     return replicate, shard
-
-
-def everyones(value: Any) -> list[Any]:
-    """All ranks' JSON-able values in rank order; in a simulated world only those of the one that runs. Collective."""
-    return [value] if is_simulated() else exchange(value)
-
-
-def agreed(problems: list[str]) -> list[str]:
-    """The problems of all ranks, each once, in rank order. Collective, so that all ranks raise or none does."""
-    return list(dict.fromkeys(line for lines in everyones(problems) for line in lines))
-
-
-def is_simulated() -> bool:
-    """Whether the other ranks exist in name only: torch's fake process group."""
-    return dist.is_initialized() and dist.get_backend() == "fake"

@@ -27,13 +27,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from shardkit.data import sampler as order
+from shardkit.data.sampler import Layout, Share, with_last
+from shardkit.data.stream import EPOCH_IS_OVER, CountingCollate, Stream
+from shardkit.distributed import control
+from shardkit.distributed.seed import set_seed
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import sampler as order
-from shardkit.runtime.collectives import exchange
-from shardkit.runtime.sampler import Layout, Share, with_last
-from shardkit.runtime.seed import set_seed
-from shardkit.runtime.stream import EPOCH_IS_OVER, CountingCollate, Stream
 
 log = get_logger(__name__)
 
@@ -144,15 +144,22 @@ def _agreed_seed(source: Source, loader: DataLoader, world_size: int, seed: int 
         seed = generator.initial_seed() if generator is not None else torch.initial_seed()
     if world_size == 1 or not dist.is_initialized():
         return seed
-    everyones = exchange([seed, source.dataset_length, source.total_batch_size])
+    own = [seed, source.dataset_length, source.total_batch_size]
+    problem, agreed = control.start().decide(own, lambda told: (_different_sizes(told), told[0][0]))
+    if problem:
+        raise UsageError(problem)
+    return agreed
+
+
+def _different_sizes(told: list[list[Any]]) -> str | None:
     for number, what in ((1, "the dataset's length"), (2, "the global batch size")):
-        sizes = [own[number] for own in everyones]
+        sizes = [own[number] for own in told]
         if len(set(sizes)) > 1:
-            raise UsageError(
+            return (
                 f"prepare: {what} is not the same on all ranks (got {', '.join(map(str, sizes[:8]))} by rank); give "
                 "every rank the whole dataset and the same batch_size: shardkit shards it."
             )
-    return everyones[0][0]
+    return None
 
 
 class SampledSource:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
 from shardkit.config.schema import Config
+from shardkit.distributed import control
 from shardkit.log import get_logger
-from shardkit.runtime.mesh import agreed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPLIED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,7 +52,7 @@ def supported(config: Config, device: torch.device) -> Config:
     """
     if of(config).param is not torch.bfloat16:
         return config
-    reasons = agreed([] if has_bf16(device) else [f"{_name_of(device)} does not compute in bf16"])
+    reasons = control.start().union([] if has_bf16(device) else [f"{_name_of(device)} does not compute in bf16"])
     if not reasons:
         return config
     log.warning(

@@ -10,18 +10,18 @@ import torch.distributed as dist
 
 from shardkit import env
 from shardkit.config.schema import Config, DistributedType
+from shardkit.distributed import control, digests
+from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
-from shardkit.runtime import digests
-from shardkit.runtime.collectives import agree
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Process:
-    """This rank. `control_group` is a gloo group of all ranks for small agreements, None in a world of one;
-    `owns_group` says that the process group was started here."""
+    """This rank. `control` is how it agrees with the others; `owns_group` says that the process group was started
+    here."""
 
     rank: int
     local_rank: int
@@ -29,7 +29,7 @@ class Process:
     local_world_size: int
     device: torch.device
     backend: str
-    control_group: dist.ProcessGroup | None = field(default=None, compare=False)
+    control: ControlGroup = field(default_factory=ControlGroup, compare=False)
     owns_group: bool = False
 
     @property
@@ -94,9 +94,9 @@ def start(config: Config) -> Process:
     owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
     if owns_group:
         _join(config, ranks, device)
-    agree(problem, error=MachineError)
-    control_group = _control_group(config, ranks.world_size)
-    digests.compare(control_group)
+    everyone = control.start(config.shardkit.launch.process_group_timeout_s)
+    everyone.agree(problem, error=MachineError)
+    digests.compare(everyone)
     return Process(
         rank=ranks.rank,
         local_rank=ranks.local_rank,
@@ -104,7 +104,7 @@ def start(config: Config) -> Process:
         local_world_size=ranks.local_world_size,
         device=device,
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
-        control_group=control_group,
+        control=everyone,
         owns_group=owns_group,
     )
 
@@ -143,10 +143,3 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     if backend == "gloo":
         # Its threads must end before the interpreter takes down what they use.
         atexit.register(leave)
-
-
-def _control_group(config: Config, world_size: int) -> dist.ProcessGroup | None:
-    """A gloo group with a timeout of its own: a save may take longer, or must fail sooner, than a collective."""
-    if world_size == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.shardkit.checkpoint.timeout_s))

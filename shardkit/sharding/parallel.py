@@ -19,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
+from shardkit.distributed import control
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
-from shardkit.runtime import precision, units
-from shardkit.runtime.activation import checkpoint_blocks
-from shardkit.runtime.compiling import compile_blocks
-from shardkit.runtime.init import empty_states, fill, fill_from_rank0, same_everywhere
-from shardkit.runtime.mesh import agreed, everyones
+from shardkit.sharding import precision, units
+from shardkit.sharding.activation import checkpoint_blocks
+from shardkit.sharding.compiling import compile_blocks
+from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
 
 if TYPE_CHECKING:
-    from shardkit.runtime.process import Process
+    from shardkit.distributed.process import Process
 
 log = get_logger(__name__)
 
@@ -65,7 +65,7 @@ def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
 
     Raises ModelError, on all ranks: what is wrong on one is agreed on by all. Collective.
     """
-    if problems := agreed(_unfit(model, config)):
+    if problems := control.start().union(_unfit(model, config)):
         raise ModelError("\n".join(problems))
     mixed = precision.of(config)
     if mixed.is_mixed and (changed := precision.upcast_(model)):
@@ -78,7 +78,7 @@ def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
             blocks = units.blocks(model, config.fsdp)
     except ModelError as error:
         problems = [str(error)]
-    if problems := agreed(problems):
+    if problems := control.start().union(problems):
         raise ModelError("\n".join(problems))
     if cut.remark:
         log.info("%s", cut.remark)
@@ -291,7 +291,7 @@ def _fill(
         return
     seed = config.shardkit.seed
     if seed is None:
-        seed = everyones(torch.initial_seed() % 2**63)[0]
+        seed = control.start().share(torch.initial_seed() % 2**63)
     fill(model, cut.units, process.device, parameter_device, weights, seed)
 
 

@@ -1,0 +1,296 @@
+"""How ranks agree: small JSON values that rank 0 collects and answers, over the CPU side of the default process group.
+
+    control = control.start(timeout_s)            all ranks; no further connections between them
+    control.exchange(value)                       every rank's value, on every rank
+    control.decide(value, judge)                  what rank 0 makes of all values, on every rank
+    control.share(value)                          rank 0's value
+    control.union(problems), control.agree(...)   all raise, or none
+    control.attempt(action)                       an action that may fail on one rank: all learn it
+
+Rank 0 gathers and broadcasts: one message from each rank and a tree back, where an all-gather passes through all ranks
+in turn (32 ranks on two cores: 6 ms instead of 170).
+"""
+
+import ctypes
+import json
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
+
+from shardkit.errors import CheckpointError, ShardkitError
+
+Result = TypeVar("Result")
+
+# What every exchange sends at least. Most values fit, and then it is one gather and one broadcast.
+PACKET_BYTES = 1024
+_HEAD = struct.Struct("<q")
+_ROOM = PACKET_BYTES - _HEAD.size
+
+
+class LostRank(CheckpointError):
+    """A rank died or stopped answering while the others waited for it."""
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[Result]):
+    """What came of an action that all ranks took."""
+
+    own: Result | None
+    """What it returned here; None where it failed."""
+    told: list[Any]
+    """On rank 0, what every rank chose to tell of what it returned; empty on the others."""
+    verdict: Any
+    """What rank 0 made of all that was told."""
+    failure: str
+    """What went wrong, as `rank 1 (host a): text`; empty where it went well everywhere."""
+
+
+@dataclass
+class ControlGroup:
+    """All ranks, for agreements. Every method is collective: every rank must call it, in the same order.
+
+    `group` is None where this process is alone, or the others exist in name only (torch's fake process group).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    group: Any = None
+    timeout_s: float = 1800.0
+    """How long a rank waits for the others in one agreement."""
+    tick: Callable[[], None] = field(default=lambda: None)
+    """Called between pieces of work, so that whoever watches this rank sees it move."""
+
+    def with_timeout(self, timeout_s: float) -> "ControlGroup":
+        """The same ranks, waiting for one another so long."""
+        return replace(self, timeout_s=timeout_s)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order. LostRank where one does not answer in time."""
+        return self.decide(value, lambda values: values)
+
+    def decide(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        """What `judge` makes of every rank's JSON value, on rank 0; the same on all ranks. LostRank as above."""
+        values = self.collect(value)
+        return self.share(None if values is None else judge(values))
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """Every rank's JSON value in rank order on rank 0; None on the others. LostRank as above."""
+        self.tick()
+        if self.group is None:
+            return [value]
+        with _Answering():
+            texts = self._gather(json.dumps(value).encode())
+        return None if texts is None else [json.loads(text) for text in texts]
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value; that of other ranks does not count. LostRank as above."""
+        self.tick()
+        if self.group is None:
+            return value
+        with _Answering():
+            return json.loads(self._broadcast(json.dumps(value).encode() if self.rank == 0 else b""))
+
+    def union(self, lines: list[str]) -> list[str]:
+        """The lines of all ranks, each once, in rank order: so that all raise what is wrong on one, or none does."""
+        return self.decide(lines, lambda given: list(dict.fromkeys(line for own in given for line in own)))
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return self.decide(flag, any)
+
+    def agree(self, problem: str | None, error: Callable[[str], ShardkitError] = ShardkitError) -> None:
+        """Returns where no rank has a problem; raises the same `error` on all of them where any has one.
+
+        Equal problems are said once; others with their ranks.
+        """
+        text = self.decide(problem, _problems_text)
+        if text:
+            raise error(text)
+
+    def attempt(
+        self,
+        action: Callable[[], Result],
+        tell: Callable[[Result], Any] = lambda result: None,
+        judge: Callable[[list[Any]], Any] = lambda told: None,
+    ) -> Attempt[Result]:
+        """The action, on every rank and whatever happens on one.
+
+        `tell` makes of its result what rank 0 learns, as JSON; where it went well everywhere, `judge` makes of these
+        on rank 0 what all ranks learn.
+        """
+        result, told, problem = None, None, None
+        try:
+            result = action()
+            told = tell(result)
+        except Exception as error:  # whatever it is: the others wait for this rank's answer
+            problem = words(error)
+        answers = self.collect([told, socket.gethostname(), problem])
+        verdict = None if answers is None else _verdict(answers, judge)
+        failure, verdict = self.share(verdict)
+        return Attempt(result, [told for told, _, _ in answers or []], verdict, failure)
+
+    def _gather(self, data: bytes) -> list[bytes] | None:
+        packets = self._gather_packets(data)
+        if packets is None:
+            if len(data) > _ROOM:
+                self._wait(self.group.send([_tensor_of(data)], 0, 0))
+            return None
+        texts = []
+        for rank, packet in enumerate(packets):
+            (length,) = _HEAD.unpack_from(packet)
+            if length <= _ROOM or rank == 0:
+                texts.append(data if rank == 0 else packet[_HEAD.size : _HEAD.size + length])
+            else:
+                long = torch.empty(length, dtype=torch.uint8)
+                self._wait(self.group.recv([long], rank, 0))
+                texts.append(_bytes_of(long))
+        return texts
+
+    def _gather_packets(self, data: bytes) -> list[bytes] | None:
+        packet = _packet(data)
+        packets = [torch.empty_like(packet) for _ in range(self.world_size)] if self.rank == 0 else []
+        options = GatherOptions()
+        options.rootRank, options.timeout = 0, self._timeout
+        self.group.gather([packets] if packets else [], [packet], options).wait()
+        return [_bytes_of(one) for one in packets] if packets else None
+
+    def _broadcast(self, data: bytes) -> bytes:
+        packet = _packet(data)
+        self._broadcast_tensor(packet)
+        head = _bytes_of(packet)
+        (length,) = _HEAD.unpack_from(head)
+        if length <= _ROOM:
+            return head[_HEAD.size : _HEAD.size + length]
+        whole = _tensor_of(data) if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
+        self._broadcast_tensor(whole)
+        return _bytes_of(whole)
+
+    def _broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        self.group.broadcast([tensor], options).wait()
+
+    def _wait(self, work: Any) -> None:
+        work.wait(self._timeout)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+
+class _Answering:
+    """Inside, what the backend says of lost peers becomes LostRank: gloo says it in a bare RuntimeError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (RuntimeError, ValueError)):
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+            raise LostRank(f"a rank died or did not answer in time ({reason})") from error
+
+
+def start(timeout_s: float = 1800.0) -> ControlGroup:
+    """All ranks of the default process group; this process alone where none is up. Collective.
+
+    Where that group has no CPU side (a script that started NCCL alone), a gloo group is made, once.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
+        return ControlGroup(timeout_s=timeout_s)
+    return ControlGroup(dist.get_rank(), dist.get_world_size(), _on_cpu(), timeout_s)
+
+
+def start_beside(timeout_s: float) -> ControlGroup:
+    """As `start`, over connections of its own: for a thread that agrees while the main thread does too. Collective."""
+    alone = start(timeout_s)
+    if alone.group is None:
+        return alone
+    return replace(alone, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+
+def is_simulated() -> bool:
+    """Whether the other ranks exist in name only: torch's fake process group."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
+_made: list[tuple[Any, Any]] = []
+"""The default group without a CPU side, and the gloo group beside it."""
+
+
+def _on_cpu() -> Any:
+    world = dist.group.WORLD
+    if "cpu" in str(dist.get_backend_config(world)):
+        return world
+    if not (_made and _made[0][0] is world):
+        _made[:] = [(world, dist.new_group(backend="gloo"))]
+    return _made[0][1]
+
+
+def _packet(data: bytes) -> torch.Tensor:
+    """The length and, where it fits, the data."""
+    filled = _HEAD.pack(len(data)) + (data if len(data) <= _ROOM else b"")
+    return _tensor_of(filled.ljust(PACKET_BYTES, b"\0"))
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def _problems_text(problems: list[str | None]) -> str | None:
+    """What is wrong, on all ranks together; None where nothing is."""
+    ranks_with: dict[str, list[int]] = {}
+    for number, text in enumerate(problems):
+        if text:
+            ranks_with.setdefault(text, []).append(number)
+    if not ranks_with:
+        return None
+    if any(len(found) == len(problems) for found in ranks_with.values()):
+        return "\n".join(ranks_with)
+    return "\n".join(f"{ranks_text(found)}: {text}" for text, found in ranks_with.items())
+
+
+def ranks_text(numbers: list[int]) -> str:
+    """ "rank 1", "ranks 1, 2, 5"; of many the first eight."""
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return ("rank " if len(numbers) == 1 else "ranks ") + shown
+
+
+def _verdict(answers: list[list[Any]], judge: Callable[[list[Any]], Any]) -> tuple[str, Any]:
+    """(what went wrong, what `judge` says where nothing did)."""
+    failure = _failure([answer[1:] for answer in answers])
+    if failure:
+        return failure, None
+    try:
+        return "", judge([answer[0] for answer in answers])
+    except Exception as error:  # the others wait for this
+        return words(error), None
+
+
+def _failure(answers: list[list[Any]]) -> str:
+    """What went wrong on each (host, problem) in rank order: said once where several say it, nameless where all do."""
+    ranks: dict[str, list[str]] = {}
+    for rank, (host, problem) in enumerate(answers):
+        if problem is not None:
+            ranks.setdefault(problem.rstrip("."), []).append(f"rank {rank} (host {host})")
+    said = []
+    for text, those in ranks.items():
+        also = f" and {len(those) - 1} more" if len(those) > 1 else ""
+        said.append(text if len(those) == len(answers) else f"{those[0]}{also}: {text}")
+    return "; ".join(said[:3]) + (f" (and {len(said) - 3} more)" if len(said) > 3 else "")
+
+
+def words(error: Exception) -> str:
+    """What an error says; of the operating system's the reason and the path."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error) or repr(error)

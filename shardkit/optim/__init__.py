@@ -1,0 +1,1 @@
+"""Optimizers on sharded parameters: rebinding, the step, clipping, loss scaling."""

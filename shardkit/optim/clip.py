@@ -1,0 +1,89 @@
+"""The norm of all gradients, over all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from shardkit.distributed.tensors import local_part
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """The norm of all gradients together over all ranks, a plain fp32 tensor, before they were scaled to `max_norm`.
+
+    Collective: one all-reduce, of one number, where any gradient is sharded; none where all are replicated.
+    Gradients are scaled in place.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = _global_norm(gradients, float(norm_type))
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        local = local_part(gradient)
+        by_device[local.device, local.dtype].append(local)
+    for (device, dtype), locals_ in by_device.items():
+        torch._foreach_mul_(locals_, factor.to(device=device, dtype=dtype))
+    return total
+
+
+def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Sums of powers: of sharded gradients reduced over the ranks that share a copy, of replicated ones as they are."""
+    sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
+    devices: dict[dist.ProcessGroup, torch.device] = {}
+    device = torch.device("cpu")
+    replicated = []
+    for gradient in gradients:
+        group = _shard_group(gradient)
+        if group is None:
+            replicated.append(local_part(gradient))
+            device = replicated[-1].device
+        else:
+            sharded[group].append(local_part(gradient))
+            devices[group] = _mesh_device(gradient)
+    parts = [_power_sum(replicated, norm_type, device)] if replicated else []
+    for group, locals_ in sharded.items():
+        mine = _power_sum(locals_, norm_type, devices[group])
+        dist.all_reduce(mine, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=group)
+        parts.append(mine)
+    if not parts:
+        return torch.zeros(())
+    together = torch.stack([part.to(parts[0].device) for part in parts])
+    return together.max() if norm_type == float("inf") else together.sum() ** (1.0 / norm_type)
+
+
+def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum of |x|^norm_type over all tensors, fp32, on `device`; for inf the largest |x|."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms: list[torch.Tensor] = []
+    by_device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_device[tensor.device, tensor.dtype].append(tensor)
+    for same in by_device.values():
+        norms += torch._foreach_norm(same, norm_type, dtype=torch.float32)
+    stacked = torch.stack([norm.to(device) for norm in norms])
+    return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
+
+
+def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks that hold the other parts of this gradient."""
+    if isinstance(gradient, DTensor):
+        for axis, placement in enumerate(gradient.placements):
+            if isinstance(placement, Shard):
+                return gradient.device_mesh.get_group(axis)
+    return None
+
+
+def _mesh_device(gradient: torch.Tensor) -> torch.device:
+    """Where the ranks that share the gradient talk: an offloaded one lies on the CPU, where NCCL does not reach."""
+    kind = gradient.device_mesh.device_type if isinstance(gradient, DTensor) else gradient.device.type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
