@@ -16,7 +16,7 @@ from shardkit.plan import batches, worker
 from shardkit.runtime.measure import resident_bytes
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallel import parallelize
+from shardkit.sharding.parallelize import parallelize
 
 
 def main() -> None:
@@ -47,14 +47,14 @@ def trained(spec: str, case: Case, config: Config, process: Process) -> int:
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, build_mesh(config, process), process)
     optimizer = batches.optimizer_factory(case.optimizer)([p for p in parallel.parameters() if p.requires_grad])
-    local_step.use_fast_step(optimizer)
+    stepper = local_step.stepper_of(optimizer)
     for _ in range(3):
         settled()
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         dist.barrier()
         output, value = loss(parallel)
         value.backward()
-        optimizer.step()
+        stepper.step()
         optimizer.zero_grad()
         del output, value
     return resident_bytes("VmHWM")

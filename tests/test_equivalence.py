@@ -17,8 +17,9 @@ from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.optim import clip, local_step, rebind
 from shardkit.sharding import precision
+from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallel import gradient_sync, parallelize
+from shardkit.sharding.parallelize import parallelize
 from tests import models
 
 STEPS, SAMPLES = 6, 8
@@ -125,7 +126,7 @@ def train(case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
     names = rebind.ParameterNames.of(model)
     parallel = parallelize(model, config, build_mesh(config, here), here)
     rebind.rebind(optimizer, names, parallel)
-    local_step.use_fast_step(optimizer)
+    stepper = local_step.stepper_of(optimizer)
     losses, norms = [], []
     for micro_batches in batches(case.accumulation):
         total = torch.zeros(())
@@ -137,7 +138,7 @@ def train(case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
                 loss.backward()
             total += loss.detach().float()
         norms.append(clip.clip_grad_norm_(parallel.parameters(), 1.0).item())
-        optimizer.step()
+        stepper.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item() / here.world_size)

@@ -36,7 +36,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 names = rebind.ParameterNames.of(model)
 model = parallelize(model, config, build_mesh(config, here), here)
 rebind.rebind(optimizer, names, model)
-local_step.use_fast_step(optimizer)
+stepper = local_step.stepper_of(optimizer)
 scaler = loss_scale.make_scaler(config, here.device)
 losses, norms = [], []
 for step in range(6):
@@ -51,7 +51,7 @@ for step in range(6):
         scaler.step(optimizer)
         scaler.update()
     else:
-        optimizer.step()
+        stepper.step()
     optimizer.zero_grad()
     losses.append(loss.item())
 weight = model.head.weight

@@ -17,7 +17,7 @@ from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.sharding import init
 from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallel import parallelize
+from shardkit.sharding.parallelize import parallelize
 from tests import models
 from tests.ranks import RankError
 

@@ -16,11 +16,12 @@ from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, ModelError
-from shardkit.sharding import parallel as engine
-from shardkit.sharding import units
+from shardkit.sharding import fsdp_unit, units
+from shardkit.sharding import parallelize as engine
 from shardkit.sharding.compiling import compile_blocks
+from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.sharding.mesh import build_mesh, hybrid_sizes
-from shardkit.sharding.parallel import gradient_sync, parallelize
+from shardkit.sharding.parallelize import parallelize
 from tests import models
 from tests.models import Reductions
 from tests.ranks import RankError
@@ -56,6 +57,8 @@ def held(strategy: int) -> dict[str, Any]:
     model = parallel(models.Gpt(), config)
     loss = models.next_token_loss(model, tokens())
     gathered = sum(p.numel() for p in unwrapped(model).blocks.parameters() if not isinstance(p, DTensor))
+    for block in unwrapped(model).blocks:
+        gathered += sum(p._unsharded_param.untyped_storage().nbytes() // 4 for p in fsdp_unit.parameters_of(block))
     loss.backward()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.step()

@@ -59,7 +59,7 @@ def counted(model: nn.Module, config: Config, world_size: int, machine: int) -> 
     """What one training step of the runtime's own model starts. DDP agrees on its buckets in the first two."""
     from shardkit.distributed.process import Process
     from shardkit.sharding.mesh import build_mesh
-    from shardkit.sharding.parallel import parallelize
+    from shardkit.sharding.parallelize import parallelize
 
     process = Process(0, 0, world_size, machine, torch.device("cpu"), "fake")
     parallel = parallelize(model, config, build_mesh(config, process), process)

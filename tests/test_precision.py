@@ -15,7 +15,7 @@ from shardkit.distributed.tensors import unwrapped
 from shardkit.optim import clip, local_step, loss_scale, rebind
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallel import parallelize
+from shardkit.sharding.parallelize import parallelize
 from tests import models
 from tests.models import Reductions
 
@@ -149,7 +149,7 @@ def fp16_steps(strategy: int, overflow_on: int | None) -> tuple[list[float], lis
     names = rebind.ParameterNames.of(model)
     model = parallel(model, config)
     rebind.rebind(optimizer, names, model)
-    local_step.use_fast_step(optimizer)
+    local_step.choose_kernels(optimizer)
     scaler = loss_scale.make_scaler(config, here.device)
     assert scaler is not None
     data = torch.randn(4, 8, generator=torch.Generator().manual_seed(here.rank))

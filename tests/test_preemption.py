@@ -1,4 +1,4 @@
-"""One rank is told to stop: all ranks stop, at the same step, with a save."""
+"""Signals are remembered, ranks say where they are, and different configurations are refused."""
 
 import signal
 
@@ -6,51 +6,30 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import env
-from shardkit.distributed import control, progress
+from shardkit.distributed import control, progress, watch
 from shardkit.distributed.digests import compare
-from shardkit.errors import ConfigError, Preempted
+from shardkit.errors import ConfigError, ModelError
 from shardkit.launch import records
 from shardkit.runtime import preemption
 
 
-def stop_rank_1_at(step_told: int) -> tuple[int, list[int]]:
-    """The step at which this rank stopped, and the steps that it saved."""
-    saved: list[int] = []
-    preemption.install()
-    try:
-        for step in range(10):
-            if step == step_told and dist.get_rank() == 1:
-                signal.raise_signal(signal.SIGUSR1)
-            preemption.stop_if_requested(lambda step=step: saved.append(step))
-    except Preempted:
-        return step, saved
-    finally:
-        preemption.uninstall()
-    return -1, saved
+def different(ranks: list[int]) -> ModelError:
+    return ModelError(f"ranks {ranks}")
 
 
-@pytest.mark.fault_row(32)
-def test_all_ranks_stop_at_the_step_in_which_one_was_told(ranks):
-    assert ranks.run(2, stop_rank_1_at, 3) == [(3, [3]), (3, [3])]
-
-
-def test_nobody_stops_where_nobody_was_told(ranks):
-    assert ranks.run(2, stop_rank_1_at, 99) == [(-1, []), (-1, [])]
-
-
-def test_one_process_needs_no_group_and_gets_its_handlers_back():
+def test_a_signal_is_remembered_and_the_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
     preemption.install()
     preemption.install()
     try:
-        assert not preemption.requested()
+        assert not preemption.is_requested_here()
         signal.raise_signal(signal.SIGTERM)
         assert preemption.is_requested_here()
-        assert preemption.requested()
+        assert watch.Watch(preemption.is_requested_here, different).pass_boundary(), "one process asks nobody"
     finally:
         preemption.uninstall()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert not preemption.requested()
+    assert not preemption.is_requested_here()
 
 
 def test_a_rank_says_where_it_is(tmp_path, monkeypatch):

@@ -1,9 +1,9 @@
-"""The norm of all gradients, over all ranks."""
+"""Gradients changed between backward and step: clipped to a norm over all ranks, clamped, multiplied."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from shardkit.distributed.tensors import local_part
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """The norm of all gradients together over all ranks, a plain fp32 tensor, before they were scaled to `max_norm`.
+    """The norm of all gradients together over all ranks, a plain tensor, before they were scaled to `max_norm`.
 
     Collective: one all-reduce, of one number, where any gradient is sharded; none where all are replicated.
     Gradients are scaled in place.
@@ -36,6 +36,8 @@ def clip_grad_norm_(
 
 def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Sums of powers: of sharded gradients reduced over the ranks that share a copy, of replicated ones as they are."""
+    is_wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
+    dtype = torch.float64 if is_wide else torch.float32
     sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
     devices: dict[dist.ProcessGroup, torch.device] = {}
     device = torch.device("cpu")
@@ -48,9 +50,9 @@ def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tenso
         else:
             sharded[group].append(local_part(gradient))
             devices[group] = _mesh_device(gradient)
-    parts = [_power_sum(replicated, norm_type, device)] if replicated else []
+    parts = [_power_sum(replicated, norm_type, device, dtype)] if replicated else []
     for group, locals_ in sharded.items():
-        mine = _power_sum(locals_, norm_type, devices[group])
+        mine = _power_sum(locals_, norm_type, devices[group], dtype)
         dist.all_reduce(mine, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=group)
         parts.append(mine)
     if not parts:
@@ -59,17 +61,19 @@ def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tenso
     return together.max() if norm_type == float("inf") else together.sum() ** (1.0 / norm_type)
 
 
-def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of |x|^norm_type over all tensors, fp32, on `device`; for inf the largest |x|."""
+def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Sum of |x|^norm_type over all tensors, on `device` and in `dtype`; for inf the largest |x|."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device, dtype=dtype)
     norms: list[torch.Tensor] = []
     by_device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_device[tensor.device, tensor.dtype].append(tensor)
     for same in by_device.values():
-        norms += torch._foreach_norm(same, norm_type, dtype=torch.float32)
+        if same[0].is_complex():
+            same = [tensor.abs() for tensor in same]
+        norms += torch._foreach_norm(same, norm_type, dtype=dtype)
     stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
 
@@ -87,3 +91,19 @@ def _mesh_device(gradient: torch.Tensor) -> torch.device:
     """Where the ranks that share the gradient talk: an offloaded one lies on the CPU, where NCCL does not reach."""
     kind = gradient.device_mesh.device_type if isinstance(gradient, DTensor) else gradient.device.type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def multiply_gradients_(parameters: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiplies, in place, the gradient of each parameter that has one."""
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def clamp_gradients_(parameters: Sequence[torch.Tensor], limit: float) -> None:
+    """Clamps, in place, every element of the parameters' gradients to [-limit, limit]."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local_part(parameter.grad).clamp_(-limit, limit)

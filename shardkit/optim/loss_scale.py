@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, where one optimizer may hold sharded and plain parameters."""
+"""Loss scaling for fp16, over sharded and plain parameters."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit.config.schema import Config
+from shardkit.distributed.tensors import local_part
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's loss scaler, for optimizers that hold sharded and plain parameters together as well.
+    """torch's loss scaler, on the parts of the gradients that this rank holds.
 
     A gradient that overflows on one rank makes all ranks skip the step and halve the scale.
     """
@@ -20,29 +22,29 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = {}
-        part: Any
-        for part in _by_kind(optimizer):
-            for device, value in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
-                found[device] = torch.maximum(found[device], value) if device in found else value
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parts: Any = _Parts([{"params": [_part(p) for p in parameters]}])
+        found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
+        if any(isinstance(p, DTensor) for p in parameters):  # whole gradients are the same on every rank
+            for value in found.values():
+                dist.all_reduce(value, dist.ReduceOp.MAX)
         return found
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Parts:
     """As much of an optimizer as unscaling looks at."""
 
     param_groups: list[dict[str, Any]]
 
 
-def _by_kind(optimizer: torch.optim.Optimizer) -> list[_Part]:
-    """The optimizer's parameters as parts that one multi-tensor operation takes: sharded ones, plain ones."""
-    kinds: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                kinds[isinstance(parameter.grad, DTensor)].append(parameter)
-    return [_Part([{"params": parameters}]) for parameters in kinds.values() if parameters]
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor whose gradient is this rank's part of the parameter's, in the same memory."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part = local_part(parameter).detach()
+    part.grad = None if parameter.grad is None else local_part(parameter.grad)
+    return part
 
 
 def make_scaler(config: Config, device: torch.device) -> GradScaler | None:

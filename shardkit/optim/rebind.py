@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import local_part, local_rows, sharded_like, unwrapped
 from shardkit.errors import ModelError
+from shardkit.optim.local_step import needs_whole_tensors
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
 def _moved_state(
     optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, Any], new: nn.Parameter
 ) -> dict[str, Any]:
+    if needs_whole_tensors(optimizer):
+        return state
     moved = {}
     for key, value in state.items():
         is_number = not isinstance(value, torch.Tensor) or key == "step" or (value.dim() == 0 and new.dim() != 0)

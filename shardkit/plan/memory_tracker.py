@@ -112,7 +112,7 @@ class MemoryTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is DTensor for kind in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operators on the local tensors
         if function is torch.ops.aten._local_scalar_dense.default and self._default == "optimizer_state":
             return 1.0 if args[0].is_floating_point() else 1

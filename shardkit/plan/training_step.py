@@ -17,10 +17,11 @@ from shardkit.config.schema import Config
 from shardkit.distributed.process import Process
 from shardkit.errors import ModelError
 from shardkit.optim import local_step
+from shardkit.optim.local_step import Stepper
 from shardkit.plan.memory_tracker import MemoryTracker
-from shardkit.runtime.accumulate import deferred
 from shardkit.sharding import precision, units
-from shardkit.sharding.parallel import parallelize
+from shardkit.sharding.gradient_sync import deferred
+from shardkit.sharding.parallelize import parallelize
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
@@ -45,30 +46,37 @@ def tracked_step(
     if not trained:
         raise ModelError("model: no parameter is trained; set requires_grad on some.")
     optimizer = make_optimizer(trained)
-    local_step.use_fast_step(optimizer)
+    stepper = local_step.stepper_of(optimizer)
     tracker = MemoryTracker()
     with tracker:
-        _make_states(optimizer, trained, tracker)
+        _make_states(optimizer, stepper, trained, tracker)
         tracker.count([*parallel.parameters(), *parallel.buffers()], "parameters")
         tracker.count((value for state in optimizer.state.values() for value in state.values()), "optimizer_state")
         if config.mode != "fsdp":
             _hold_gradients(trained, tracker, has_buckets)
         _mark(parallel, config, tracker)
-        _run(parallel, optimizer, config, loss, tracker)
+        _run(parallel, optimizer, stepper, config, loss, tracker)
     return tracker
 
 
-def _make_states(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], tracker: MemoryTracker) -> None:
+def _make_states(
+    optimizer: torch.optim.Optimizer, stepper: Stepper, parameters: Iterable[nn.Parameter], tracker: MemoryTracker
+) -> None:
     """The optimizer's state as it is from the second step on."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     with tracker.in_optimizer():
-        optimizer.step()
+        stepper.step()
     optimizer.zero_grad()
 
 
 def _run(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, loss: Loss, tracker: MemoryTracker
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stepper: Stepper,
+    config: Config,
+    loss: Loss,
+    tracker: MemoryTracker,
 ) -> None:
     """Two micro-batches stand for any larger number: the second finds what the first leaves behind."""
     steps = config.shardkit.gradient_accumulation_steps
@@ -88,7 +96,7 @@ def _run(
         tracker.payload_bytes[kind] = tracker.payload_bytes.get(kind, 0) + size
     tracker.enter("optimizer")
     with tracker.in_optimizer():
-        optimizer.step()
+        stepper.step()
     tracker.enter("end")
     optimizer.zero_grad()
     del output, value

@@ -30,15 +30,18 @@ from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import collectives, process
 from shardkit.distributed.seed import set_seed
 from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.watch import Watch
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import clip, loss_scale, rebind
-from shardkit.runtime import boundary, measure, objects, prepare, settings, summary, turns, unsupported
-from shardkit.runtime.accumulate import AcceleratedOptimizer, Accumulation, Counters, clamp_gradients_
+from shardkit.runtime import boundary, foreign_steps, measure, objects, prepare, settings, summary, turns, unsupported
+from shardkit.runtime.accumulate import Accumulation, Counters
+from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
+from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
-from shardkit.sharding import parallel, precision
+from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding.mesh import build_mesh
 
 __all__ = ["Accelerator", "ProjectConfiguration"]
@@ -81,13 +84,14 @@ class Accelerator:
         self.project = _project(project_dir, project_config)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.split_batches, self.even_batches = split_batches, even_batches
+        self.watch: Watch | None = None
         self._start_empty()
         if self.config.shardkit.seed is not None:
             set_seed(self.config.shardkit.seed)
         boundary.watch(self)
         self.started_bytes = measure.start(self.process.device)
 
-    def _start_empty(self) -> None:
+    def _start_empty(self, counters: Counters | None = None) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -97,9 +101,14 @@ class Accelerator:
         self.state = State(self)
         self.accumulation = Accumulation(
             self.config.shardkit.gradient_accumulation_steps,
+            self.models,
             self.loaders,
             loss_scale.make_scaler(self.config, self.process.device),
+            counters,
         )
+        self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
+        self.accumulation.before_step = self.same_modules.check
+        foreign_steps.watch(self.accumulation)
         self.is_resumed = False
         self._is_announced = False
         self._trigger = False
@@ -161,8 +170,11 @@ class Accelerator:
         return data.skip_first_batches(loader, num_batches)
 
     def free_memory(self, *released: Any) -> tuple[None, ...]:
-        """Forgets everything prepared, and one None for each argument: `model, optimizer = free_memory(model, ...)`."""
-        self._start_empty()
+        """Forgets everything prepared, and one None for each argument: `model, optimizer = free_memory(model, ...)`.
+
+        The counters go on: what is saved afterwards is newer than what was saved before.
+        """
+        self._start_empty(self.counters)
         boundary.watch(self)
         boundary.collect_garbage()
         return (None,) * len(released)
@@ -179,7 +191,7 @@ class Accelerator:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, forward and backward exchange no gradients. Under FSDP every rank then holds a whole model's
         gradients until the next backward outside; `accumulate` does not, and gives the same sums."""
-        return parallel.gradient_sync([model], enabled=False)
+        return gradient_sync.gradient_sync([model], enabled=False)
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Gradients of the loss, which is divided by the number of micro-batches in a step, and scaled under fp16."""
@@ -203,7 +215,7 @@ class Accelerator:
         chosen = self._parameters(parameters)
         if self.sync_gradients:
             self._make_final(chosen)
-            clamp_gradients_(chosen, clip_value)
+            clip.clamp_gradients_(chosen, clip_value)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
         """Gradients as they are without fp16's loss scale, of one optimizer or of all; nothing while accumulating."""

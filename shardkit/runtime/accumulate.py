@@ -6,19 +6,17 @@ windows included.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress
-from shardkit.distributed.tensors import local_part
-from shardkit.sharding.parallel import gradient_sync
+from shardkit.errors import UsageError
+from shardkit.sharding.gradient_sync import deferred, finish_deferred
 
 NEVER = ("never", -1)
 
@@ -40,13 +38,31 @@ class Counters:
 class Accumulation:
     """Where the loop is in its window of micro-batches. One an Accelerator; optimizers and scheduler share it."""
 
-    def __init__(self, steps: int, loaders: Sequence[PreparedLoader], scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        models: Sequence[nn.Module],
+        loaders: Sequence[PreparedLoader],
+        scaler: torch.amp.GradScaler | None,
+        counters: Counters | None = None,
+    ) -> None:
         self.steps = steps
-        self.sync_gradients = True
-        self.counters = Counters()
+        self.models = models
+        self.counters = counters or Counters()
         self.backward_calls = 0
         self.at_boundary: Callable[[], None] = lambda: None
+        self.before_step: Callable[[], None] = lambda: None
+        """Called before each optimizer step: what must be true of the gradients."""
         self._loaders = loaders
+        self._is_full = True
+        self._deferred_models: Sequence[nn.Module] = ()
+        self._loader_of_window: PreparedLoader | None = None
+        self.is_stepping = False
+        """Whether a prepared optimizer is stepping: what steps within it does not count."""
+        self._is_own_backward = False
+        self._has_foreign_backward = False
+        self._own_calls = self._own_calls_before_window = 0
+        self._calls_at_boundary = 0
         self._scaler = scaler
         self._scaler_is_behind = False
         self._divisor = steps
@@ -69,6 +85,21 @@ class Accumulation:
         self._update_scaler()
         return self._scaler
 
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the window is full, or there is none: optimizers step."""
+        return not self.is_gathering()
+
+    def is_gathering(self) -> bool:
+        """Whether a window is being filled, so that optimizers and schedulers wait for it.
+
+        A loop that was left in the middle of a window (`break`) fills it no more.
+        """
+        if self._is_full:
+            return False
+        loader = self._loader_of_window
+        return self._is_inside or loader is None or loader.is_iterating
+
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """One micro-batch, forward to zero_grad. Before the window's last, see `deferred` for what is exchanged."""
@@ -76,13 +107,14 @@ class Accumulation:
         self._is_inside = True
         try:
             with ExitStack() as stack:
-                if not self.sync_gradients:
+                if not self._is_full:
+                    self._deferred_models = models
                     for model in models:
                         stack.enter_context(deferred(model))
                 yield
         finally:
             self._is_inside = False
-        if self.sync_gradients:
+        if self._is_full:
             self.counters.micro_step = 0
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
@@ -95,10 +127,20 @@ class Accumulation:
         if not self._is_inside:
             self._window = 0
         self.backward_calls += 1
+        self._own_calls += 1
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward(**arguments)
+        self._is_own_backward = True
+        try:
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward(**arguments)
+        finally:
+            self._is_own_backward = False
+
+    def note_backward(self) -> None:
+        """A backward through a prepared model is over, whoever called it."""
+        self.backward_calls += 1
+        self._has_foreign_backward |= not self._is_own_backward
 
     @property
     def gradient_moment(self) -> tuple[str, int]:
@@ -109,8 +151,40 @@ class Accumulation:
         return ("window", self._windows) if self._window else ("backward", self.backward_calls)
 
     def shortfall(self) -> float:
-        """What gradients still have to be multiplied with: more than 1 in a window that the loader's end cut short."""
+        """What gradients still have to be multiplied with: more than 1 in a window that was cut short. Gradients of a
+        `loss.backward()` by hand were not divided, and are a sum."""
+        if self._own_calls == self._own_calls_before_window:
+            return 1.0
         return self._divisor / self._window if 0 < self._window < self._divisor else 1.0
+
+    def complete_window(self) -> None:
+        """The micro-batches of a window that the loop has left are a window of their own. Collective where there are
+        any; nothing else."""
+        if self._is_full or self.is_gathering():
+            return
+        for model in self._deferred_models:
+            finish_deferred(model)
+        self._is_full = True
+        self._window = self.counters.micro_step
+        self._windows += 1
+
+    def check_gradients(self) -> None:
+        """Raises where an optimizer must not step on the gradients that there are. Collective in the first steps."""
+        if self._scaler is not None and self._has_foreign_backward:
+            raise UsageError(
+                "optimizer step: gradients came from loss.backward(), without the loss scale that fp16 needs (got a "
+                "backward by hand); call accelerator.backward(loss)."
+            )
+        self.before_step()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, a prepared optimizer steps: what steps within it does not count."""
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the loss scale out of the optimizer's gradients; nothing without fp16."""
@@ -118,15 +192,10 @@ class Accumulation:
             self._scaler.unscale_(optimizer)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether fp16 gradients, unscaled before, are not finite on any rank. Collective under fp16."""
+        """Whether fp16 gradients, unscaled before, are not finite on any rank."""
         if self._scaler is None:
             return False
-        found = list(self._scaler._found_inf_per_device(optimizer).values())
-        for value in found:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                # Sharded gradients agree by themselves; ignored modules' do not, and the scale must.
-                dist.all_reduce(value, dist.ReduceOp.MAX)
-        return any(bool(value.item()) for value in found)
+        return any(bool(value.item()) for value in self._scaler._found_inf_per_device(optimizer).values())
 
     def note_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
         """Counts: the first optimizer to step opens a step, one that steps again opens the next."""
@@ -135,6 +204,7 @@ class Accumulation:
         self._samples_since_step = 0
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
+        self._has_foreign_backward = False
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
         if self._boundary_loader is not None:
@@ -163,7 +233,7 @@ class Accumulation:
         Loops call zero_grad at the end of a micro-batch or at its start. In a window's last one, before its backward
         or while several optimizers take turns, the gradients of the micro-batches before are still to be used.
         """
-        if not self.sync_gradients:
+        if self.is_gathering():
             return self.backward_calls > self._calls_before_window
         if self._window <= 1:
             return False
@@ -186,6 +256,13 @@ class Accumulation:
             self.at_boundary()
         elif met and loader is not self._boundary_loader and self.counters.micro_step == 0:
             self.at_boundary()
+        elif self._steps_by_hand():
+            self._calls_at_boundary = self.backward_calls
+            self.at_boundary()
+
+    def _steps_by_hand(self) -> bool:
+        """Whether no optimizer is known to step, and a backward has gone by: a loop that updates the weights itself."""
+        return not self._stepped and self._is_full and self.backward_calls > self._calls_at_boundary
 
     def _begin(self) -> None:
         self._pass_boundary_without_loader()
@@ -193,14 +270,16 @@ class Accumulation:
         if self.counters.micro_step == 0:
             self._divisor = self.steps
             self._calls_before_window = self.backward_calls
+            self._own_calls_before_window = self._own_calls
         self._calls_before_micro_batch = self.backward_calls
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
         loader = active_loader(self._loaders)
         is_last = loader is not None and loader.end_of_loader
-        self.sync_gradients = is_last or self.counters.micro_step >= self._divisor
-        self._window = self.counters.micro_step if self.sync_gradients else 0
-        self._windows += self.sync_gradients
+        self._loader_of_window = loader
+        self._is_full = is_last or self.counters.micro_step >= self._divisor
+        self._window = self.counters.micro_step if self._is_full else 0
+        self._windows += self._is_full
         self._note_batch()
 
     def _note_batch(self) -> None:
@@ -221,120 +300,3 @@ class Accumulation:
         if self._boundary_is_due and self._boundary_loader is None:
             self._boundary_is_due = False
             self.at_boundary()
-
-
-def deferred(model: nn.Module) -> AbstractContextManager[None]:
-    """For micro-batches before a window's last: DDP exchanges nothing; FSDP still reduces to its shards, or every rank
-    would hold a whole model's gradients, but replicas wait with theirs."""
-    return _without_all_reduce(model) if isinstance(model, FSDPModule) else gradient_sync([model], enabled=False)
-
-
-@contextmanager
-def _without_all_reduce(model: FSDPModule) -> Iterator[None]:
-    model.set_requires_all_reduce(False)
-    try:
-        yield
-    finally:
-        model.set_requires_all_reduce(True)
-
-
-class AcceleratedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, doing nothing while micro-batches are gathered. `optimizer` is the torch one.
-
-    It is a torch Optimizer by class only, because schedulers insist; everything but step and zero_grad is the torch
-    one's own.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation) -> None:
-        self.optimizer = optimizer
-        self.step_was_skipped = False
-        self._accumulation = accumulation
-        self._final_at = NEVER
-        self._has_used_gradients = False
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"Accelerated{self.optimizer!r}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """All parameters, of all groups."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the window's gradients; nothing while the window is not full, or where fp16 overflowed."""
-        if not self._accumulation.sync_gradients:
-            return None
-        progress.post("optimizer step", self._accumulation.counters.step)
-        self.make_gradients_final()
-        self.step_was_skipped = self._accumulation.overflowed(self.optimizer)
-        result = None
-        if not self.step_was_skipped:
-            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self._has_used_gradients, self._final_at = True, NEVER
-        self._accumulation.note_step(self.optimizer, self.step_was_skipped)
-        return result
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, wherever in the loop it stands; nothing while the window still needs them."""
-        if self._has_used_gradients or not self._accumulation.is_open():
-            self._has_used_gradients = False
-            self.optimizer.zero_grad(set_to_none=set_to_none)
-
-    def make_gradients_final(self) -> None:
-        """Gradients as one process would have them: no loss scale, the mean over the window. Repeatable."""
-        moment = self._accumulation.gradient_moment
-        if self._final_at == moment:
-            return
-        self._final_at = moment
-        self._accumulation.unscale(self.optimizer)
-        factor = self._accumulation.shortfall()
-        if factor != 1.0:
-            multiply_gradients_(self.parameters, factor)
-
-
-def multiply_gradients_(parameters: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiplies, in place, the gradient of each parameter that has one."""
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    with torch.no_grad():
-        for gradient in gradients:
-            gradient.mul_(factor)
-
-
-def clamp_gradients_(parameters: Sequence[torch.Tensor], limit: float) -> None:
-    """Clamps, in place, every element of the parameters' gradients to [-limit, limit]."""
-    with torch.no_grad():
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local_part(parameter.grad).clamp_(-limit, limit)

@@ -14,9 +14,11 @@ from shardkit import env
 from shardkit.distributed import progress
 from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.distributed.process import leave
+from shardkit.distributed.watch import Watch
 from shardkit.errors import Preempted, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import measure, preemption
+from shardkit.runtime.same_modules import noticed_late
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -25,17 +27,20 @@ log = get_logger(__name__)
 
 
 def watch(accelerator: "Accelerator") -> None:
-    """From now on every boundary of this accelerator looks whether the run was told to stop, where it was launched."""
-    if env.resolved_config_path() is None:
-        return
-    preemption.install()
+    """From now on every boundary of this accelerator looks whether the run was told to stop, where it was launched, and
+    whether ranks have used different modules."""
+    if env.resolved_config_path() is not None:
+        preemption.install()
+    if accelerator.watch is None:
+        accelerator.watch = Watch(preemption.is_requested_here, noticed_late)
     accelerator.accumulation.at_boundary = partial(pass_boundary, accelerator)
 
 
 def pass_boundary(accelerator: "Accelerator") -> None:
-    """Returns where no rank was told to stop; else saves and raises Preempted, on all ranks. Collective."""
+    """Returns where no rank was told to stop; else saves and raises Preempted, on all ranks at the same boundary."""
     _warn_unless_resumed(accelerator)
-    if not accelerator.process.control.any(preemption.is_requested_here()):
+    assert accelerator.watch is not None
+    if not accelerator.watch.pass_boundary(accelerator.same_modules.trace()):
         return
     from shardkit.runtime import saving
 
@@ -91,6 +96,8 @@ def end(accelerator: "Accelerator") -> None:
     from shardkit.runtime import saving
 
     saving.close(accelerator)
+    if accelerator.watch is not None:
+        accelerator.watch.close()
     wait_for_everyone()
     if measure.is_asked_for():
         measure.report(accelerator, accelerator.started_bytes)

@@ -14,7 +14,7 @@ from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallel import parallelize
+from shardkit.sharding.parallelize import parallelize
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES = {

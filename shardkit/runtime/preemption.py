@@ -1,23 +1,14 @@
-"""SIGTERM and SIGUSR1 end a run at a step boundary that all ranks agree on, with a checkpoint and exit code 75.
-
-    preemption.install()                                     once, in the main thread
-    preemption.stop_if_requested(save, control_group)        at every step boundary, on every rank
+"""SIGTERM and SIGUSR1 are remembered: the run ends at a step boundary that all ranks agree on (`distributed/watch.py`).
 
 A scheduler signals the launcher, one rank, or all of them; whoever hears it first, all ranks stop at the same step.
 """
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from shardkit import env
-from shardkit.errors import Preempted
 from shardkit.launch import names
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -42,34 +33,8 @@ def uninstall() -> None:
 
 
 def is_requested_here() -> bool:
-    """Whether this rank itself was told to stop. Ranks may differ; see `requested`."""
+    """Whether this rank itself was told to stop. Ranks may differ; see `distributed/watch.py`."""
     return bool(_received)
-
-
-def requested(control_group: "ProcessGroup | None" = None) -> bool:
-    """Whether any rank was told to stop, the same answer on all ranks. Collective: one number over the control group.
-
-    The group should be on gloo, so that neither the device nor its stream is waited for.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(control_group) == 1:
-        return is_requested_here()
-    flag = torch.tensor([int(is_requested_here())], dtype=torch.int32)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=control_group)
-    return bool(flag.item())
-
-
-def stop_if_requested(save: Callable[[], object], control_group: "ProcessGroup | None" = None) -> None:
-    """Returns where nobody asked to stop; else saves and raises Preempted (exit code 75), on every rank.
-
-    Collective: every rank calls it at the same step boundary. `save` is called on every rank and is waited for.
-    """
-    if not requested(control_group):
-        return
-    save()
-    raise Preempted("launch: told to stop; the state is saved, and a run with --resume auto goes on from it.")
 
 
 def _remember(number: int, frame: FrameType | None) -> None:

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.errors import UsageError
-from shardkit.optim import local_step, rebind
-from shardkit.runtime.accumulate import AcceleratedOptimizer
+from shardkit.optim import rebind
+from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.sharding import precision
-from shardkit.sharding.parallel import parallelize
+from shardkit.sharding.parallelize import at_end_of_backward, parallelize
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -100,6 +100,7 @@ def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | N
     path = None if weights is None else Path(weights)
     precision.autocast_forward(model, accelerator.config, accelerator.device)
     parallel = parallelize(model, accelerator.config, accelerator.mesh, accelerator.process, path)
+    at_end_of_backward(parallel, accelerator.accumulation.note_backward)
     accelerator.models.append(parallel)
     accelerator.names_before.append((names, parallel))
     return parallel
@@ -150,7 +151,7 @@ def _follow(accelerator: "Accelerator") -> None:
         for names, model in accelerator.names_before:
             rebind.rebind(optimizer.optimizer, names, model)
         _refuse_strangers(accelerator, optimizer)
-        local_step.use_fast_step(optimizer.optimizer)
+        optimizer.follow_parameters()
 
 
 def _refuse_strangers(accelerator: "Accelerator", optimizer: AcceleratedOptimizer) -> None:

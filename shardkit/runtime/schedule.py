@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardkit.runtime.accumulate import AcceleratedOptimizer, Accumulation
+from shardkit.runtime.accumulate import Accumulation
+from shardkit.runtime.optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:
@@ -33,7 +34,7 @@ class AcceleratedScheduler:
     def step(self, *args: Any, **arguments: Any) -> None:
         """The next learning rate, where the optimizer has stepped."""
         if self._steps_with_optimizer:
-            if not self._accumulation.sync_gradients:
+            if self._accumulation.is_gathering():
                 return
             if any(optimizer.step_was_skipped for optimizer in self._own_optimizers()):
                 return

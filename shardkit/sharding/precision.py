@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from shardkit.config.schema import Config
 from shardkit.distributed import control
 from shardkit.log import get_logger
+from shardkit.sharding.units import Cut
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPLIED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,14 +80,24 @@ def _name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def unit_policy(precision: Precision, is_root: bool) -> MixedPrecisionPolicy:
-    """The policy of a unit: parameters gathered in the compute dtype, gradients reduced in theirs.
+def reduce_dtype(wanted: torch.dtype, gradients: torch.dtype) -> torch.dtype:
+    """What gradients are added up in: as the configuration says, but fp64 and complex ones as they are.
+
+    A 16-bit dtype is wanted only where somebody asked for it, and holds for fp32 gradients too.
+    """
+    if gradients.is_complex or gradients is torch.float64:
+        return gradients
+    return wanted
+
+
+def unit_policy(precision: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The policy of a unit with parameters of this dtype: gathered in the compute dtype, gradients reduced in theirs.
 
     Only the root casts its outputs, so that what passes between blocks stays in the compute dtype.
     """
     return MixedPrecisionPolicy(
         param_dtype=precision.param,
-        reduce_dtype=precision.reduce,
+        reduce_dtype=reduce_dtype(precision.reduce, precision.param or dtype),
         output_dtype=precision.output if is_root else None,
     )
 
@@ -133,3 +144,38 @@ def upcast_(model: nn.Module) -> list[str]:
             parameter.data = parameter.data.float()
             changed.append(fqn)
     return changed
+
+
+def cast_between(model: nn.Module, cut: Cut, dtype: torch.dtype) -> None:
+    """Let each module that has parameters of its own get its inputs in the dtype that these have in forward.
+
+    FSDP2 casts at the borders of units only; inside, one fp32 buffer added to a bf16 activation makes it fp32 for
+    every module that follows. Ignored modules keep their dtype, and give back the dtype around them.
+    """
+    inside_ignored = {id(inner) for module in cut.ignored.values() for inner in module.modules()}
+    heads = {id(unit.module) for unit in cut.units}
+    for module in cut.ignored.values():
+        own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        _cast_inputs(module, own)
+        module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))
+    for module in model.modules():
+        if module._parameters and id(module) not in inside_ignored | heads:
+            _cast_inputs(module, dtype)
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    def cast(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of (nested) tuples, lists and dicts in `dtype`."""
+    if isinstance(data, torch.Tensor):
+        return data.to(dtype) if data.is_floating_point() else data
+    if isinstance(data, dict):
+        return {key: _cast(value, dtype) for key, value in data.items()}
+    if type(data) in (tuple, list):
+        return type(data)(_cast(value, dtype) for value in data)
+    return data

@@ -1,0 +1,200 @@
+"""What ranks agree on beside training, without a collective in any step: when to stop, and that they do the same.
+
+A thread of each rank looks into the process group's store about once a second. At a step boundary the training loop
+only counts, and reads what the thread has found.
+
+Stopping: one rank is told to stop. It says so in the store; every thread answers with the number of boundaries that its
+rank has passed, and from then on that rank waits at its next boundary until the answer is known, so that no rank is
+further than its answer plus one; rank 0 names the largest answer plus one, and there all ranks stop.
+
+Comparing: now and then rank 0 names a boundary that is past, and every thread tells what its rank's trace was there.
+Where two differ, the ranks stop as above.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardkit.errors import ShardkitError
+from shardkit.log import get_logger
+
+POLL_S = 1.0
+POLL_SOON_S = 0.05
+COMPARE_EVERY_S = 10.0
+# How many boundaries back a rank remembers its trace: ranks are seldom more than one step apart.
+REMEMBERED = 4096
+
+log = get_logger(__name__)
+
+
+class Watch:
+    """One run's. `is_told` says whether this rank itself was told to stop; any thread may call it.
+
+    Every rank makes one at the same place in the program, passes the same boundaries, and gives its trace there.
+    """
+
+    def __init__(self, is_told: Callable[[], bool], on_difference: Callable[[list[int]], ShardkitError]) -> None:
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._is_told, self._on_difference = is_told, on_difference
+        self._changed = threading.Condition()
+        self._passed = 0
+        self._traces: OrderedDict[int, int] = OrderedDict()
+        self._answered = False
+        self._stop_at: int | None = None
+        self._different: list[int] = []
+        self._closed = threading.Event()
+        self._lost: str | None = None
+        if self.world_size > 1:
+            shared = dist.PrefixStore("shardkit/watch", dist.distributed_c10d._get_default_store())
+            number = shared.add(f"of rank {self.rank}", 1)
+            start = (weakref.ref(self), dist.PrefixStore(str(number), shared), self._closed)
+            threading.Thread(target=_look, args=start, name="shardkit-watch", daemon=True).start()
+
+    def pass_boundary(self, trace: int = 0) -> bool:
+        """Counts a boundary; whether all ranks stop here. Where traces differed they all raise what `on_difference`
+        makes of the ranks that differ from rank 0."""
+        if self.world_size == 1:
+            return self._is_told()
+        with self._changed:
+            self._passed += 1
+            self._traces[self._passed] = trace
+            if len(self._traces) > REMEMBERED:
+                self._traces.popitem(last=False)
+            while self._answered and self._stop_at is None and self._lost is None:
+                self._changed.wait(1.0)
+            if self._stop_at is None or self._passed < self._stop_at:
+                return False
+        if self._different:
+            raise self._on_difference(self._different)
+        return True
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._closed.set()
+
+    # ---- the thread ----
+
+    def _answer(self) -> int:
+        """Boundaries passed so far; from now on the loop waits at the next one."""
+        with self._changed:
+            self._answered = True
+            return self._passed
+
+    def _set(self, **found: Any) -> None:
+        with self._changed:
+            for name, value in found.items():
+                setattr(self, f"_{name}", value)
+            self._changed.notify_all()
+
+    def _trace_at(self, boundary: int) -> int | None:
+        """The trace there; None where this rank has not come so far."""
+        with self._changed:
+            return self._traces.get(boundary)
+
+
+def _look(reference: Callable[[], Watch | None], store: Any, closed: threading.Event) -> None:
+    """The thread: until the run is over or nobody refers to its watch. It holds the watch only while it looks."""
+    looker = _Looker(store)
+    pause = POLL_S
+    while not closed.wait(pause):
+        watch = reference()
+        if watch is None:
+            return
+        try:
+            pause = looker.look(watch)
+        except Exception as error:  # the store is gone with the rank that keeps it: others notice that by themselves
+            watch._set(lost=str(error))
+            return
+        del watch
+
+
+class _Looker:
+    """What one thread has done so far."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._is_stopping = False
+        self._round = 0
+        self._asked_at = time.monotonic()
+        self._boundary: int | None = None
+        self._has_told = False
+        self._different: list[int] = []
+
+    def look(self, watch: Watch) -> float:
+        """Looks once; seconds until the next time."""
+        if watch._stop_at is not None:
+            return POLL_S
+        if self._is_stopping:
+            self._find_target(watch)
+            return POLL_SOON_S
+        if watch._is_told():
+            self._store.set("stop/told", str(watch.rank))
+        if self._store.check(["stop/told"]):
+            self._is_stopping = True
+            self._store.set(f"stop/passed/{watch.rank}", str(watch._answer()))
+            return POLL_SOON_S
+        self._compare(watch)
+        return POLL_S
+
+    def _find_target(self, watch: Watch) -> None:
+        if watch.rank == 0:
+            answers = self._of_all("stop/passed", watch)
+            if answers is not None:
+                self._store.set("stop/at", json.dumps([max(map(int, answers)) + 1, self._different]))
+        if self._store.check(["stop/at"]):
+            stop_at, different = json.loads(self._store.get("stop/at"))
+            watch._set(stop_at=stop_at, different=different)
+
+    def _of_all(self, name: str, watch: Watch) -> list[bytes] | None:
+        """What every rank has said under this name; None where one has not yet."""
+        keys = [f"{name}/{rank}" for rank in range(watch.world_size)]
+        return [self._store.get(key) for key in keys] if self._store.check(keys) else None
+
+    def _compare(self, watch: Watch) -> None:
+        key = f"trace/{self._round}"
+        if watch.rank == 0 and self._boundary is None and time.monotonic() - self._asked_at >= COMPARE_EVERY_S:
+            self._asked_at = time.monotonic()
+            if watch._passed:
+                self._store.set(f"{key}/at", str(watch._passed))
+        if self._boundary is None and self._store.check([f"{key}/at"]):
+            self._boundary = int(self._store.get(f"{key}/at"))
+            self._has_told = False
+        if self._boundary is None:
+            return
+        if not self._has_told:
+            trace = watch._trace_at(self._boundary)
+            if trace is None and watch._passed < self._boundary:
+                return
+            self._store.set(f"{key}/{watch.rank}", json.dumps(trace))
+            self._has_told = True
+        if watch.rank == 0:
+            answers = self._of_all(key, watch)
+            if answers is None:
+                return
+            self._different = _different([json.loads(text) for text in answers])
+            if self._different:
+                self._store.set("stop/told", "0")
+            self._store.set(f"{key}/done", "1")
+        if self._store.check([f"{key}/done"]):
+            self._forget(key, watch)
+            self._round, self._boundary = self._round + 1, None
+
+    def _forget(self, key: str, watch: Watch) -> None:
+        """The round before this one is read by all: its keys would otherwise stay in the store for ever."""
+        self._store.delete_key(f"{key}/{watch.rank}")
+        if watch.rank == 0 and self._round:
+            for name in ("at", "done"):
+                self._store.delete_key(f"trace/{self._round - 1}/{name}")
+
+
+def _different(traces: list[int | None]) -> list[int]:
+    """Ranks whose trace is another than rank 0's; a rank that no longer remembers it is not counted."""
+    return [rank for rank, trace in enumerate(traces) if None not in (trace, traces[0]) and trace != traces[0]]

@@ -1,0 +1,51 @@
+"""Steps of optimizers that were not prepared: they count as any other, and one that was built too early is refused.
+
+Some scripts prepare the model alone; some optimizers step another one inside (SAM's second_step). torch calls the hooks
+here at each step of any optimizer in the process.
+"""
+
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardkit.errors import UsageError
+from shardkit.runtime.accumulate import Accumulation
+from shardkit.sharding.parameters import ReleasedParameter
+
+_runs: WeakSet[Accumulation] = WeakSet()
+
+
+def watch(accumulation: Accumulation) -> None:
+    """From now on the accumulation is told of steps on its models' parameters, as long as it lives."""
+    _runs.add(accumulation)
+    _install()
+
+
+@cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_refuse_released)
+    register_optimizer_step_post_hook(_note)
+
+
+def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    return next((p for group in optimizer.param_groups for p in group["params"]), None)
+
+
+def _refuse_released(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(_first_parameter(optimizer), ReleasedParameter):
+        raise UsageError(
+            f"optimizer step: {type(optimizer).__name__} was built before its model was prepared, and was not prepared "
+            "itself, so that it has none of the model's parameters; prepare both: "
+            "model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+
+
+def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    first = _first_parameter(optimizer)
+    for accumulation in list(_runs):
+        own = (parameter for model in accumulation.models for parameter in model.parameters())
+        if not accumulation.is_stepping and any(first is parameter for parameter in own):
+            accumulation.note_step(optimizer, was_skipped=False)

@@ -1,0 +1,134 @@
+"""The optimizer as the training loop sees it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.distributed import progress
+from shardkit.distributed.tensors import local_part
+from shardkit.log import get_logger
+from shardkit.optim.clip import multiply_gradients_
+from shardkit.optim.local_step import PlainStep, Stepper, stepper_of
+from shardkit.runtime.accumulate import NEVER, Accumulation
+
+log = get_logger(__name__)
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, doing nothing while micro-batches are gathered. `optimizer` is the torch one.
+
+    It is a torch Optimizer by class only, because schedulers insist; everything but step and zero_grad is the torch
+    one's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation) -> None:
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        self._accumulation = accumulation
+        self._stepper: Stepper = PlainStep(optimizer)
+        self._final_at = NEVER
+        self._has_used_gradients = False
+        self._has_stepped = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"Accelerated{self.optimizer!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+        self.follow_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, of all groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def follow_parameters(self) -> None:
+        """Choose how to step on the parameters that the optimizer has now. UsageError where it cannot."""
+        self._stepper = stepper_of(self.optimizer)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the window's gradients; nothing while the window is not full, or where fp16 overflowed."""
+        if self._accumulation.is_gathering():
+            return None
+        progress.post("optimizer step", self._accumulation.counters.step)
+        self.make_gradients_final()
+        self._accumulation.check_gradients()
+        self.step_was_skipped = self._accumulation.overflowed(self.optimizer)
+        result = None
+        if not self.step_was_skipped:
+            with self._accumulation.stepping():
+                result = self._stepper.step(None if closure is None else lambda: _mean(closure()))
+        if not self._has_stepped and closure is None:
+            self._has_stepped = True
+            self._warn_without_gradients()
+        self._has_used_gradients, self._final_at = True, NEVER
+        self._accumulation.note_step(self.optimizer, self.step_was_skipped)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, wherever in the loop it stands; nothing while the window still needs them."""
+        if self._has_used_gradients or not self._accumulation.is_open():
+            self._has_used_gradients = False
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def make_gradients_final(self) -> None:
+        """Gradients as one process would have them: no loss scale, the mean over the window. Repeatable."""
+        self._accumulation.complete_window()
+        moment = self._accumulation.gradient_moment
+        if self._final_at == moment:
+            return
+        self._final_at = moment
+        self._accumulation.unscale(self.optimizer)
+        factor = self._accumulation.shortfall()
+        if factor != 1.0:
+            multiply_gradients_(self.parameters, factor)
+
+    def _warn_without_gradients(self) -> None:
+        parameters = self.parameters
+        if parameters and all(parameter.grad is None for parameter in parameters):
+            log.warning(
+                "optimizer: no gradient has arrived in the first step of %s (%d parameters), so it changed nothing; "
+                "see that the loss comes from the prepared model, and that backward() runs before step().",
+                type(self.optimizer).__name__,
+                len(parameters),
+            )
+
+
+def _mean(loss: Any) -> Any:
+    """The mean over all ranks of what a closure returned: an optimizer that decides by it must decide alike on all."""
+    if not (isinstance(loss, torch.Tensor) and dist.is_initialized() and dist.get_world_size() > 1):
+        return loss
+    total = local_part(loss).clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()

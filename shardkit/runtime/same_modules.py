@@ -1,0 +1,56 @@
+"""Finds ranks that use different modules or parameters in a step: FSDP would mix their gradients."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardkit.distributed.control import ControlGroup, ranks_text
+from shardkit.errors import ModelError
+from shardkit.sharding.ddp import Replica
+from shardkit.sharding.fsdp_unit import trace_of
+
+# So many steps are checked before the optimizer steps; then ranks compare beside training (`distributed/watch.py`).
+CHECKED_STEPS = 2
+
+
+class SameModules:
+    """The check of one run, over the list of its models (which grows)."""
+
+    def __init__(self, models: Sequence[nn.Module], control: ControlGroup, is_always: bool) -> None:
+        self._models, self._control = models, control
+        self._left = CHECKED_STEPS
+        self._is_always = is_always
+
+    def trace(self) -> int:
+        """What the models' units have done since the run began, as one number."""
+        traces = [trace.value for trace in map(trace_of, self._models) if trace is not None]
+        return hash(tuple(traces)) if traces else 0
+
+    def check(self) -> None:
+        """Before an optimizer steps. ModelError on all ranks. Collective in the first steps, and under `debug`."""
+        for model in self._models:
+            if isinstance(model, Replica):
+                model.refuse_unreduced()
+        if self._left or self._is_always:
+            self._left = max(0, self._left - 1)
+            different = self._control.decide(self.trace(), _unlike_rank_0)
+            if different:
+                raise ModelError(text(different, "the weights have not been changed by this step"))
+
+
+def noticed_late(different: list[int]) -> ModelError:
+    """The error of a difference that was found beside training."""
+    return ModelError(text(different, "weights are wrong since then, so go back to a checkpoint from before"))
+
+
+def text(different: list[int], consequence: str) -> str:
+    """What is wrong where these ranks have used other modules than rank 0."""
+    return (
+        f"model: {ranks_text(different)} used other modules or parameters than rank 0 in a step, and FSDP mixes their "
+        f"gradients; {consequence}. Use the same on all ranks, or set shardkit.ddp_find_unused_parameters: true, which "
+        "lets ranks use different parameters of a unit."
+    )
+
+
+def _unlike_rank_0(traces: list[int]) -> list[int]:
+    return [rank for rank, trace in enumerate(traces) if trace != traces[0]]

@@ -1,0 +1,154 @@
+"""Parameters split over a mesh with FSDP2, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
+from shardkit.errors import ModelError
+from shardkit.sharding import fsdp_unit, parameters, precision, units
+from shardkit.sharding.gradient_sync import GradientMean, attach
+
+
+def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
+    """Split every unit's parameters over the mesh, in place. The whole parameters' memory is given back."""
+    mixed = precision.of(config)
+    device = _device_of(mesh)
+    reshards = reshards_after_forward(config.fsdp)
+    offload_policy = CPUOffloadPolicy(pin_memory=True) if offloads else OffloadPolicy()
+    left_out = set(cut.replicated.values())
+    if mixed.param is not None:
+        precision.cast_between(model, cut, mixed.param)
+    _move(cut.replicated.values(), device)
+    managed = {id(p): unit.fqn for unit in cut.units for p in unit.parameters.values()}
+    for unit in cut.units:
+        elsewhere = {p for p in unit.module.parameters() if managed.get(id(p), unit.fqn) != unit.fqn}
+        _make_contiguous(unit.parameters.values())
+        if unit.keeps_dtype:
+            policy = precision.apart_policy(mixed, _dtype_of(unit))
+        else:
+            policy = precision.unit_policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
+        unit.module.register_forward_hook(lambda module, args, output: fsdp_unit.without_views(output))
+        fully_shard(
+            unit.module,
+            mesh=mesh,
+            # The root is needed again as soon as backward starts, so torch keeps it unless told otherwise.
+            reshard_after_forward=reshards if unit.fqn or not reshards else None,
+            mp_policy=policy,
+            offload_policy=offload_policy,
+            ignored_params=left_out | elsewhere,
+        )
+        parameters.release(unit.parameters)
+    modules = [unit.module for unit in cut.units if isinstance(unit.module, FSDPModule)]
+    set_prefetch(modules, config.fsdp)
+    if config.shardkit.ddp_find_unused_parameters:
+        reduce_unused(modules[-1])
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What parameters had before they were sharded, by fqn."""
+
+    attributes: dict[str, dict[str, Any]]
+    hooks: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, cut: units.Cut) -> Carried:
+        managed = {fqn: p for unit in cut.units for fqn, p in unit.parameters.items()}
+        return cls(
+            {fqn: parameters.attributes_of(p) for fqn, p in managed.items()},
+            {fqn: parameters.post_accumulate_hooks_of(p) for fqn, p in managed.items()},
+        )
+
+
+def finish(model: nn.Module, cut: units.Cut, carried: Carried, config: Config, compiled: Sequence[nn.Module]) -> None:
+    """What comes last, when every parameter has its values: see `fsdp_unit` and `parameters`."""
+    for fqn, attributes in carried.attributes.items():
+        parameter = model.get_parameter(fqn)
+        parameter.__class__ = parameters.ShardedParameter  # type: ignore[assignment]
+        parameters.carry_over(attributes, parameter)
+        for hook in carried.hooks[fqn]:
+            fsdp_unit.hook_whether_trained(parameter, hook)
+    shared = fsdp_unit.adopt(model, _carry_to_gathered)
+    fsdp_unit.finish(model, compiled)
+    means = GradientMean(cut.replicated.values(), config.shardkit.ddp_find_unused_parameters)
+    if means.parameters and config.num_processes > 1:
+        attach(model, means)
+        fsdp_unit.at_end_of_backward(model, means.parameters, partial(_reduce_replicated, means, shared))
+
+
+def _reduce_replicated(means: GradientMean, trace: fsdp_unit.Trace) -> None:
+    trace.add(*means.used())
+    means.reduce()
+
+
+def _carry_to_gathered(parameter: Any) -> None:
+    parameters.carry_over(parameters.attributes_of(parameter.sharded_param), parameter._unsharded_param)
+
+
+def reshards_after_forward(config: FsdpConfig) -> bool:
+    """Whether units free their gathered parameters between forward and backward (strategies 1 and 4)."""
+    if config.reshard_after_forward is not None:
+        return config.reshard_after_forward
+    return config.sharding_strategy.reshards_after_forward
+
+
+def set_prefetch(modules: Sequence[FSDPModule], config: FsdpConfig) -> None:
+    """When units are gathered ahead. `modules`: children first, the root last.
+
+    BACKWARD_PRE is what FSDP2 does by itself. Naming only the unit itself turns that off: the next one is gathered
+    when backward reaches it, after the gradients of this one were reduced, which is BACKWARD_POST as well as
+    NO_PREFETCH. (An empty list would mean the default.)
+    """
+    if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        for module in modules:
+            module.set_modules_to_backward_prefetch([module])
+    if config.forward_prefetch:
+        for module, following in pairwise(modules[:-1]):
+            module.set_modules_to_forward_prefetch([following])
+
+
+def reduce_unused(root: FSDPModule) -> None:
+    """Let parameters without a gradient on this rank take part in reductions with zeros: ranks may use different ones.
+
+    Without it they would reduce buffers of different sizes.
+    """
+    if not hasattr(root, "set_reduce_scatter_unused_params"):
+        raise ModelError(
+            f"shardkit.ddp_find_unused_parameters: FSDP has it from torch 2.13 on (got {torch.__version__}); "
+            "update torch, or use every parameter on every rank."
+        )
+    root.set_reduce_scatter_unused_params(True)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _dtype_of(unit: units.Unit) -> torch.dtype:
+    return next((p.dtype for p in unit.parameters.values()), torch.float32)
+
+
+@torch.no_grad()
+def _move(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    for parameter in parameters:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+
+
+def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
+    """fully_shard refuses other strides, such as channels_last."""
+    for parameter in parameters:
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()

@@ -1,0 +1,149 @@
+"""A model made parallel: DDP or FSDP2 as the config says, with what belongs before and after in the right order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from shardkit.config.schema import Config
+from shardkit.distributed import control
+from shardkit.errors import ModelError
+from shardkit.log import get_logger
+from shardkit.sharding import fsdp_unit, precision, units
+from shardkit.sharding.activation import checkpoint_blocks
+from shardkit.sharding.compiling import compile_blocks
+from shardkit.sharding.ddp import Replica, replicate
+from shardkit.sharding.fsdp import Carried, finish, shard
+from shardkit.sharding.gradient_sync import watch_backward
+from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
+from shardkit.sharding.parameters import has_gradient_hooks, post_accumulate_hooks_of
+
+if TYPE_CHECKING:
+    from shardkit.distributed.process import Process
+
+log = get_logger(__name__)
+
+
+def parallelize(
+    model: nn.Module, config: Config, mesh: DeviceMesh | None, process: Process, weights: Path | None = None
+) -> nn.Module:
+    """The model, ready to train on all ranks: itself, changed in place, under FSDP; DDP's wrapper around it under DDP.
+
+    `weights` is a safetensors file or a folder of them; a model built under `init_empty_weights()` is filled from it,
+    each rank reading its own rows, or by its own initialisation. Collective: every rank must call it.
+    Raises ModelError, on all ranks and before anything is shared out, where the model cannot be sharded as asked.
+    """
+    cut, blocks = plan(model, config)
+    if config.fsdp.sync_module_states and process.world_size > 1:
+        same_everywhere(model)
+        fill_from_rank0(model, process.device)
+    if config.fsdp.activation_checkpointing:
+        checkpoint_blocks(model, blocks)
+    if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
+        compile_blocks(blocks)
+    if mesh is None:
+        _fill(model, cut, config, process, weights, process.device)
+        return replicate(model.to(process.device), config, process)
+    home = _home(config, process)
+    carried = Carried.of(cut)
+    shard(model, cut, config, mesh, offloads=home != process.device)
+    _fill(model, cut, config, process, weights, home)
+    finish(model, cut, carried, config, blocks if config.shardkit.compile else [])
+    return model
+
+
+def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
+    """Call this when a backward through a model that `parallelize` made is over, whoever began it."""
+    if isinstance(model, FSDPModule):
+        fsdp_unit.at_end_of_backward(model, [], call)
+    elif isinstance(model, Replica):
+        model.at_end_of_backward.append(call)
+    else:
+        watch_backward(model, lambda _: call())
+
+
+def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
+    """How the model is cut, and the blocks that are recomputed or compiled. The units are the root alone without FSDP.
+
+    Raises ModelError, on all ranks: what is wrong on one is agreed on by all. Collective.
+    """
+    if problems := control.start().union(_unfit(model, config)):
+        raise ModelError("\n".join(problems))
+    mixed = precision.of(config)
+    if mixed.is_mixed and (changed := precision.upcast_(model)):
+        log.info("mixed precision: %d trainable 16-bit parameters are kept in fp32.", len(changed))
+    cut, blocks = units.Cut([units.Unit("", model, dict(model.named_parameters()))]), []
+    try:
+        if config.mode == "fsdp":
+            cut = units.cut(model, config.fsdp, mixed.param)
+        if config.fsdp.activation_checkpointing or config.shardkit.compile:
+            blocks = units.blocks(model, config.fsdp)
+    except ModelError as error:
+        problems = [str(error)]
+    if problems := control.start().union(problems):
+        raise ModelError("\n".join(problems))
+    if cut.remark:
+        log.info("%s", cut.remark)
+    return cut, blocks
+
+
+def _unfit(model: nn.Module, config: Config) -> list[str]:
+    """What makes a model impossible to parallelize, in words."""
+    wrapped = next((m for m in model.modules() if isinstance(m, (FSDPModule, DistributedDataParallel))), None)
+    if wrapped is not None:
+        return [
+            f"model: it is parallel already (got a {type(wrapped).__name__} in it); give the bare model, and only once."
+        ]
+    lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
+    if config.mode == "fsdp":
+        problems += [
+            f"model: {fqn} has a hook on its gradient (register_hook), which sees whole gradients only; change the "
+            "gradient between backward and step, or use strategy NO_SHARD."
+            for fqn, parameter in model.named_parameters()
+            if has_gradient_hooks(parameter)
+        ]
+        problems += [
+            f"model: {fqn} makes sparse gradients, which FSDP cannot reduce; build it with sparse=False."
+            for fqn, module in model.named_modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        ]
+    if config.mode == "ddp" and config.num_processes > 1:
+        problems += [
+            f"model: {fqn} has a post-accumulate-grad hook, which would run before its gradient is the mean of all "
+            "ranks; use a sharded strategy, which runs it afterwards, or remove it."
+            for fqn, parameter in model.named_parameters()
+            if post_accumulate_hooks_of(parameter)
+        ]
+    return problems
+
+
+def _fill(
+    model: nn.Module,
+    cut: units.Cut,
+    config: Config,
+    process: Process,
+    weights: Path | None,
+    parameter_device: torch.device,
+) -> None:
+    """Values for what is still empty, or all that a given file has."""
+    if weights is None and not empty_states(model):
+        return
+    seed = config.shardkit.seed
+    if seed is None:
+        seed = control.start().share(torch.initial_seed() % 2**63)
+    fill(model, cut.units, process.device, parameter_device, weights, seed)
+
+
+def _home(config: Config, process: Process) -> torch.device:
+    """Where sharded parameters, their gradients and optimizer state live."""
+    if config.fsdp.offload_params and process.device.type == "cpu":
+        log.info("fsdp_offload_params: this run is on the CPU, where parameters and gradients are anyway.")
+    return torch.device("cpu") if config.fsdp.offload_params else process.device

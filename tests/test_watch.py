@@ -1,0 +1,121 @@
+"""Ranks agree on where to stop, and notice that they differ, without a collective in any step."""
+
+import gc
+import random
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.distributed import watch
+from shardkit.errors import ModelError
+
+
+def different(ranks: list[int]) -> ModelError:
+    return ModelError(f"ranks {ranks}")
+
+
+def quick() -> None:
+    watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 0.02, 0.005, 0.05
+
+
+def usual() -> None:
+    watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 1.0, 0.05, 10.0
+
+
+def stopped_at(told: dict[int, int], seed: int, is_coupled: bool) -> int:
+    """The boundary at which this rank stopped, -1 for none; `told`: rank -> boundary after which it is told to stop.
+
+    Ranks take their own time for each step. `is_coupled`: a collective in each step, as training has.
+    """
+    quick()
+    rank, flag = dist.get_rank(), []
+    speed = random.Random(seed * 10 + rank)
+    looking = watch.Watch(lambda: bool(flag), different)
+    try:
+        for boundary in range(1, 200 if told else 30):
+            time.sleep(speed.random() * 0.01)
+            if is_coupled:
+                dist.all_reduce(torch.zeros(1))
+            if told.get(rank) == boundary:
+                flag.append(1)
+            if looking.pass_boundary():
+                return boundary
+        return -1
+    finally:
+        looking.close()
+        usual()
+
+
+@pytest.mark.fault_row(32)
+@pytest.mark.parametrize("is_coupled", [True, False])
+@pytest.mark.parametrize("told", [{1: 3}, {0: 5}, {0: 4, 1: 9, 2: 4}, {2: 1}])
+def test_all_ranks_stop_at_the_same_boundary(ranks, told, is_coupled):
+    for seed in range(2):
+        found = ranks.run(3, stopped_at, told, seed, is_coupled)
+        assert len(set(found)) == 1, found
+        assert found[0] >= min(told.values())
+
+
+def test_nobody_stops_where_nobody_was_told(ranks):
+    assert ranks.run(2, stopped_at, {}, 0, True) == [-1, -1]
+
+
+def noticed(from_boundary: int) -> tuple[int, str]:
+    """The boundary at which this rank raised, where rank 1's trace is another from some boundary on."""
+    quick()
+    looking = watch.Watch(lambda: False, different)
+    try:
+        for boundary in range(1, 400):
+            time.sleep(0.002)
+            dist.all_reduce(torch.zeros(1))
+            trace = 7 * boundary + (dist.get_rank() == 1 and boundary >= from_boundary)
+            looking.pass_boundary(trace)
+    except ModelError as error:
+        return boundary, str(error)
+    finally:
+        looking.close()
+        usual()
+    return -1, ""
+
+
+def test_a_trace_that_differs_is_noticed(ranks):
+    one, other = ranks.run(2, noticed, 20)
+    assert one == other
+    assert one[0] >= 20 and one[1] == "ranks [1]"
+
+
+def test_equal_traces_are_never_noticed(ranks):
+    assert ranks.run(2, noticed, 1000) == [(-1, ""), (-1, "")]
+
+
+def threads_left() -> set[int | None]:
+    quick()
+    before = _watching()
+    try:
+        closed, dropped = watch.Watch(lambda: False, different), watch.Watch(lambda: False, different)
+        closed.close()
+        del dropped
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while _watching() - before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return _watching() - before
+    finally:
+        usual()
+
+
+def _watching() -> set[int | None]:
+    return {thread.ident for thread in threading.enumerate() if thread.name == "shardkit-watch"}
+
+
+def test_no_thread_outlives_its_run(ranks):
+    assert ranks.run(2, threads_left) == [set(), set()]
+
+
+def test_different_traces():
+    assert watch._different([5, 5, 5]) == []
+    assert watch._different([5, 6, None, 5, 7]) == [1, 4]
+    assert watch._different([None, 6]) == []
