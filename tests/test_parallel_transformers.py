@@ -166,3 +166,55 @@ def test_low_rank_adapters_train_and_the_rest_does_not(ranks):
     for result in ranks.run(2, lora):
         assert result["found"] == pytest.approx(result["expected"], abs=2e-5)
         assert result["moved"]
+
+
+# Ways into a model besides its forward
+
+
+def other_ways_in(strategy: int, with_adapters: bool) -> dict[str, bool]:
+    """Whether each way into a sharded model gives what the plain model gives."""
+    import peft
+
+    config = Config(
+        num_processes=2,
+        use_cpu=True,
+        fsdp_config={"fsdp_sharding_strategy": strategy, "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+    )
+    here = process.start(config)
+    torch.manual_seed(0)
+    plain: Any = build("LlamaDecoderLayer")
+    if with_adapters:
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        plain = peft.get_peft_model(plain, settings)
+    plain.eval()
+    sharded: Any = parallelize(copy.deepcopy(plain), config, build_mesh(config, here), here)
+    tokens = torch.randint(0, 31, (2, 5), generator=torch.Generator().manual_seed(3))
+    embedded = [one.get_input_embeddings()(tokens) for one in (sharded, plain)]
+    logits = [one(inputs_embeds=x).logits for one, x in zip((sharded, plain), embedded, strict=True)]
+    made = [one.generate(input_ids=tokens, max_new_tokens=4, do_sample=False) for one in (sharded, plain)]
+    inner = [(one.get_base_model() if with_adapters else one).model for one in (sharded, plain)]
+    hidden = [one(input_ids=tokens).last_hidden_state for one in inner]
+    for value in (hidden[0].pow(2).mean(), hidden[1].pow(2).mean()):
+        value.backward()
+    gradients = [
+        {name: whole(p.grad) for name, p in one.named_parameters() if p.grad is not None} for one in (sharded, plain)
+    ]
+    return {
+        "embeddings": torch.allclose(*embedded, atol=1e-5),
+        "forward": torch.allclose(*logits, atol=1e-4),
+        "generate": torch.equal(*made),
+        "inner model": torch.allclose(*hidden, atol=1e-4),
+        "its gradients": gradients[0].keys() == gradients[1].keys()
+        and all(torch.allclose(gradients[0][name], gradients[1][name], atol=1e-5) for name in gradients[1]),
+    }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_a_model_may_be_entered_in_other_ways_than_by_its_forward(ranks, strategy, with_adapters):
+    for found in ranks.run(2, other_ways_in, strategy, with_adapters):
+        assert all(found.values()), found

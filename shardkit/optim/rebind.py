@@ -24,7 +24,7 @@ class ParameterNames:
 
     @classmethod
     def of(cls, model: nn.Module) -> ParameterNames:
-        parameters = dict(model.named_parameters())
+        parameters = dict(unwrapped(model).named_parameters())
         return cls({id(p): fqn for fqn, p in parameters.items()}, tuple(parameters.values()))
 
 

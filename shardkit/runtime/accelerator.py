@@ -98,6 +98,7 @@ class Accelerator:
         self.loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.names_before: list[tuple[rebind.ParameterNames, nn.Module]] = []
+        self.prepared_parameters: list[tuple[nn.Module, set[int]]] = []
         self.state = State(self)
         self.accumulation = Accumulation(
             self.config.shardkit.gradient_accumulation_steps,

@@ -9,12 +9,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardkit.data.loader import PreparedLoader, prepare_loader
+from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.optim import rebind
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.sharding import precision
 from shardkit.sharding.parallelize import at_end_of_backward, parallelize
+from shardkit.sharding.parameters import ReleasedParameter
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -29,6 +31,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], weights: str | P
     which need the models' new parameters, then schedulers, which belong to optimizers.
     """
     kinds = _kinds(objects)
+    _refuse_shared(accelerator, [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"])
     prepared = list(objects)
     for kind, one in (
         ("model", lambda model: _model(accelerator, model, weights)),
@@ -102,6 +105,7 @@ def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | N
     parallel = parallelize(model, accelerator.config, accelerator.mesh, accelerator.process, path)
     at_end_of_backward(parallel, accelerator.accumulation.note_backward)
     accelerator.models.append(parallel)
+    accelerator.prepared_parameters.append((parallel, {id(p) for p in parallel.parameters()}))
     accelerator.names_before.append((names, parallel))
     return parallel
 
@@ -154,13 +158,49 @@ def _follow(accelerator: "Accelerator") -> None:
         optimizer.follow_parameters()
 
 
+def _refuse_shared(accelerator: "Accelerator", models: Sequence[nn.Module]) -> None:
+    """A parameter of two models would be sharded twice, or reduced twice."""
+    if accelerator.config.num_processes == 1 and accelerator.config.mode != "fsdp":
+        return
+    seen = {id(p) for known in accelerator.models for p in known.parameters()}
+    for model in models:
+        if any(model is known for known in accelerator.models):
+            continue
+        own = dict(model.named_parameters())
+        shared = [fqn for fqn, p in own.items() if id(p) in seen or isinstance(p, ReleasedParameter)]
+        if shared:
+            raise UsageError(
+                f"prepare: two models share {', '.join(shared[:3])}, which can be sharded only once; put both "
+                "into one module (such as nn.ModuleDict) and prepare that: its parts can be called by themselves."
+            )
+        seen |= {id(p) for p in own.values()}
+
+
 def _refuse_strangers(accelerator: "Accelerator", optimizer: AcceleratedOptimizer) -> None:
     """A parameter of no prepared model would get each rank's own gradient, and ranks would drift apart silently."""
     own = {id(parameter) for model in accelerator.models for parameter in model.parameters()}
+    _refuse_late(accelerator, optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
     if strangers:
         raise UsageError(
             f"prepare: {type(optimizer.optimizer).__name__} trains parameters of no prepared model "
             f"(got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}); "
             "prepare the model before its optimizer, or in the same call."
+        )
+
+
+def _refuse_late(accelerator: "Accelerator", optimizer: AcceleratedOptimizer) -> None:
+    """Nobody reduces the gradients of a module that was put into a model after it was prepared."""
+    chosen = {id(parameter) for parameter in optimizer.parameters}
+    late = [
+        fqn
+        for model, known in accelerator.prepared_parameters
+        for fqn, parameter in unwrapped(model).named_parameters()
+        if id(parameter) in chosen and id(parameter) not in known
+    ]
+    if late:
+        raise UsageError(
+            f"prepare: {type(optimizer.optimizer).__name__} trains parameters that came into the model after it was "
+            f"prepared (got {', '.join(late[:3])}), and ranks would not share their gradients; put modules into the "
+            "model before prepare."
         )

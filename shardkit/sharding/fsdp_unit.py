@@ -16,7 +16,7 @@ This is the only file that uses private parts of FSDP2. Read on torch 2.11 to 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from types import MethodType
@@ -102,6 +102,7 @@ class UnitGroup(FSDPParamGroup):
     _number: int
     _is_parked: bool = False
     _on_gathered: Callable[[FSDPParam], None]
+    _left: _LeftOnModules | None = None
 
     # ---- forward ----
 
@@ -114,11 +115,15 @@ class UnitGroup(FSDPParamGroup):
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
         output = super().post_forward(module, input, output)
-        if self.is_unsharded and not is_in_backward():
-            if torch.is_grad_enabled() and (self._is_trained() or _may_be_differentiated(output)):
+        if is_in_backward():
+            return output
+        if torch.is_grad_enabled() and (self._is_trained() or _may_be_differentiated(output)):
+            if self._left is not None and (left := self._left.tensors()):
+                self._state._register_pre_backward_hook(left)
+            if self.is_unsharded:
                 self._park()
-            else:
-                self._to_sharded()
+        else:
+            self._to_sharded()
         return output
 
     def _is_trained(self) -> bool:
@@ -227,11 +232,47 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
     root._lazy_init()
     model.register_forward_pre_hook(lambda module, args: _recover_if_broken_off(root), prepend=True)
     model.register_forward_hook(lambda module, args, output: _recover_if_raised(root), always_call=True)
+    for state in states_of(model):
+        for group in groups_of(state):
+            if group._reshard_after_forward:
+                group._left = _LeftOnModules([*state._modules, *_modules_of_unit(state)])
     inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
     for state in states_of(model):
         for module in _modules_of_unit(state):
             if id(module) not in inside_compiled and not isinstance(module.__dict__.get("forward"), _Entry):
                 module.forward = _Entry(module, state)
+
+
+class _LeftOnModules:
+    """Tensors that a forward leaves on the unit's modules, such as the auxiliary loss of a router.
+
+    A backward that comes through them alone must find the unit gathered: its freed memory would be read otherwise.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places = [(vars(module), len(vars(module)), _slots(vars(module))) for module in modules]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that a backward may come through. Cheap where there are none: it looks at what may hold a tensor."""
+        found: list[torch.Tensor] = []
+        for place, size, slots in self._places:
+            if slots or len(place) != size:
+                names = slots if len(place) == size else _slots(place)
+                found += [t for name in names for t in tree_leaves(place.get(name)) if _is_computed(t)]
+        return found
+
+
+_OF_EVERY_MODULE = set(vars(nn.Module()))
+
+
+def _slots(attributes: Mapping[str, Any]) -> list[str]:
+    """Names of attributes that hold a tensor, or may come to hold one."""
+    kinds = (torch.Tensor, list, tuple, dict, type(None))
+    return [name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and isinstance(value, kinds)]
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 class _Entry:

@@ -1,0 +1,12 @@
+"""Training loops as people write them, each written once: it runs in plain torch in one process, and on ranks.
+
+A loop is a function of a `Run`, which has the few calls that differ. What it `see`s (losses, norms, predictions) and
+the weights that it ends with must be the same everywhere.
+"""
+
+from tests.loops import calls, dtypes, evaluation, optimizers, phases, steps, windows  # noqa: F401
+from tests.loops.run import LOOPS as LOOPS
+from tests.loops.run import RanksRun as RanksRun
+from tests.loops.run import config_of as config_of
+from tests.loops.run import on_ranks as on_ranks
+from tests.loops.run import plain as plain

@@ -1,0 +1,173 @@
+"""How the model is called, and what its forward returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.loops.net import Net, cross_entropy, loss_of, started
+from tests.loops.run import LOOPS, WHOLE, Loop, Run, loop
+
+
+@loop()
+def a_method_besides_forward(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = run.unwrap(model).loss(run.batch(step))
+        run.backward(loss)
+        run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def methods_and_forward_take_turns(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        tokens = run.batch(step)
+        loss = run.unwrap(model).loss(tokens) if step % 2 else loss_of(model, tokens)
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def inner_modules_called_from_outside(run: Run) -> None:
+    """Embeddings given to the model's parts by hand, as multimodal models and prompt tuning do."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        tokens, inner = run.batch(step), run.unwrap(model)
+        x = inner.embed(tokens[:, :-1]) * 1.5
+        x = inner.parts[0].down(torch.relu(inner.parts[0].up(x)))
+        x = inner.parts[1](x)
+        loss = cross_entropy(inner.head(inner.norm(x)), tokens)
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+def _odd_outputs(wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any], blocks: bool) -> Any:
+    """What forward returns is no tensor."""
+
+    class Odd(Net):
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return wrap(cross_entropy(super().forward(tokens[:, :-1]), tokens))
+
+    def odd_outputs(run: Run) -> None:
+        torch.manual_seed(0)
+        model = Odd()
+        if not blocks:
+            model.parts = nn.ModuleList()
+        model, optimizer = started(run, model)
+        for step in range(run.steps):
+            loss = unwrap(model(run.batch(step)))
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
+
+    return odd_outputs
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    other: Any = None
+
+
+class Opaque:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+for _name, _wrap in {
+    "a_dataclass": Output,
+    "a_namespace": lambda loss: SimpleNamespace(loss=loss),
+    "an_object": Opaque,
+}.items():
+    LOOPS[f"forward_returns_{_name}"] = Loop(_odd_outputs(_wrap, lambda output: output.loss, True))
+    LOOPS[f"forward_returns_{_name}_without_blocks"] = Loop(
+        _odd_outputs(_wrap, lambda output: output.loss, False), fsdp=WHOLE
+    )
+
+
+LOOPS["forward_returns_a_dict_of_lists"] = Loop(
+    _odd_outputs(lambda x: {"a": [None, x], "b": 3}, lambda o: o["a"][1], True)
+)
+
+
+class KeepsLoss(Net):
+    """The loss is left on the module."""
+
+    def forward(self, tokens: torch.Tensor) -> None:
+        self.kept = cross_entropy(super().forward(tokens[:, :-1]), tokens)
+
+
+@loop()
+def the_loss_is_kept_on_the_module(run: Run) -> None:
+    torch.manual_seed(0)
+    model, optimizer = started(run, KeepsLoss())
+    for step in range(run.steps):
+        model(run.batch(step))
+        loss = run.unwrap(model).kept
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+class Auxiliary(Net):
+    """Each part leaves a loss of its own on itself, as routers of mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in self.parts:
+            part.register_forward_hook(_leave_loss)
+
+
+def _leave_loss(part: nn.Module, _: Any, output: torch.Tensor) -> None:
+    part.auxiliary = output.pow(2).mean() + part.up.weight.pow(2).sum()
+
+
+@loop()
+def losses_left_on_blocks(run: Run) -> None:
+    torch.manual_seed(0)
+    model, optimizer = started(run, Auxiliary())
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        for part in run.unwrap(model).parts:
+            loss = loss + 0.1 * part.auxiliary
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def hidden_states_by_hooks(run: Run) -> None:
+    """Activations taken by forward hooks are a part of the loss."""
+    model, optimizer = started(run)
+    taken: list[torch.Tensor] = []
+    run.unwrap(model).parts[0].register_forward_hook(lambda module, args, output: taken.append(output))
+    for step in range(run.steps):
+        taken.clear()
+        loss = loss_of(model, run.batch(step)) + taken[0].pow(2).mean()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def model_called_in_pieces(run: Run) -> None:
+    """features() of the model, then its head, which keeps the root's parameters in two calls."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        tokens, inner = run.batch(step), run.unwrap(model)
+        loss = cross_entropy(inner.head(inner.features(tokens[:, :-1])), tokens)
+        with torch.no_grad():
+            run.see_mean(inner.head(inner.features(tokens)).mean())
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)

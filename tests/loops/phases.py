@@ -1,0 +1,123 @@
+"""Phases of a run: freezing and unfreezing, folds, and passes that an exception ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.loops.net import Net, adam, evaluate, loss_of, started, train
+from tests.loops.run import Run, loop
+
+
+@loop()
+def unfreezing_in_phases(run: Run) -> None:
+    """The head alone; after an evaluation the embedding too; then everything."""
+    model, optimizer = started(run)
+    model.requires_grad_(False)
+    for chosen in (run.unwrap(model).head, run.unwrap(model).embed, model):
+        chosen.requires_grad_(True)
+        train(run, model, optimizer)
+        evaluate(run, model)
+
+
+@loop()
+def frozen_whole_at_first(run: Run) -> None:
+    model = Net().requires_grad_(False)
+    model = run.prepare(model)
+    evaluate(run, model)
+    model.requires_grad_(True)
+    train(run, model, run.prepare(adam(model.parameters())))
+
+
+@loop()
+def freezing_again(run: Run) -> None:
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    run.unwrap(model).embed.requires_grad_(False)
+    run.unwrap(model).parts[1].requires_grad_(False)
+    train(run, model, optimizer, 10)
+    model.requires_grad_(True)
+    train(run, model, optimizer, 20)
+
+
+@loop()
+def folds(run: Run) -> None:
+    """Cross-validation: the model is built anew, in one process."""
+    for fold in range(2):
+        torch.manual_seed(fold)
+        model, optimizer = started(run)
+        train(run, model, optimizer, 10 * fold)
+        evaluate(run, model)
+        if fold == 0:
+            run.free()
+
+
+@loop()
+def a_forward_that_raised(run: Run) -> None:
+    """An exception in the middle of forward, caught; the step is tried again."""
+    model, optimizer = started(run)
+    broken = run.unwrap(model).norm.register_forward_pre_hook(_raise_once())
+    for step in range(run.steps):
+        try:
+            loss = loss_of(model, run.batch(step))
+        except FloatingPointError:
+            assert run.is_plain or not run.accelerator.use_distributed or all_whole_or_sharded(model)
+            loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+    broken.remove()
+
+
+def all_whole_or_sharded(model: nn.Module) -> bool:
+    return len({isinstance(p, DTensor) for p in model.parameters()}) == 1
+
+
+def _raise_once() -> Callable[..., None]:
+    raised: list[int] = []
+
+    def hook(*_: Any) -> None:
+        if not raised:
+            raised.append(1)
+            raise FloatingPointError("once")
+
+    return hook
+
+
+class RaisesOnce(torch.autograd.Function):
+    raised: set[int] = set()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, key: int) -> torch.Tensor:
+        ctx.key = key
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.key not in RaisesOnce.raised:
+            RaisesOnce.raised.add(ctx.key)
+            raise FloatingPointError("once")
+        return gradients[0], None
+
+
+@loop()
+def a_backward_that_raised(run: Run) -> None:
+    """An exception in the middle of backward, caught; gradients are dropped and the step is tried again."""
+    model, optimizer = started(run)
+    key = id(run)
+    handle = run.unwrap(model).norm.register_forward_pre_hook(lambda _, args: (RaisesOnce.apply(args[0], key),))
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        try:
+            run.backward(loss)
+        except FloatingPointError:
+            optimizer.zero_grad()
+            loss = loss_of(model, run.batch(step))
+            run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+    handle.remove()

@@ -1,0 +1,243 @@
+"""Steps: one backward or several, through one model or several, gradients and weights changed in between."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from tests.loops.net import Net, adam, cross_entropy, loss_of, started, train
+from tests.loops.run import BATCH, BY_SIZE, Run, loop
+
+
+@loop()
+def usual(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def zero_grad_at_the_start(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        optimizer.step()
+        run.see_mean(loss)
+
+
+@loop()
+def zero_grad_of_the_model(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        model.zero_grad()
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        optimizer.step()
+        run.see_mean(loss)
+
+
+@loop()
+def two_forwards_one_backward(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step)) + 0.5 * loss_of(model, run.batch(step + 100))
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def two_forwards_two_backwards(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        first, second = loss_of(model, run.batch(step)), loss_of(model, run.batch(step + 100))
+        run.backward(first)
+        run.backward(second)
+        run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        run.see_mean(first + second)
+
+
+@loop()
+def two_losses_of_one_forward(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        logits = model(run.batch(step)[:, :-1])
+        loss, other = cross_entropy(logits, run.batch(step)), logits.pow(2).mean()
+        run.backward(loss, retain_graph=True)
+        run.backward(other)
+        run.step(optimizer)
+        run.see_mean(loss + other)
+
+
+@loop()
+def losses_of_different_parts(run: Run) -> None:
+    """The first loss ends in the middle of the model, the second at its end."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        tokens, inner = run.batch(step), run.unwrap(model)
+        early = inner.parts[0](inner.embed(tokens)).pow(2).mean()
+        run.backward(early)
+        late = loss_of(model, tokens)
+        run.backward(late)
+        run.step(optimizer)
+        run.see_mean(early + late)
+
+
+@loop()
+def a_penalty_on_weights(run: Run) -> None:
+    """Added to the gradients by hand: weight decay as some scripts write it."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad.add_(p, alpha=0.1)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def noise_and_signs_on_gradients(run: Run) -> None:
+    """Gradients changed and replaced between backward and step."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        for p in model.parameters():
+            p.grad = torch.sign(p.grad) * 0.1 + p.grad.clamp(-0.5, 0.5)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def weights_clamped_after_a_step(run: Run) -> None:
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.step(optimizer)
+        for p in model.parameters():
+            p.data.clamp_(-0.3, 0.3)
+        run.see_mean(loss)
+
+
+@loop()
+def weights_reset_in_training(run: Run) -> None:
+    """A head begun anew in the middle of a run."""
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    with torch.no_grad():
+        run.unwrap(model).head.weight.zero_()
+        run.unwrap(model).head.bias.fill_(0.1)
+    train(run, model, optimizer, 10)
+
+
+@loop(fsdp=BY_SIZE)
+def gradient_penalty(run: Run) -> None:
+    """The gradient of the output by its input is part of the loss, as in WGAN-GP."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 1))
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
+        value = model(x)
+        (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        loss = value.mean() + 2.0 * (gradient.norm(dim=1) - 1).pow(2).mean()
+        run.backward(loss)
+        run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        run.see_mean(loss)
+        run.see_mean(model(x.detach()).mean())
+
+
+@loop(fsdp=BY_SIZE, refused={3: "shardkit.ddp_find_unused_parameters: true"})
+def gradient_penalty_alone(run: Run) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        loss = gradient.pow(2).sum(1).mean()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+        for parameter in model.parameters():
+            assert parameter.grad is None
+
+
+@loop(fsdp=BY_SIZE)
+def generator_and_critic(run: Run) -> None:
+    """Two models and two optimizers that take turns; the critic's gradients from the generator's loss are dropped."""
+    torch.manual_seed(2)
+    generator = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
+    critic = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    generator, critic, for_generator, for_critic = run.prepare(
+        generator, critic, adam(generator.parameters()), adam(critic.parameters())
+    )
+    for step in range(run.steps):
+        noise = torch.Generator().manual_seed(step)
+        z, real = run.part(torch.randn(BATCH, 3, generator=noise)), run.part(torch.randn(BATCH, 5, generator=noise))
+        fake = generator(z)
+        loss = critic(fake.detach()).mean() - critic(real).mean() + critic(real).pow(2).mean()
+        run.backward(loss)
+        run.step(for_critic)
+        run.see_mean(loss)
+        loss = -critic(generator(z)).mean()
+        run.backward(loss)
+        run.step(for_generator)
+        for_critic.zero_grad()
+        run.see_mean(loss)
+
+
+@loop(fsdp=BY_SIZE)
+def one_optimizer_for_two_models(run: Run) -> None:
+    torch.manual_seed(2)
+    first, second = nn.Linear(3, 5), nn.Linear(5, 1)
+    first, second, optimizer = run.prepare(
+        first, second, adam([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.1}])
+    )
+    for step in range(run.steps):
+        x = run.part(torch.randn(BATCH, 3, generator=torch.Generator().manual_seed(step)))
+        loss = second(torch.tanh(first(x))).pow(2).mean()
+        run.backward(loss)
+        run.clip([*first.parameters(), *second.parameters()], 0.5)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def two_optimizers_for_one_model(run: Run) -> None:
+    model = Net()
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    flat = [p for p in model.parameters() if p.dim() == 1]
+    model, first, second = run.prepare(model, adam(wide), torch.optim.SGD(flat, lr=0.1, momentum=0.9))
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.clip(model.parameters(), 1.0)
+        run.step(first, second)
+        run.see_mean(loss)
+
+
+@loop()
+def parameters_of_a_copy_before(run: Run) -> None:
+    """A copy that was made before prepare is no part of it."""
+    model = Net()
+    twin = copy.deepcopy(model)
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        loss = (model(run.batch(step)) - twin(run.batch(step))).pow(2).mean() + loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)

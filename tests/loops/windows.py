@@ -1,0 +1,167 @@
+"""Windows of micro-batches: full ones, short ones, ones that the loop leaves, and what happens inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.loops.net import Net, adam, evaluate, loss_of, started
+from tests.loops.run import Run, loop
+
+
+@loop(accumulation=3)
+def windows(run: Run) -> None:
+    model, optimizer = started(run)
+    for micro in range(9):
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            if run.is_step:
+                run.clip(model.parameters(), 1.0)
+            run.step(optimizer)
+            run.see_mean(loss)
+
+
+@loop(accumulation=3)
+def windows_with_evaluations(run: Run) -> None:
+    model, optimizer = started(run)
+    for micro in range(6):
+        with run.accumulate(model):
+            evaluate(run, model)
+            loss = loss_of(model, run.batch(micro))
+            evaluate(run, model)
+            run.backward(loss)
+            evaluate(run, model)
+            run.step(optimizer)
+            run.see_mean(loss)
+
+
+@loop(accumulation=3)
+def backward_by_hand_in_windows(run: Run) -> None:
+    """`loss.backward()` is not divided: the window's gradient is a sum."""
+    model, optimizer = started(run)
+    for micro in range(9):
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(micro))
+            loss.backward()
+            run.step(optimizer)
+            run.see_mean(loss)
+
+
+@loop(accumulation=2)
+def backward_by_hand_with_zero_grad_at_the_start(run: Run) -> None:
+    model, optimizer = started(run)
+    for micro in range(8):
+        with run.accumulate(model):
+            if not run.is_plain or micro % 2 == 0:
+                optimizer.zero_grad()
+            loss = loss_of(model, run.batch(micro))
+            loss.backward()
+            if not run.is_plain or run.is_step:
+                optimizer.step()
+            run.see_mean(loss)
+
+
+@loop(accumulation=2)
+def two_optimizers_in_windows(run: Run) -> None:
+    model = Net()
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    flat = [p for p in model.parameters() if p.dim() == 1]
+    model, first, second = run.prepare(model, adam(wide), torch.optim.SGD(flat, lr=0.1))
+    for micro in range(8):
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            run.step(first, second)
+            run.see_mean(loss)
+
+
+def _schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@loop(accumulation=3)
+def epochs_that_end_in_a_window(run: Run) -> None:
+    """4 batches an epoch in windows of 3: the last window of an epoch has one micro-batch, and is a step."""
+    model = Net()
+    optimizer = adam(model.parameters())
+    model, optimizer, schedule, loader = run.prepare(model, optimizer, _schedule(optimizer), run.loader(48))
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            window = 1 if number == 3 else 3
+            with run.accumulate(model):
+                loss = loss_of(model, batch)
+                if run.is_plain:
+                    (loss / window).backward()
+                else:
+                    run.backward(loss)
+                if not run.is_plain or number in (2, 3):
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+            run.see_mean(loss)
+
+
+@loop(accumulation=3)
+def schedule_by_epoch_after_a_break(run: Run) -> None:
+    """The loop leaves each epoch in the middle of a window; the schedule moves once an epoch all the same."""
+    model = Net()
+    optimizer = adam(model.parameters())
+    model, optimizer, schedule, loader = run.prepare(model, optimizer, _schedule(optimizer), run.loader(60))
+    micro = 0
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            micro += 1
+            with run.accumulate(model):
+                loss = loss_of(model, batch)
+                run.backward(loss)
+                if not run.is_plain or micro % 3 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            run.see_mean(loss)
+            if number == 3:
+                break
+        schedule.step()
+        run.see(torch.tensor(schedule.get_last_lr()[0]))
+
+
+@loop(accumulation=3, refused={4: "let the window end before you step"})
+def the_rest_of_a_window_is_stepped_by_hand(run: Run) -> None:
+    """After a `break` in the middle of a window, the script steps with what there is: its mean."""
+    model = Net()
+    model, optimizer, loader = run.prepare(model, adam(model.parameters()), run.loader(60))
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            with run.accumulate(model):
+                loss = loss_of(model, batch)
+                if run.is_plain:
+                    (loss / (3 if number < 3 else 1)).backward()
+                else:
+                    run.backward(loss)
+                if not run.is_plain or number == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if number == 3:
+                break
+        run.clip(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.see_mean(loss)
+
+
+@loop()
+def no_window_after_windows(run: Run) -> None:
+    """Steps with and without accumulate() take turns."""
+    model, optimizer = started(run)
+    for step in range(6):
+        if step % 2:
+            with run.accumulate(model):
+                loss = loss_of(model, run.batch(step))
+                run.backward(loss)
+                run.step(optimizer)
+        else:
+            loss = loss_of(model, run.batch(step))
+            run.backward(loss)
+            run.step(optimizer)
+        run.see_mean(loss)

@@ -1,0 +1,209 @@
+"""What a parameter carries over into sharding, what cannot follow it, and references that the script still holds."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import Accelerator
+from shardkit.errors import ModelError, UsageError
+from tests import loops
+from tests.loops.net import Net, adam, loss_of
+
+
+def accelerator_for(strategy: int) -> Accelerator:
+    return Accelerator(config=loops.config_of(strategy, loops.LOOPS["usual"]))
+
+
+def batch() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 11, (12, 6), generator=generator).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def refusal(function: Any) -> str:
+    """What an error says; empty where there is none."""
+    try:
+        function()
+    except (UsageError, ModelError) as error:
+        return str(error)
+    return ""
+
+
+# ---- what is carried over ----
+
+
+def carried(strategy: int) -> tuple[Any, ...]:
+    accelerator, model, heard = accelerator_for(strategy), Net(), []
+    model.embed.weight._no_weight_decay = True
+    model.parts[0].up.weight.note = {"lr": 3}
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: heard.append(type(p.grad)))
+    inside = []
+    model.parts[0].register_forward_pre_hook(lambda module, args: inside.append(module.up.weight.note))
+    model = accelerator.prepare(model)
+    accelerator.backward(loss_of(model, batch()))
+    parameters = dict(accelerator.unwrap_model(model).named_parameters())
+    notes = parameters["embed.weight"]._no_weight_decay, parameters["parts.0.up.weight"].note, inside[0]
+    return (*notes, [kind is DTensor for kind in heard])
+
+
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_attributes_and_hooks_after_accumulation_follow(ranks, strategy):
+    assert ranks.run(2, carried, strategy) == [(True, {"lr": 3}, {"lr": 3}, [True])] * 2
+
+
+def with_a_gradient_hook(strategy: int) -> str:
+    model = Net()
+    model.head.weight.register_hook(lambda gradient: gradient * 2)
+    return refusal(lambda: accelerator_for(strategy).prepare(model))
+
+
+def test_hooks_that_change_gradients_are_refused_where_they_would_be_lost(ranks):
+    expected = "model: head.weight has a hook on its gradient (register_hook)"
+    assert all(text.startswith(expected) for text in ranks.run(2, with_a_gradient_hook, 1))
+    assert ranks.run(2, with_a_gradient_hook, 3) == ["", ""]
+
+
+def with_a_hook_after_accumulation() -> str:
+    model = Net()
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return refusal(lambda: accelerator_for(3).prepare(model))
+
+
+def test_hooks_that_would_see_one_ranks_gradient_are_refused(ranks):
+    for text in ranks.run(2, with_a_hook_after_accumulation):
+        assert "head.weight has a post-accumulate-grad hook, which would run before its gradient is the mean" in text
+
+
+# ---- references from before ----
+
+
+def used_before(strategy: int) -> list[str]:
+    """What each use of a parameter that was taken before prepare says."""
+    accelerator, model = accelerator_for(strategy), Net()
+    before = list(model.parameters())
+    accelerator.prepare(model)
+    uses = (
+        lambda: sum(p.pow(2).sum() for p in before),
+        lambda: torch.stack([p.norm() for p in before]),
+        lambda: [p.requires_grad_(False) for p in before],
+        lambda: torch.nn.utils.parameters_to_vector(before),
+        lambda: [p.add_(1) for p in before],
+    )
+    return [refusal(use) for use in uses]
+
+
+def test_parameters_taken_before_prepare_say_so_when_they_are_used(ranks):
+    for texts in ranks.run(2, used_before, 1):
+        for text in texts:
+            assert text.startswith("embed.weight: this parameter was taken from the model before prepare"), text
+            assert text.endswith("take it from the prepared model: model.parameters().")
+    assert ranks.run(2, used_before, 3) == [[""] * 5] * 2
+
+
+def unprepared_optimizer(strategy: int) -> str:
+    accelerator, model = accelerator_for(strategy), Net()
+    optimizer = adam(model.parameters())
+    model = accelerator.prepare(model)
+    accelerator.backward(loss_of(model, batch()))
+    return refusal(optimizer.step)
+
+
+def test_an_optimizer_built_before_and_not_prepared_is_refused_at_its_first_step(ranks):
+    for text in ranks.run(2, unprepared_optimizer, 1):
+        assert text.startswith("optimizer step: AdamW was built before its model was prepared, and was not prepared")
+    assert ranks.run(2, unprepared_optimizer, 3) == ["", ""]
+
+
+def added_after(strategy: int) -> str:
+    accelerator, model = accelerator_for(strategy), Net()
+    model = accelerator.prepare(model)
+    accelerator.unwrap_model(model).head = nn.Linear(7, 11)
+    return refusal(lambda: accelerator.prepare(adam(model.parameters())))
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_modules_put_into_a_prepared_model_are_refused(ranks, strategy):
+    for text in ranks.run(2, added_after, strategy):
+        assert "trains parameters that came into the model after it was prepared" in text
+        assert "head.weight" in text
+
+
+def shared_by_two(strategy: int, at_once: bool) -> str:
+    accelerator, first, second = accelerator_for(strategy), Net(), Net()
+    second.embed = first.embed
+
+    def prepare() -> None:
+        if at_once:
+            accelerator.prepare(first, second)
+        else:
+            accelerator.prepare(first)
+            accelerator.prepare(second)
+
+    return refusal(prepare)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_two_models_that_share_a_parameter_are_refused(ranks, strategy, at_once):
+    for text in ranks.run(2, shared_by_two, strategy, at_once):
+        assert text.startswith("prepare: two models share embed.weight")
+        assert "put both into one module" in text
+
+
+# ---- values set by assignment ----
+
+
+def assigned() -> list[Any]:
+    accelerator, model = accelerator_for(1), Net()
+    model = accelerator.prepare(model)
+    weight = model.head.weight
+    found = []
+    weight.data = weight.data * 0 + 2.0
+    found.append(weight.full_tensor().unique().tolist())
+    weight.data = torch.full((11, 7), 3.0)
+    found.append(weight.full_tensor().unique().tolist())
+    with torch.no_grad():
+        found.append(model.head(torch.ones(1, 7)).detach().unique().numel() > 0)
+    found.append(refusal(lambda: setattr(weight, "data", torch.zeros(2, 2)))[:60])
+    found.append(float(copy.deepcopy(weight).full_tensor()[0, 0].detach()))
+    found.append(type(weight * 1) is DTensor and type(model.state_dict()["head.weight"]) is DTensor)
+    return found
+
+
+def test_assigning_data_sets_the_values(ranks):
+    for found in ranks.run(2, assigned):
+        assert found[:3] == [[2.0], [3.0], True]
+        assert found[3] == "parameter.data = ...: a sharded parameter keeps its shape (g"
+        assert found[4:] == [3.0, True]
+
+
+def copied_modules() -> tuple[bool, bool]:
+    """A copy of an inner module is a module of its own: it does not enter the unit that it was copied from."""
+    accelerator, model = accelerator_for(1), Net()
+    model = accelerator.prepare(model)
+    twin = copy.deepcopy(model.head)
+    with torch.no_grad():
+        twin.weight.zero_()
+        twin.bias.zero_()
+    zero = twin.weight.full_tensor().abs().sum().item() == 0
+    return zero, model.head.weight.full_tensor().abs().sum().item() > 0
+
+
+def test_a_copy_of_an_inner_module_stands_alone(ranks):
+    assert ranks.run(2, copied_modules) == [(True, True)] * 2
+
+
+def pickled() -> str:
+    accelerator, model = accelerator_for(1), Net()
+    model = accelerator.prepare(model)
+    state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    return type(pickle.loads(pickle.dumps(state))["head.weight"]).__name__
+
+
+def test_a_state_dict_holds_plain_things(ranks):
+    assert ranks.run(2, pickled) == ["Tensor", "Tensor"]

@@ -1,0 +1,157 @@
+"""Ranks that use different modules of a model in a step: found, or right where that is asked for."""
+
+import logging
+import logging.handlers
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit import Accelerator
+from shardkit.config.schema import Config
+from shardkit.distributed import watch
+from shardkit.errors import ModelError, ShardkitError
+from tests.loops.net import Part
+
+
+class Branches(nn.Module):
+    """Two branches of equal shape. `inside`: both in one unit; else each is a unit."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.left, self.right = (nn.Linear(6, 6), nn.Linear(6, 6)) if inside else (Part(6), Part(6))
+
+    def forward(self, x: torch.Tensor, goes_left: bool) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.left(x) if goes_left else self.right(x)
+
+
+def config(strategy: int, unused: bool = False, debug: bool = False) -> Config:
+    return Config(
+        use_cpu=True,
+        num_processes=dist.get_world_size(),
+        debug=debug,
+        fsdp_config={"fsdp_sharding_strategy": strategy, "fsdp_auto_wrap_policy": "NO_WRAP"},
+        shardkit={"ddp_find_unused_parameters": unused},
+    )
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, number: int, goes_left: bool) -> torch.Tensor:
+    data = torch.randn(12, 6, generator=torch.Generator().manual_seed(number))
+    loss = model(data.chunk(dist.get_world_size())[dist.get_rank()], goes_left).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def different_branches(strategy: int, first: int) -> tuple[int, str]:
+    """The step in which ranks that take different branches from step `first` on are told, and what they are told."""
+    accelerator = Accelerator(config=config(strategy))
+    torch.manual_seed(0)
+    model = Branches(inside=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    watch.POLL_S, watch.COMPARE_EVERY_S = 0.02, 0.05
+    number = -1
+    try:
+        for number in range(500):
+            goes_left = dist.get_rank() == 0 if number >= first else True
+            step(accelerator, model, optimizer, number, goes_left)
+    except ShardkitError as error:
+        return number, str(error)
+    finally:
+        watch.POLL_S, watch.COMPARE_EVERY_S = 1.0, 10.0
+    return -1, ""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_different_branches_of_equal_shape_are_refused_before_the_first_steps(ranks, first):
+    for number, text in ranks.run(2, different_branches, 1, first):
+        assert number == first
+        assert text.startswith("model: rank 1 used other modules or parameters than rank 0 in a step, and FSDP mixes")
+        assert "the weights have not been changed by this step" in text
+        assert "shardkit.ddp_find_unused_parameters: true" in text
+
+
+def later_branches() -> tuple[int, str]:
+    """As above, in a loop over data, which is where boundaries are."""
+    watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 0.02, 0.005, 0.05
+    accelerator = Accelerator(config=config(1))
+    model = Branches(inside=True)
+    loader = torch.utils.data.DataLoader(torch.zeros(4000, 1), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    number = -1
+    try:
+        for number, _ in enumerate(loader):
+            step(accelerator, model, optimizer, number, dist.get_rank() == 0 if number >= 10 else True)
+    except ModelError as error:
+        return number, str(error)
+    finally:
+        watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 1.0, 0.05, 10.0
+    return -1, ""
+
+
+def test_different_branches_in_a_later_step_are_noticed_soon(ranks):
+    one, other = ranks.run(2, later_branches)
+    assert one == other
+    assert one[0] >= 10
+    assert "weights are wrong since then, so go back to a checkpoint from before" in one[1]
+
+
+def allowed(strategy: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses over all ranks and last weights, where ranks may use different parameters."""
+    accelerator = Accelerator(config=config(strategy, unused=True))
+    torch.manual_seed(0)
+    model = Branches(inside=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    losses = []
+    for number in range(5):
+        loss = step(accelerator, model, optimizer, number, (dist.get_rank() + number) % 2 == 0)
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    state = accelerator.get_state_dict(model)
+    return losses, {name: tensor.tolist() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_where_it_is_asked_for_ranks_may_use_different_parameters(ranks, strategy):
+    torch.manual_seed(0)
+    model = Branches(inside=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for number in range(5):
+        parts = torch.randn(12, 6, generator=torch.Generator().manual_seed(number)).chunk(2)
+        outputs = [model(part, (rank + number) % 2 == 0) for rank, part in enumerate(parts)]
+        loss = sum(output.pow(2).mean() for output in outputs) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for rank, (found, weights) in enumerate(ranks.run(2, allowed, strategy)):
+        assert found == pytest.approx(losses, abs=1e-5)
+        if rank == 0:
+            for name, tensor in model.state_dict().items():
+                torch.testing.assert_close(torch.tensor(weights[name]), tensor, atol=1e-5, rtol=1e-4)
+
+
+def first_step_without_gradients() -> list[str]:
+    heard = logging.handlers.BufferingHandler(100)
+    logging.getLogger("shardkit").addHandler(heard)
+    try:
+        accelerator = Accelerator(config=config(1))
+        model = Branches(inside=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            torch.zeros(1, requires_grad=True).sum().backward()  # a loss that is not the model's
+            optimizer.step()
+        return [record.getMessage() for record in heard.buffer if record.levelno == logging.WARNING]
+    finally:
+        logging.getLogger("shardkit").removeHandler(heard)
+
+
+def test_a_first_step_without_any_gradient_is_told_once(ranks):
+    for texts in ranks.run(2, first_step_without_gradients):
+        assert len(texts) == 1
+        assert texts[0].startswith("optimizer: no gradient has arrived in the first step of SGD (6 parameters)")
