@@ -12,9 +12,11 @@ Outside of the step the optimizer's groups hold the model's parameters, and its 
 
 from __future__ import annotations
 
+import copyreg
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +57,7 @@ def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
     is_sharded = any(isinstance(p, DTensor) for p in _parameters(optimizer))
     _refuse(optimizer, is_sharded)
     choose_kernels(optimizer)
-    if is_sharded and type(optimizer) in ELEMENTWISE:
+    if is_sharded and kind_of(optimizer) in ELEMENTWISE:
         return LocalStep(optimizer)
     if is_sharded and needs_whole_tensors(optimizer):
         return WholeStep(optimizer)
@@ -64,7 +66,8 @@ def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's state describes whole parameters, on every rank alike."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in WHOLE_TENSORS
+    kind = kind_of(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}" in WHOLE_TENSORS
 
 
 def _refuse(optimizer: torch.optim.Optimizer, is_sharded: bool) -> None:
@@ -91,99 +94,179 @@ class PlainStep:
 
 
 class LocalStep:
-    """The optimizer's own step on this rank's parts."""
+    """The optimizer's own step on this rank's parts.
+
+    The state that the kernels work on is kept here, by part. `optimizer.state` is its sharded form, by parameter: made
+    when somebody looks at it, and the one that counts from then until the next step.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._known: dict[int, dict[str, tuple[Any, Any]]] = {}
+        self._reference = weakref.ref(optimizer)  # the optimizer refers to this
+        self._parts: dict[int, _Part] = {}
+        self._local: Any = defaultdict(dict)
+        self._shown: Any = optimizer.state  # of an earlier step, where there was one
+        vars(optimizer).pop("state", None)
+        self._is_ahead = False  # whether `_local` has taken steps that are not shown
+        self._is_seen = True  # whether somebody may have changed what is shown
+        self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (part, sharded form) of state, by either's id
+        _let_state_be_seen(optimizer, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = _run(closure)
-        with self._on_parts():
-            self._optimizer.step()
-        return result
-
-    @contextmanager
-    def _on_parts(self) -> Iterator[None]:
-        groups, state = self._optimizer.param_groups, self._optimizer.state
+        optimizer = self._reference()
+        assert optimizer is not None
+        groups = optimizer.param_groups
         found = [group["params"] for group in groups]
-        parts: dict[torch.Tensor, torch.Tensor] = {}
-        local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for group in groups:
-            group["params"] = [parts.setdefault(p, self._part(p)) for p in group["params"]]
-        for parameter, part in parts.items():
-            if parameter in state:
-                local[part] = self._local_state(parameter, state[parameter])
-        self._optimizer.state = local
+        parts = [self._with_gradients(parameters) for parameters in found]
+        self._take_state(optimizer)
         try:
-            yield
+            vars(optimizer)["state"], self._is_ahead = self._local, True
+            for group, of_group in zip(groups, parts, strict=True):
+                group["params"] = of_group
+            optimizer.step()
         finally:
-            self._optimizer.state = state
+            del vars(optimizer)["state"]
             for group, parameters in zip(groups, found, strict=True):
                 group["params"] = parameters
-            for parameter, part in parts.items():
-                if part in local:
-                    self._keep(parameter, part, local[part], state)
-                if part is not parameter:
-                    part.grad = None
+            for part in self._parts.values():
+                part.tensor.grad = None  # else it would keep the gradient's memory
+        return result
 
-    def _part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter, with its gradient; a plain parameter itself."""
-        if not isinstance(parameter, DTensor):
-            return parameter
-        local = local_part(parameter)
-        known = self._parts.get(id(parameter))
-        if known is None or known[0] is not local:
-            known = self._parts[id(parameter)] = (local, local.detach())
-        known[1].grad = _local_gradient(parameter)
-        return known[1]
+    def _with_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts of the parameters, with their gradients; plain parameters themselves.
 
-    def _local_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """The parts of a parameter's state; the same objects each time, where the state is that of the last step."""
-        known = self._known.get(id(parameter), {})
-        return {
-            key: known[key][1] if key in known and known[key][0] is value else _part_of_state(value)
-            for key, value in state.items()
-        }
+        It runs once a tensor and step, beside kernels that take some microseconds each: hence one loop.
+        """
+        known, found = self._parts, []
+        for parameter in parameters:
+            part = known.get(id(parameter))
+            if part is None or part.local is not part.parameter._local_tensor:
+                if not isinstance(parameter, DTensor):
+                    found.append(parameter)
+                    continue
+                part = known[id(parameter)] = _Part(parameter, parameter._local_tensor)
+            tensor = part.tensor
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                if getattr(gradient, "_spec", None) is not part.gradient_spec:
+                    gradient = _like_parameter(gradient, parameter)
+                    part.gradient_spec = gradient._spec
+                tensor.grad = gradient._local_tensor
+            found.append(tensor)
+        return found
 
-    def _keep(self, parameter: torch.Tensor, part: torch.Tensor, local: dict[str, Any], state: Any) -> None:
-        """The parameter's state after the step, sharded as it is; what was there before stays the same object."""
-        known, own = self._known.setdefault(id(parameter), {}), state[parameter]
-        for key in [key for key in own if key not in local]:
-            del own[key]
-            known.pop(key, None)
-        for key, value in local.items():
-            if key not in known or known[key][1] is not value or own.get(key) is not known[key][0]:
-                kept = own.get(key)
-                if kept is None or _part_of_state(kept) is not value:
-                    kept = _as_sharded(value, part, parameter)
-                known[key] = kept, value
-                own[key] = kept
+    # ---- state, by part and by parameter ----
+
+    def state(self) -> Any:
+        """What `optimizer.state` is between steps: by parameter, and sharded."""
+        if self._is_ahead:
+            self._show()
+        self._is_seen = True
+        return self._shown
+
+    def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on from the sharded state where it was made, loaded, or may have been changed since the last step."""
+        if "state" in vars(optimizer):  # a state was loaded
+            self._shown, self._is_seen = vars(optimizer).pop("state"), True
+        if not self._is_seen:
+            return
+        tensors = {id(part.parameter): part.tensor for part in self._parts.values()}
+        self._local = defaultdict(dict)
+        for key, row in self._shown.items():
+            of_part = {name: self._part_of_state(value) for name, value in row.items()} if _is_row(row) else row
+            self._local[tensors.get(id(key), key)] = of_part
+        self._is_ahead = self._is_seen = False
+
+    def _show(self) -> None:
+        """Bring the sharded state up to date. What a step has changed in place stays the same object."""
+        parts = {id(part.tensor): part for part in self._parts.values()}
+        for key, row in self._local.items():
+            part = parts.get(id(key))
+            if part is None:
+                self._shown[key] = row
+                continue
+            of_parameter = self._shown[part.parameter]
+            for name in [name for name in of_parameter if name not in row]:
+                del of_parameter[name]
+            of_parameter.update({name: self._sharded_form(value, part) for name, value in row.items()})
+        self._is_ahead = False
+
+    def _part_of_state(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        pair = self._pairs.get(id(value))
+        if pair is None or pair[1] is not value:
+            pair = self._remember(local_part(value), value)
+        return pair[0]
+
+    def _sharded_form(self, value: Any, part: _Part) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == part.tensor.shape):
+            return value
+        pair = self._pairs.get(id(value))
+        if pair is None or pair[0] is not value:
+            pair = self._remember(value, sharded_like(value, part.parameter))
+        return pair[1]
+
+    def _remember(self, local: torch.Tensor, sharded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = self._pairs[id(local)] = self._pairs[id(sharded)] = (local, sharded)
+        return pair
 
 
-def _part_of_state(value: Any) -> Any:
-    return local_part(value) if isinstance(value, DTensor) else value
+def _is_row(row: Any) -> bool:
+    """Whether this is a parameter's state, and not a value that an optimizer keeps under a name."""
+    return isinstance(row, dict)
 
 
-def _as_sharded(value: Any, part: torch.Tensor, parameter: torch.Tensor) -> Any:
-    if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.dim()):
-        return value
-    return sharded_like(value, parameter) if value.shape == part.shape else value
+class _Part:
+    """A sharded parameter, its local tensor, and what the optimizer is given for it: the same memory, with `.grad`.
+
+    `gradient_spec` is how the gradient of the last step was sharded, which was seen to be as the parameter is.
+    """
+
+    __slots__ = ("gradient_spec", "local", "parameter", "tensor")
+
+    def __init__(self, parameter: DTensor, local: torch.Tensor) -> None:
+        self.parameter, self.local, self.tensor = parameter, local, local.detach()
+        self.gradient_spec: Any = None
 
 
-def _local_gradient(parameter: DTensor) -> torch.Tensor | None:
-    gradient = parameter.grad
-    if gradient is None:
-        return None
+class _ShownState:
+    """`optimizer.state`, where the optimizer itself has none of this name: it has one while it steps."""
+
+    def __get__(self, optimizer: torch.optim.Optimizer | None, kind: Any = None) -> Any:
+        return self if optimizer is None else vars(optimizer)["_shardkit_step"].state()
+
+
+def _let_state_be_seen(optimizer: torch.optim.Optimizer, step: LocalStep) -> None:
+    """Let `optimizer.state` ask the step. The optimizer gets a class of its own, which is otherwise the same."""
+    vars(optimizer)["_shardkit_step"] = step
+    optimizer.__class__ = _with_shown_state(kind_of(optimizer))  # type: ignore[arg-type]
+
+
+@cache
+def _with_shown_state(kind: Any) -> Any:
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        return copyreg.__newobj__, (kind,), self.__getstate__()  # type: ignore[attr-defined]
+
+    names = {"state": _ShownState(), "__reduce_ex__": reduce_ex, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**names, "_shardkit_original": kind})
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The optimizer's class, as the script knows it."""
+    return vars(type(optimizer)).get("_shardkit_original", type(optimizer))
+
+
+def _like_parameter(gradient: torch.Tensor, parameter: Any) -> DTensor:
+    """The gradient, sharded as its parameter is."""
     if not isinstance(gradient, DTensor):
         raise UsageError(
             f"optimizer step: the gradient of a sharded parameter of shape {tuple(parameter.shape)} is a plain tensor "
             f"(got shape {tuple(gradient.shape)}); set gradients that are sharded as the parameter is."
         )
     if gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part(gradient)
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
 
 
 class WholeStep:
@@ -278,10 +361,10 @@ def _choose(optimizer: torch.optim.Optimizer) -> None:
         chosen = group.get("foreach") is not None or group.get("fused") is not None
         if chosen or group.get("differentiable") or group.get("capturable"):
             continue
-        if type(optimizer) in FUSED and all(map(_can_fuse, group["params"])):
+        if kind_of(optimizer) in FUSED and all(map(_can_fuse, group["params"])):
             group["fused"] = True
             _move_step_counts(optimizer, group["params"])
-        elif type(optimizer) in ELEMENTWISE:
+        elif kind_of(optimizer) in ELEMENTWISE:
             group["foreach"] = True
 
 
