@@ -1,7 +1,7 @@
 # Everything installs into .venv; the stamp is renewed when what we depend on changes.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test test-fast test-faults lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -13,13 +13,16 @@ demo: .venv/.ready
 	$(BIN)/python templates/demo.py
 
 test: .venv/.ready lint
-	$(BIN)/python -m pytest -m "not faults"
+	$(BIN)/python -m pytest -m "not faults and not loops"
 
 test-fast: .venv/.ready
-	$(BIN)/python -m pytest -m "not faults and not slow"
+	$(BIN)/python -m pytest -m "not faults and not loops and not slow"
 
 test-faults: .venv/.ready
 	$(BIN)/python -m pytest -m faults
+
+test-loops: .venv/.ready
+	$(BIN)/python -m pytest -m loops
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -27,11 +27,40 @@ def compare(found: Any, expected: Any, bound: float, what: str) -> None:
         assert numpy.abs(found[1][name] - weight).max() < 2 * bound, f"{what}: {name}"
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", list(loops.LOOPS))
-def test_a_loop_is_that_of_one_process(ranks, name, world):
+# Of these every quick run has a part.
+QUICK = (
+    *("usual", "evaluations_without_grad", "evaluations_with_grad", "optimizer_built_after_an_evaluation"),
+    *("averages_swapped_in_by_assign", "sharpness_aware_by_copying", "a_method_besides_forward", "windows", "folds"),
+    *(
+        "two_forwards_two_backwards",
+        "gradient_penalty",
+        "a_backward_that_raised",
+        "with_adafactor",
+        "with_lion",
+        "fp64",
+    ),
+    *("unfreezing_in_phases", "forward_returns_an_object_without_blocks", "schedule_by_epoch_after_a_break"),
+)
+
+
+def cases() -> list[Any]:
+    """All loops on two ranks in `make test`; on one, three and four ranks in `make test-loops`."""
+    return [
+        pytest.param(name, world, strategies, id=f"{name}-{world}", marks=marks)
+        for name in loops.LOOPS
+        for world, strategies, marks in (
+            (2, (1, 2, 3, 4), () if name in QUICK else pytest.mark.slow),
+            (1, (1, 3), pytest.mark.loops),
+            (3, (1, 2, 3, 4), pytest.mark.loops),
+            (4, (1, 3, 4, 5), pytest.mark.loops),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("name", "world", "strategies"), cases())
+def test_a_loop_is_that_of_one_process(ranks, name, world, strategies):
     expected = reference(name)
-    for rank, found in enumerate(ranks.run(world, loops.on_ranks, name, STRATEGIES)):
+    for rank, found in enumerate(ranks.run(world, loops.on_ranks, name, strategies)):
         for strategy, result in found.items():
             if isinstance(result, str):
                 assert loops.LOOPS[name].refused[strategy] in result

@@ -8,6 +8,7 @@ from shardkit import env
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import process
 from shardkit.errors import ConfigError, MachineError
+from tests import forked
 
 
 def started() -> tuple:
@@ -82,3 +83,35 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
 def test_a_tpu_is_refused_in_words():
     with pytest.raises(MachineError, match=r"the Accelerator trains on CPU and CUDA \(got XLA\)"):
         process.check_world(Config(distributed_type=DistributedType.XLA), {})
+
+
+def limited_to(files: int, world_size: int) -> str:
+    import resource
+
+    found = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, found[1]), files))
+    try:
+        process.allow_connections(world_size)
+    except MachineError as error:
+        return str(error)
+    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def test_too_few_open_files_are_told_before_gloo_ends_the_process():
+    assert forked.run(1, limited_to, 900, 100)[0].value == "900"
+    text = forked.run(1, limited_to, 900, 300)[0].value
+    assert text.startswith("this machine: 300 ranks need about 1156 open files a process (got a limit of 900)")
+    assert "ulimit -n 1156" in text
+
+
+def raised_limit() -> int:
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    process.allow_connections(400)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_the_limit_of_open_files_is_raised():
+    assert forked.run(1, raised_limit)[0].value >= 256 + 3 * 400

@@ -2,6 +2,7 @@
 
 import atexit
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -16,6 +17,13 @@ from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
+
+# Groups of all ranks that a run may have: the default one, one of replicas and shards together, one for async saves.
+GROUPS_OF_ALL = 3
+# What else a process keeps open: data files and workers' pipes, libraries, devices.
+FILES_BESIDE = 256
+# Asked for where the system allows it.
+MANY_FILES = 65536
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,31 @@ def _device(config: Config, local_rank: int) -> tuple[str | None, torch.device]:
     return None, device
 
 
+def allow_connections(world_size: int) -> None:
+    """Lets this process open as many files as gloo needs: one a rank for each group of ranks.
+
+    Raises MachineError where the system does not allow so many; gloo would end the process without a reason.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_BESIDE + GROUPS_OF_ALL * world_size
+    highest = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, max(needed, MANY_FILES))
+    if soft != resource.RLIM_INFINITY and soft < highest:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise MachineError(
+            f"this machine: {world_size} ranks need about {needed} open files a process (got a limit of {allowed}); "
+            f"raise it: ulimit -n {needed}, or LimitNOFILE in the service that starts the ranks."
+        )
+
+
 def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
+    allow_connections(ranks.world_size)
     if config.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

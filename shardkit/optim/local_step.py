@@ -55,7 +55,7 @@ class Stepper(Protocol):
 def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
     """How this optimizer steps on the parameters that it has now. UsageError where it cannot."""
     is_sharded = any(isinstance(p, DTensor) for p in _parameters(optimizer))
-    _refuse(optimizer, is_sharded)
+    _refuse(optimizer)
     choose_kernels(optimizer)
     if is_sharded and kind_of(optimizer) in ELEMENTWISE:
         return LocalStep(optimizer)
@@ -70,8 +70,9 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in WHOLE_TENSORS
 
 
-def _refuse(optimizer: torch.optim.Optimizer, is_sharded: bool) -> None:
-    if is_sharded and isinstance(optimizer, torch.optim.LBFGS):
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    has_parts = any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in _parameters(optimizer))
+    if has_parts and isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "prepare: LBFGS treats all parameters as one vector, which no rank holds (got sharded parameters); use "
             "strategy NO_SHARD, or another optimizer."

@@ -44,7 +44,7 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
         if p in optimizer.state
     }
     for group in optimizer.param_groups:
-        group["params"] = [new.get(id(p), p) for p in group["params"]]
+        group["params"][:] = [new.get(id(p), p) for p in group["params"]]  # LBFGS and others keep this list
     for parameter in changed:
         optimizer.state.pop(parameter, None)
     for identity, state in states.items():

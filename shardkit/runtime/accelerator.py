@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardkit.config.schema import Config, DistributedType
 from shardkit.data import loader as data
@@ -41,7 +42,7 @@ from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
-from shardkit.sharding import gradient_sync, precision
+from shardkit.sharding import fsdp_unit, gradient_sync, precision
 from shardkit.sharding.mesh import build_mesh
 
 __all__ = ["Accelerator", "ProjectConfiguration"]
@@ -188,6 +189,17 @@ class Accelerator:
         zero_grad do nothing. The last batch of the loader ends a window early, with the right mean."""
         with self.accumulation.micro_batch(models or self.models):
             yield
+
+    def register_forward_method(self, model: nn.Module, *names: str) -> None:
+        """Let these methods of a prepared model be called as its forward is: they may use its own parameters.
+
+        Modules inside a model can be called from anywhere, and methods that call them need nothing of this.
+        """
+        for name in names:
+            if not callable(getattr(model, name, None)):
+                raise UsageError(f"register_forward_method: {type(model).__name__} has no method {name}.")
+            if isinstance(model, FSDPModule):
+                fsdp_unit.enter_by(model, name)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, forward and backward exchange no gradients. Under FSDP every rank then holds a whole model's

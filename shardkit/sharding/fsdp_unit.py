@@ -243,6 +243,13 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
                 module.forward = _Entry(module, state)
 
 
+def enter_by(model: nn.Module, name: str) -> None:
+    """Let a method of the model enter its unit, as forward does: for methods that use the model's own parameters."""
+    (state,) = [one for one in states_of(model) if model in one._modules]
+    if groups_of(state) and not isinstance(getattr(model, name), _Entry):
+        setattr(model, name, _Entry(model, state, name))
+
+
 class _LeftOnModules:
     """Tensors that a forward leaves on the unit's modules, such as the auxiliary loss of a router.
 
@@ -276,11 +283,11 @@ def _is_computed(value: Any) -> bool:
 
 
 class _Entry:
-    """The forward of a module inside a unit. It enters the unit where nothing around it has: a call such as
-    `model.embed(x)` finds the module's parameters gathered, and its gradients are reduced."""
+    """A method of a module inside a unit, its forward above all. It enters the unit where nothing around it has: a
+    call such as `model.embed(x)` finds the module's parameters gathered, and its gradients are reduced."""
 
-    def __init__(self, module: nn.Module, state: UnitState) -> None:
-        self._module, self._state, self._forward = module, state, module.forward
+    def __init__(self, module: nn.Module, state: UnitState, name: str = "forward") -> None:
+        self._module, self._state, self._name, self._forward = module, state, name, getattr(module, name)
         self._group = groups_of(state)[0]
         update_wrapper(self, self._forward)
 
@@ -295,9 +302,9 @@ class _Entry:
             _recover_if_raised(self._state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is no part of the unit: it has the forward of its class."""
+        """A copy of the module is no part of the unit: it has the method of its class."""
         copied = memo.get(id(self._module))
-        return self if copied is None else MethodType(type(self._module).forward, copied)
+        return self if copied is None else MethodType(getattr(type(self._module), self._name), copied)
 
 
 def _modules_of_unit(state: Any) -> Iterator[nn.Module]:

@@ -171,3 +171,28 @@ def model_called_in_pieces(run: Run) -> None:
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
+
+
+class Projected(Net):
+    """A method that uses a parameter of the model itself, which is no module's to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Parameter(torch.ones(7, 3) * 0.1)
+
+    def project(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.features(tokens) @ self.projection
+
+
+@loop()
+def a_method_with_a_parameter_of_its_own(run: Run) -> None:
+    torch.manual_seed(0)
+    model, optimizer = started(run, Projected())
+    if not run.is_plain:
+        run.accelerator.register_forward_method(model, "project")
+    for step in range(run.steps):
+        tokens = run.batch(step)
+        loss = run.unwrap(model).project(tokens).pow(2).mean() + loss_of(model, tokens)
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)

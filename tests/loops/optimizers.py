@@ -258,7 +258,7 @@ LOOPS["with_muon"] = Loop(with_muon, fsdp=BY_SIZE, bound=2e-4)  # its matrices a
 _NO_SHARD = "use strategy NO_SHARD"
 
 
-@loop(refused={1: _NO_SHARD, 2: _NO_SHARD, 4: _NO_SHARD})
+@loop(refused={1: _NO_SHARD, 2: _NO_SHARD, 4: _NO_SHARD, 5: _NO_SHARD})
 def with_lbfgs(run: Run) -> None:
     """A closure that is called several times a step; its loss decides how far the step goes."""
     model = Net()

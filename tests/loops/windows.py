@@ -126,7 +126,7 @@ def schedule_by_epoch_after_a_break(run: Run) -> None:
         run.see(torch.tensor(schedule.get_last_lr()[0]))
 
 
-@loop(accumulation=3, refused={4: "let the window end before you step"})
+@loop(accumulation=3, refused=dict.fromkeys((4, 5), "let the window end before you step"))
 def the_rest_of_a_window_is_stepped_by_hand(run: Run) -> None:
     """After a `break` in the middle of a window, the script steps with what there is: its mean."""
     model = Net()
