@@ -25,7 +25,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from shardkit.data.loader import active_loader, prepare_loader, skip_first_batches, to_device
+from shardkit.data.device import to_device
+from shardkit.data.loader import active_loader, prepare_loader, skip_first_batches
 from shardkit.errors import CheckpointError, ShardkitError, UsageError
 
 CPU = torch.device("cpu")

@@ -5,9 +5,6 @@ takes its slice of each, so that n ranks together read what one process would, i
 counted in samples of that order, not in batches: it means the same on any number of ranks.
 """
 
-import hashlib
-import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from shardkit.data.private_random import PrivateRandom, stream_seed
 from shardkit.errors import ShardkitError
 
 Item = TypeVar("Item")
@@ -28,52 +26,6 @@ class Share:
     items: list[Any]
     samples: int
     is_padded: bool
-
-
-def stream_seed(seed: int, epoch: int) -> int:
-    """63 bits that depend on both, without a pattern between neighbours."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "big") >> 1
-
-
-class PrivateRandom:
-    """Random generators of one stream. Inside `with`, Python's, numpy's and torch's CPU generator are the stream's own;
-    outside they are what they were, so that reading data changes nothing that the model draws."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._own: tuple[Any, ...] | None = None
-        self._found: list[tuple[Any, ...]] = []
-
-    def __enter__(self) -> None:
-        self._found.append(_random_states())
-        if self._own is None:
-            _seed_all(self._seed)
-        else:
-            _set_random_states(self._own)
-
-    def __exit__(self, *_: object) -> None:
-        self._own = _random_states()
-        _set_random_states(self._found.pop())
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy = sys.modules.get("numpy")
-    if numpy and states[2] is not None:
-        numpy.random.set_state(states[2])
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
 
 
 def draw(sampler: Any, seed: int, epoch: int) -> Sequence[Any]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardkit.data.sampler import Layout, PrivateRandom, split, stream_seed
+from shardkit.data.private_random import PrivateRandom, stream_seed
+from shardkit.data.sampler import Layout, split
 from shardkit.errors import CheckpointError
 
 EPOCH_IS_OVER = "epoch is over"
