@@ -7,18 +7,18 @@ skip_first_batches(loader, n)                     start this epoch after n batch
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
+from shardkit.data.position import Position, facts_of, misfit, saved_position
 from shardkit.data.private_random import stream_seed
-from shardkit.data.sources import Piece, Source, StreamSource, batch_size_of, layout_of, source_of
-from shardkit.distributed import control
+from shardkit.data.sources import Piece, Source, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 
@@ -29,13 +29,35 @@ Purpose = Literal["training", "evaluation"]
 _yields = count(1)
 
 
-@dataclass(frozen=True)
-class Position:
-    """A place in the data, in samples of the whole run; `dataset` is its own state there, where it has one."""
+@dataclass
+class Loop:
+    """One iteration over a prepared loader, up to the batch that is out."""
 
-    epoch: int = 0
-    samples: int = 0
-    dataset: Any = None
+    position: Position
+    batch_samples: int = 0
+    """Samples in the global batch that is out, padding not counted."""
+    is_last: bool = False
+    is_padded: bool = False
+    last_yield: int = 0
+    is_open: bool = True
+    is_finished: bool = False
+    """Whether it came to the end of its epoch; the position is that of the next one then."""
+    has_stepped: bool = False
+    """Whether an optimizer has stepped while this was the newest loop."""
+    inner: int = 0
+    """Loops that were begun inside this one."""
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it ended before it had a batch."""
+        return not self.last_yield and not self.is_finished
+
+    def take(self, piece: Piece) -> None:
+        """This batch is out now."""
+        samples = self.position.samples + piece.samples
+        self.position = replace(self.position, samples=samples, dataset=piece.state)
+        self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
+        self.last_yield = next(_yields)
 
 
 def prepare_loader(
@@ -45,13 +67,15 @@ def prepare_loader(
     device: torch.device | None,
     seed: int | None = None,
     *,
+    number: int = 0,
     split_batches: bool = False,
     even_batches: bool = True,
 ) -> "PreparedLoader":
     """The loader, giving this rank its part of every global batch, on `device`. Collective: every rank calls it.
 
-    A global batch is batch_size x world_size samples; with split_batches, batch_size samples. Without a `seed`, the
-    one of the loader's own generator is used, else rank 0's. A prepared loader comes back as it is.
+    A global batch is batch_size x world_size samples; with split_batches, batch_size samples. The order comes from the
+    seed of the loader's own generator, else from `seed`, else from rank 0's; `number` counts the loaders before this
+    one that share its generator, or have none. A prepared loader comes back as it is.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -60,67 +84,108 @@ def prepare_loader(
             f"prepare: not a torch DataLoader (got {type(loader).__name__}); wrap the dataset in "
             "torch.utils.data.DataLoader."
         )
-    layout = layout_of(loader, rank, world_size, split_batches, even_batches)
-    source = source_of(loader, layout, split_batches)
-    return PreparedLoader(source, loader, device, _agreed_seed(source, loader, world_size, seed))
-
-
-def _agreed_seed(source: Source, loader: DataLoader, world_size: int, seed: int | None) -> int:
-    """The same number on every rank: rank 0's. Raises UsageError on all ranks where their data differ in size, which
-    would have one of them wait for batches that never come. Collective."""
-    generator = loader.generator or getattr(loader.sampler, "generator", None)
-    if seed is None:
-        seed = generator.initial_seed() if generator is not None else torch.initial_seed()
-    if world_size == 1 or not dist.is_initialized():
-        return seed
-    own = [seed, source.dataset_length, source.total_batch_size]
-    problem, agreed = control.start().decide(own, lambda told: (_different_sizes(told), told[0][0]))
-    if problem:
-        raise UsageError(problem)
-    return agreed
-
-
-def _different_sizes(told: list[list[Any]]) -> str | None:
-    for number, what in ((1, "the dataset's length"), (2, "the global batch size")):
-        sizes = [own[number] for own in told]
-        if len(set(sizes)) > 1:
-            return (
-                f"prepare: {what} is not the same on all ranks (got {', '.join(map(str, sizes[:8]))} by rank); give "
-                "every rank the whole dataset and the same batch_size: shardkit shards it."
-            )
-    return None
+    source = source_of(loader, layout_of(loader, rank, world_size, split_batches, even_batches), split_batches)
+    agreed = agreed_seed(source, own_seed(loader, seed, number), rank, world_size)
+    return PreparedLoader(source, loader, rank, device, agreed)
 
 
 class PreparedLoader:
     """A data loader as the training loop sees it: this rank's batches, on its device, and where the loop is.
 
     Iterating runs one epoch, or what is left of one after `load_state_dict` or `skip_first_batches`. An epoch that
-    the loop leaves early is over: the next iteration starts the next one, as with any DataLoader.
+    the loop leaves early is over: the next iteration starts the next one, as with any DataLoader. A loop inside a loop
+    over the same loader runs an epoch of its own, and leaves the outer one where it is.
 
     Where the loop is, and what a save keeps of it, are two things: see `state_dict`.
     """
 
-    def __init__(self, source: Source, users: DataLoader, device: torch.device | None, seed: int) -> None:
-        self.end_of_loader = False
-        self.remainder = -1
-        self.is_iterating = False
-        self.last_yield = 0
-        self.batch_samples = 0
-        """Samples in the global batch that is out, padding not counted."""
+    def __init__(self, source: Source, users: DataLoader, rank: int, device: torch.device | None, seed: int) -> None:
         self.after_batch: Callable[[PreparedLoader], None] | None = None
         """Called when the loop comes back for more: all that belongs to the batch before is done."""
         self._source = source
-        self._users = users
+        self.users = users
+        self._rank = rank
         self._device = device
         self._seed = seed
+        self._loop: Loop | None = None
+        self._next = self._used = Position()
         self._is_positioned = False
         self._is_restored = False
         self._purpose: Purpose | None = None
-        self._place(Position())
+        self._facts = facts_of(source.dataset, source.dataset_length, source.split)
 
-    def _place(self, position: Position) -> None:
-        """All before this position is done with."""
-        self._now = self._used = position
+    def __iter__(self) -> Iterator[Any]:
+        outer = self._loop
+        is_moved, start = self._is_positioned, self._begin()
+        loop = self._loop = Loop(start)
+        try:
+            for piece in self._source.pieces(self._seed, start, is_moved):
+                loop.take(piece)
+                self._loop = loop  # loops over one loader may take turns
+                yield to_device(piece.batch, self._device)
+                if self.after_batch is not None:
+                    self.after_batch(self)
+            loop.position, loop.is_finished = Position(start.epoch + 1), True
+        finally:
+            self._end(loop, outer)
+
+    def _begin(self) -> Position:
+        """Where the iteration starts that is begun now."""
+        outer, start = self._loop, self._next
+        if self._is_positioned:
+            self._is_positioned = self._is_restored = False
+        elif outer is not None:
+            outer.inner += 1
+            start = Position(outer.position.epoch + outer.inner)
+        elif start.samples:  # the last loop was left there
+            start = Position(start.epoch + 1)
+        if outer is None:
+            self._next = self._used = start
+        self._source.loader.generator.manual_seed(stream_seed(self._seed, start.epoch))
+        return start
+
+    def _end(self, loop: Loop, outer: Loop | None) -> None:
+        """The loop is over, or left. A loop inside another that no step was made in leaves that one as it was found."""
+        loop.is_open = False
+        if self._loop is not loop:
+            return
+        if outer is not None and outer.is_open and not loop.has_stepped:
+            self._loop = outer
+            return
+        self._loop = None
+        if not self._is_positioned:
+            self._next, self._is_positioned = loop.position, loop.is_unused
+        if loop.is_finished:
+            self._used = self._next
+
+    @property
+    def _now(self) -> Position:
+        return self._next if self._loop is None else self._loop.position
+
+    @property
+    def is_iterating(self) -> bool:
+        """Whether a loop over it is open."""
+        return self._loop is not None
+
+    @property
+    def last_yield(self) -> int:
+        """A number that grows with every batch of any loader; 0 outside of loops."""
+        return 0 if self._loop is None else self._loop.last_yield
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples in the global batch that is out, padding not counted."""
+        return 0 if self._loop is None else self._loop.batch_samples
+
+    @property
+    def end_of_loader(self) -> bool:
+        """Whether the batch that is out is the epoch's last."""
+        return self._loop is not None and self._loop.is_last
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the global batch that is out where padding follows them, else -1."""
+        return self.batch_samples if self._loop is not None and self._loop.is_padded else -1
 
     @property
     def epoch(self) -> int:
@@ -132,33 +197,6 @@ class PreparedLoader:
         """Samples of this epoch that the loop has been given, over all ranks."""
         return self._now.samples
 
-    def __iter__(self) -> Iterator[Any]:
-        self._start()
-        try:
-            for piece in self._source.pieces(self._seed, self.epoch, self.samples_seen):
-                self._advance(piece)
-                yield to_device(piece.batch, self._device)
-                if self.after_batch is not None:
-                    self.after_batch(self)
-        finally:
-            self.is_iterating = self.end_of_loader = False
-            self.remainder = -1
-        self._place(Position(self.epoch + 1))
-
-    def _start(self) -> None:
-        if self.samples_seen and not self._is_positioned:
-            self._place(Position(self.epoch + 1))
-        self._is_positioned = self._is_restored = False
-        self.is_iterating = True
-        self._source.loader.generator.manual_seed(stream_seed(self._seed, self.epoch))
-
-    def _advance(self, piece: Piece) -> None:
-        self._now = Position(self.epoch, self.samples_seen + piece.samples, piece.state)
-        self.batch_samples = piece.samples
-        self.end_of_loader = piece.is_last
-        self.remainder = piece.samples if piece.is_padded else -1
-        self.last_yield = next(_yields)
-
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
         return len(self._source)
@@ -166,12 +204,12 @@ class PreparedLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._users, name)
+        return getattr(self.users, name)
 
     @property
     def batch_size(self) -> int | None:
         """Samples in this rank's batches; None where the dataset or a batch sampler of the user's makes them."""
-        size = batch_size_of(self._users)
+        size = batch_size_of(self.users)
         return None if size is None else self._source.layout.global_batch // self._source.layout.world_size
 
     @property
@@ -181,32 +219,32 @@ class PreparedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration runs this epoch. Naming the epoch that the position is in already leaves the position."""
-        if epoch == self.epoch and self._is_positioned:
+        if self._is_positioned and epoch == self._next.epoch:
             return
-        if self._is_restored and (self.samples_seen or self._purpose == "training") and self._source.layout.rank == 0:
+        if self._is_restored and (self._next.samples or self._purpose == "training") and self._rank == 0:
             log.warning(
-                f"data: set_epoch({epoch}) drops the restored position (epoch {self.epoch}, after "
-                f"{self.samples_seen:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."
+                f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
+                f"{self._next.samples:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."
             )
         self._move_to(Position(epoch))
 
     def skip_to(self, batches: int) -> None:
         """The next iteration starts after so many batches of the epoch, whatever position there was."""
-        self._move_to(Position(self.epoch, self._source.samples_in(self._seed, self.epoch, batches)))
+        start = Position(self.epoch, order=self._now.order)
+        self._move_to(replace(start, samples=self._source.samples_in(self._seed, start, batches)))
 
     def _move_to(self, position: Position) -> None:
-        self._place(position)
-        self._is_positioned, self._is_restored = True, False
-        if isinstance(self._source, StreamSource):
-            self._source.stream.saved = position.dataset
+        self._next, self._is_positioned, self._is_restored = position, True, False
+        if self._loop is None:
+            self._used = position
 
     def note_step(self) -> None:
         """An optimizer has stepped in a loop over a prepared loader: all batches that are out are used.
 
         Several loops may be running (`zip` of two loaders): a step uses what all of them gave.
         """
-        if self.is_iterating:
-            self._purpose, self._used = "training", self._now
+        if self._loop is not None:
+            self._purpose, self._used, self._loop.has_stepped = "training", self._now, True
         elif self._purpose is None:
             self._purpose = "evaluation"
 
@@ -221,11 +259,12 @@ class PreparedLoader:
         return {
             "epoch": position.epoch,
             "samples_seen": position.samples,
+            "order": position.order,
             "seed": self._seed,
             "purpose": self._purpose,
-            "dataset_length": self._source.dataset_length,
             "global_batch": self.total_batch_size,
             "dataset": position.dataset if _is_jsonable(position.dataset) else None,
+            **self._facts,
         }
 
     def _position_to_save(self) -> Position:
@@ -239,29 +278,30 @@ class PreparedLoader:
     def load_state_dict(self, state: Mapping[str, Any], *, restart_epoch: bool = False) -> None:
         """The next iteration continues after the saved position, on any number of ranks and with any batch size.
 
-        Raises CheckpointError where the dataset has another length; `restart_epoch` starts the saved epoch anew then.
-        Also inside the loop over this loader, unless the saved position is its own: that loop would go on elsewhere.
+        Raises CheckpointError where `misfit` says so; `restart_epoch` starts the saved epoch anew where the data are
+        others, or are split otherwise.
         """
-        if self.is_iterating:
-            if state == self.state_dict():
-                return
-            raise CheckpointError(
-                f"data: a position cannot be loaded inside the loop over its loader, which goes on where it is (got "
-                f"epoch {state['epoch']}, {state['samples_seen']:,} samples); leave the loop first, and the except "
-                "clause of what it raised, or load_state(..., data_position=False)."
-            )
-        saved, own = state.get("dataset_length"), self._source.dataset_length
-        if saved != own and not restart_epoch:
-            raise CheckpointError(
-                f"data: the dataset has another length than when the position was saved (got {_count(own)}, saved "
-                f"{_count(saved)}); use the same data, or load_state_dict(state, restart_epoch=True) to start the "
-                "epoch anew, or load_state(..., data_position=False) to leave the position out."
-            )
+        problem = misfit(state, self._facts, saved_ranks=None)
+        if reason := self._loop_misfit(state) or (None if restart_epoch else problem):
+            raise CheckpointError(f"data: {reason}.")
+        if self._loop is not None:
+            return  # where it is already
         self._seed, self._purpose = int(state["seed"]), state.get("purpose")
-        samples = 0 if restart_epoch and saved != own else int(state["samples_seen"])
-        dataset = state.get("dataset") if samples and isinstance(self._source, StreamSource) else None
-        self._move_to(Position(int(state["epoch"]), samples, dataset))
+        self._move_to(Position(int(state["epoch"])) if problem else saved_position(state))
         self._is_restored = True
+
+    def misfit(self, state: Mapping[str, Any], saved_ranks: int) -> str | None:
+        """Why a position that so many ranks saved cannot be loaded here, and what to do; None where it can."""
+        return self._loop_misfit(state) or misfit(state, self._facts, saved_ranks)
+
+    def _loop_misfit(self, state: Mapping[str, Any]) -> str | None:
+        if self._loop is None or state == self.state_dict():
+            return None
+        return (
+            "a position cannot be loaded inside the loop over its loader, which goes on where it is (got epoch "
+            f"{state['epoch']}, {state['samples_seen']:,} samples); leave the loop first, and the except clause of "
+            "what it raised, and drop iterators that are kept, or load_state(..., data_position=False)"
+        )
 
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
@@ -304,7 +344,3 @@ def _is_jsonable(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _count(length: int | None) -> str:
-    return "no length" if length is None else f"{length:,} samples"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 
-def stream_seed(seed: int, epoch: int) -> int:
-    """63 bits that depend on both, without a pattern between neighbours."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "big") >> 1
+def stream_seed(seed: int, part: int | str) -> int:
+    """63 bits that depend on both, without a pattern between neighbours. `part`: an epoch, a rank, a position."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{part}".encode()).digest()[:8], "big") >> 1
 
 
 class PrivateRandom:

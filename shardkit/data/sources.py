@@ -3,19 +3,20 @@
 A source turns the user's DataLoader into one of its own that reads this rank's part of every global batch.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from shardkit.data import sampler as order
+from shardkit.data import sampler, shares
+from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.private_random import stream_seed
-from shardkit.data.sampler import Layout, Share, with_last
-from shardkit.data.stream import EPOCH_IS_OVER, CountingCollate, Stream
+from shardkit.data.sampler import Drawn
+from shardkit.data.shares import Layout, Share, number_of_batches, with_last
+from shardkit.data.stream import CountingCollate, Stream, end_together, split_of
 from shardkit.data.workers import Indices, StartWorker, batches_of
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -39,20 +40,27 @@ class Source(Protocol):
     """Where batches come from: a map-style dataset or a stream."""
 
     loader: DataLoader
+    dataset: Any
+    split: tuple[int, int] | None
+    """(rank, world size) of a stream that yields one rank's part already."""
     layout: Layout
     total_batch_size: int
     dataset_length: int | None
+    units: int | None
+    """How many units of `layout.global_batch` an epoch says that it has, over all ranks; None where it does not say."""
 
-    def pieces(self, seed: int, epoch: int, start: int) -> Iterator[Piece]:
-        """This rank's batches of an epoch, from a position in samples on."""
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        """This rank's batches from a position to the end of its epoch. `is_moved`: it does not follow from the batches
+        that were read before."""
 
-    def samples_in(self, seed: int, epoch: int, batches: int) -> int:
-        """How many samples the first so many global batches of an epoch hold."""
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        """How many samples the first so many global batches of the position's epoch hold."""
 
     def __len__(self) -> int: ...
 
 
 def source_of(loader: DataLoader, layout: Layout, split_batches: bool) -> Source:
+    """The source for what the loader reads."""
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, layout)
     if loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler:
@@ -61,6 +69,7 @@ def source_of(loader: DataLoader, layout: Layout, split_batches: bool) -> Source
 
 
 def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> Layout:
+    """How the loader's batches become global ones. UsageError where they cannot be split evenly."""
     drops = loader.drop_last or bool(getattr(loader.batch_sampler, "drop_last", False))
     size = batch_size_of(loader)
     if not split_batches or size is None:
@@ -81,150 +90,168 @@ def batch_size_of(loader: DataLoader) -> int | None:
 class SampledSource:
     """A map-style dataset with a sampler of single indices."""
 
+    split: tuple[int, int] | None = None
+
     def __init__(self, loader: DataLoader, layout: Layout) -> None:
         self.layout = layout
         self.total_batch_size = layout.global_batch
-        self.dataset_length: int | None = len(loader.dataset)  # type: ignore[arg-type]
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        self._sampler = _without_ranks(sampler, loader.dataset)
-        self._indices = ShareSampler(is_batched=loader.batch_sampler is not None)
+        self.dataset = loader.dataset
+        self.dataset_length = sampler.length_of(loader.dataset)
+        self._sampler = _without_ranks(getattr(loader.batch_sampler, "sampler", loader.sampler), loader.dataset)
+        self.units = sampler.epoch_length(self._sampler)
+        self._indices = IndexQueue(is_batched=loader.batch_sampler is not None)
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
-    def pieces(self, seed: int, epoch: int, start: int) -> Iterator[Piece]:
-        drawn = order.draw(self._sampler, seed, epoch)
-        self._indices.start_at(_seed_of_rank(seed, epoch, self.layout), start)
-        return _sampled(self.loader, self._indices, partial(order.shares_of_samples, drawn, start, self.layout))
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        order = self._order(seed, start)
+        if isinstance(order, Drawn):
+            own_shares = shares.shares_of_drawn(order, start.samples, self.layout)
+        else:
+            own_shares = shares.shares_of_indexed(order, start.samples, self.layout)
+        return _sampled(self, self._indices, own_shares, seed, start)
 
-    def samples_in(self, seed: int, epoch: int, batches: int) -> int:
-        return min(batches * self.total_batch_size, len(self._sampler))
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        wanted, order = batches * self.total_batch_size, self._order(seed, start)
+        return order.skip(wanted) if isinstance(order, Drawn) else min(wanted, order.length)
+
+    def _order(self, seed: int, start: Position) -> sampler.Indexed | Drawn:
+        known = sampler.indexed(self._sampler, seed, start.epoch, start.order)
+        return known or Drawn(self._sampler, seed, start.epoch, keep=self.layout.world_size - 1)
 
     def __len__(self) -> int:
-        return _number_of_batches(len(self._sampler), self.layout)
+        return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
 
 
 class BatchSampledSource:
-    """A map-style dataset with a batch sampler of the user's own."""
+    """A map-style dataset with a batch sampler of the user's own. With `split_batches` each of its batches is a global
+    one, else as many together as there are ranks."""
+
+    split: tuple[int, int] | None = None
 
     def __init__(self, loader: DataLoader, layout: Layout, split_batches: bool) -> None:
-        sampler: Any = loader.batch_sampler
-        size = getattr(sampler, "batch_size", None)
-        self.layout = Layout(layout.rank, layout.world_size, layout.world_size, layout.drop_last, layout.even)
-        self.total_batch_size = (size or 1) * (1 if split_batches else layout.world_size)
-        self.dataset_length: int | None = len(loader.dataset)  # type: ignore[arg-type]
-        self._sampler = sampler
-        self._split_batches = split_batches
-        self._indices = ShareSampler(is_batched=True)
+        self.layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
+        self.total_batch_size = (getattr(loader.batch_sampler, "batch_size", None) or 1) * self.layout.global_batch
+        self.dataset = loader.dataset
+        self.dataset_length = sampler.length_of(loader.dataset)
+        self._sampler: Any = loader.batch_sampler
+        self.units = sampler.epoch_length(self._sampler)
+        self._shares_of = shares.shares_of_each_batch if split_batches else shares.shares_of_batches
+        self._indices = IndexQueue(is_batched=True)
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
-    def pieces(self, seed: int, epoch: int, start: int) -> Iterator[Piece]:
-        shares_of = order.shares_of_each_batch if self._split_batches else order.shares_of_batches
-        batches = order.draw(self._sampler, seed, epoch)
-        self._indices.start_at(_seed_of_rank(seed, epoch, self.layout), start)
-        return _sampled(self.loader, self._indices, partial(shares_of, batches, start, self.layout))
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        own_shares = self._shares_of(self._order(seed, start), start.samples, self.layout)
+        return _sampled(self, self._indices, own_shares, seed, start)
 
-    def samples_in(self, seed: int, epoch: int, batches: int) -> int:
-        taken = batches if self._split_batches else batches * self.layout.world_size
-        return sum(len(batch) for batch in islice(order.draw(self._sampler, seed, epoch), taken))
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        order, size = self._order(seed, start), self.layout.global_batch
+        return sum(len(batch) for _ in range(batches) for batch in order.take(size))
+
+    def _order(self, seed: int, start: Position) -> Drawn:
+        return Drawn(self._sampler, seed, start.epoch, keep=self.layout.world_size - 1)
 
     def __len__(self) -> int:
-        return len(self._sampler) if self._split_batches else _number_of_batches(len(self._sampler), self.layout)
+        return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
 
 
 class StreamSource:
-    """An iterable dataset."""
+    """An iterable dataset. One that gives every rank a part of its own already is read as it is, and ends on all ranks
+    where the first part ends."""
 
     def __init__(self, loader: DataLoader, layout: Layout) -> None:
-        self._ranks_beside = 1
-        if getattr(loader.dataset, "_distributed", None) is not None:
-            log.info("data: the dataset is already split by rank; it is not sharded again.")
-            self._ranks_beside = layout.world_size
-            layout = Layout(0, 1, layout.global_batch // layout.world_size, layout.drop_last, layout.even)
-        self.layout = layout
-        self.total_batch_size = layout.global_batch * self._ranks_beside
-        self.dataset_length: int | None = _length_of(loader.dataset)
-        self.stream = Stream(loader.dataset, layout)
+        self.dataset, self.split = loader.dataset, split_of(loader.dataset)
+        self._parts = layout.world_size if self.split else 1
+        own_size = layout.global_batch // layout.world_size
+        self.layout = replace(layout, rank=0, world_size=1, global_batch=own_size) if self.split else layout
+        self.total_batch_size = layout.global_batch
+        self.dataset_length = self.units = sampler.length_of(loader.dataset)
+        self.stream = Stream(loader.dataset, self.layout)
         collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
-        size = None if loader.batch_size is None else layout.global_batch // layout.world_size
+        size = None if loader.batch_size is None else own_size
         self.loader = _rebuilt(loader, self.stream, batch_size=size, collate_fn=collate)
 
-    def pieces(self, seed: int, epoch: int, start: int) -> Iterator[Piece]:
-        self.stream.start_at(seed, epoch, start // self._ranks_beside)
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        if start.dataset == EPOCH_IS_OVER:
+            return
+        self.stream.start_at(stream_seed(seed, start.epoch), start.epoch, start.samples // self._parts, is_moved)
+        self.stream.saved = start.dataset
+        if start.samples and start.dataset is None:
+            log.info(f"data: reading past {start.samples:,} samples of the stream, to where the position is.")
         # The snapshot is taken between a batch and the look-ahead to the next, so it belongs to that batch.
-        counted = ((batch, self.stream.snapshot) for batch in batches_of(self.loader))
-        for (batch, state), is_last in with_last(counted):
-            if is_last and state is not None:  # the dataset may be at its beginning again
-                state = EPOCH_IS_OVER
-            yield Piece(batch.batch, batch.samples * self._ranks_beside, batch.is_padded, is_last, state)
+        batches = with_last((batch, self.stream.snapshot) for batch in batches_of(self.loader))
+        if self._parts == 1:
+            for (batch, state), is_last in batches:
+                yield Piece(batch.batch, batch.samples, batch.is_padded, is_last, EPOCH_IS_OVER if is_last else state)
+        else:
+            for (batch, state), is_last, samples in end_together(batches, lambda value: value[0].samples):
+                yield Piece(batch.batch, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
 
-    def samples_in(self, seed: int, epoch: int, batches: int) -> int:
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
         return batches * self.total_batch_size
 
     def __len__(self) -> int:
-        return _number_of_batches(len(self.stream.dataset) // self._ranks_beside, self.layout)
+        return number_of_batches(len(self.stream.dataset), self.layout)
 
 
-def _without_ranks(sampler: Any, dataset: Any) -> Any:
+def _without_ranks(users: Any, dataset: Any) -> Any:
     """The sampler to draw the whole order from: torch's DistributedSampler is replaced by what it shards."""
-    if order.is_rank_aware(sampler):
-        log.info(f"data: {type(sampler).__name__} already shards over ranks; shardkit shards its whole order instead.")
-    if not order.is_plain_distributed(sampler):
-        return sampler
-    return RandomSampler(dataset) if sampler.shuffle else SequentialSampler(dataset)
+    if sampler.ranked_part(users) is not None:
+        log.info(f"data: {type(users).__name__} already shards over ranks; shardkit shards its whole order instead.")
+    if not sampler.is_plain_distributed(users):
+        return users
+    return RandomSampler(dataset) if users.shuffle else SequentialSampler(dataset)
 
 
-def _number_of_batches(samples: int, layout: Layout) -> int:
-    return samples // layout.global_batch if layout.drop_last else -(-samples // layout.global_batch)
-
-
-def _length_of(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
-
-
-def _seed_of_rank(seed: int, epoch: int, layout: Layout) -> int:
-    return stream_seed(stream_seed(seed, epoch), layout.rank)
-
-
-class ShareSampler(Sampler):
-    """What the rebuilt DataLoader takes its indices from: the shares of the epoch at hand."""
+class IndexQueue(Sampler):
+    """What the rebuilt DataLoader takes its indices from: those of the epoch at hand."""
 
     def __init__(self, is_batched: bool) -> None:
-        self._is_batched = is_batched
-        self._seed = self._start = 0
-        self.shares: Callable[[], Iterator[Share]] = lambda: iter(())
-
-    def start_at(self, seed: int, start: int) -> None:
-        """Random draws in workers are functions of this seed and the batch's position, which begins at `start`."""
-        self._seed, self._start = seed, start
+        self.is_batched = is_batched
+        self.indices: Iterator[Any] = iter(())
 
     def as_argument(self) -> dict[str, Any]:
         """How DataLoader is given it: in place of batches, or of single indices where it does not batch."""
-        return {"batch_sampler": self} if self._is_batched else {"batch_size": None, "sampler": self}
+        return {"batch_sampler": self} if self.is_batched else {"batch_size": None, "sampler": self}
 
     def __iter__(self) -> Iterator[Any]:
-        position = self._start
-        for share in self.shares():
-            indices = Indices(share.items)
-            indices.seed = stream_seed(self._seed, position)
-            position += share.samples
-            yield indices if self._is_batched else share.items[0]
+        return self.indices
 
 
-def _sampled(loader: DataLoader, indices: ShareSampler, shares: Callable[[], Iterator[Share]]) -> Iterator[Piece]:
+def _sampled(
+    source: SampledSource | BatchSampledSource, queue: IndexQueue, own: Iterator[Share], seed: int, start: Position
+) -> Iterator[Piece]:
     """Batches beside their shares. No batch is read ahead here: what samples draw at random stays in step with the
     loop, and whether a batch is the last one is known from the shares."""
-    indices.shares = shares
-    for batch, (share, is_last) in zip(batches_of(loader), with_last(shares()), strict=True):
-        yield Piece(batch, share.samples, share.is_padded, is_last)
+    handed_out: deque[Share] = deque()
+    seed_of_rank = stream_seed(stream_seed(seed, start.epoch), source.layout.rank)
+
+    def indices() -> Iterator[Any]:
+        position = start.samples
+        for share in own:
+            handed_out.append(replace(share, items=()))
+            batch = Indices(share.items)
+            batch.seed = stream_seed(seed_of_rank, position)
+            position += share.samples
+            yield batch if queue.is_batched else share.items[0]
+
+    queue.indices = indices()
+    for batch in batches_of(source.loader):
+        share = handed_out.popleft()
+        yield Piece(batch, share.samples, share.is_padded, share.is_last)
 
 
 def _rebuilt(loader: DataLoader, dataset: Any = None, **changes: Any) -> DataLoader:
     """A DataLoader as the user's, but for what changes. Seeds of its workers come from a generator of its own, so that
     starting an epoch draws nothing from the global one."""
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        log.warning(
+            f"data: {type(loader).__name__} has an __iter__ of its own, which is not used: its dataset is read by a "
+            "torch DataLoader with the same sampler, collate_fn and workers."
+        )
+    if not loader.in_order:
+        log.info("data: in_order=False is left out: batches come in order, or a resumed run would lose some.")
     same = ("num_workers", "collate_fn", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
-    kept = {name: getattr(loader, name) for name in (*same, "in_order")}
+    kept = {name: getattr(loader, name) for name in same}
     kept["pin_memory"] = loader.pin_memory and torch.accelerator.is_available()
     start = StartWorker(loader.worker_init_fn) if loader.num_workers else None
     kept |= {"worker_init_fn": start, "generator": torch.Generator(), **changes}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.errors import UsageError
 from shardkit.optim import local_step, rebind
@@ -107,12 +108,16 @@ def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | N
 
 def _loader(accelerator: "Accelerator", loader: Any) -> PreparedLoader:
     process = accelerator.process
+    beside = 0
+    if isinstance(loader, DataLoader):
+        beside = sum(generator_of(known.users) is generator_of(loader) for known in accelerator.loaders)
     prepared = prepare_loader(
         loader,
         process.rank,
         process.world_size,
         process.device,
         accelerator.config.shardkit.seed,
+        number=beside,
         split_batches=accelerator.split_batches,
         even_batches=accelerator.even_batches,
     )
