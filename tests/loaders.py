@@ -124,9 +124,9 @@ class Pairs(Sampler):
         return (list(islice(numbers, size)) for size in sizes)
 
 
-def batch_sampled(rank, world, sampler=None, split_batches=False, dataset=None, **options):
+def batch_sampled(rank, world, sampler=None, split_batches=False, dataset=None, even_batches=True, **options):
     loader = DataLoader(dataset or Numbers(), batch_sampler=sampler or Pairs(), **options)
-    return prepare_loader(loader, rank, world, CPU, 7, split_batches=split_batches)
+    return prepare_loader(loader, rank, world, CPU, 7, split_batches=split_batches, even_batches=even_batches)
 
 
 class Reversed(DistributedSampler):

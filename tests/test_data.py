@@ -1,5 +1,6 @@
 """Prepared loaders. A rank's part depends on its number alone, so most worlds here are made in one process."""
 
+import json
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -486,3 +488,99 @@ def test_workers_survive_the_signal_that_stops_a_run_and_end_with_the_process(tm
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert (output.strip(), process.returncode) == ("40", 0), problems
+
+
+LARGE_SEEDS = [2**63, 2**64 - 1, -1]
+
+
+@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow, FlowWithState])
+@pytest.mark.parametrize("seed", LARGE_SEEDS)
+def test_issue_9_3_seeds_of_64_bits(kind, seed):
+    """torch's own first seed has 64 bits, and so may a generator's, a configuration's and a saved position's."""
+    shuffle = {"shuffle": True} if kind is Numbers else {}
+    found = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        by_torch, state = run(1, dataset=kind(), seed=None, stop=3, **shuffle)
+    finally:
+        torch.random.set_rng_state(found)
+    assert state["seed"] == seed % 2**64
+    assert by_torch == run(1, dataset=kind(), seed=state["seed"], stop=3, **shuffle)[0]
+    rest, _ = run(2, json.loads(json.dumps(state)), dataset=kind(), seed=1, **shuffle)
+    assert sorted(by_torch + rest) == list(range(40))
+    generator = torch.Generator().manual_seed(seed)
+    assert run(1, dataset=kind(), generator=generator, stop=3, **shuffle)[0] == by_torch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Noise, ShuffledFlow])
+def test_issue_9_3_seeds_of_64_bits_in_workers(kind):
+    options = {"dataset": kind(8), "num_workers": 1, "collate_fn": list}
+    given = [list(prepared(seed=seed, **options)) for seed in LARGE_SEEDS]
+    assert given[0] != given[1] != given[2]
+
+
+def test_issue_9_14_a_rank_left_without_a_batch_is_said_at_prepare_where_it_is_known():
+    text = (
+        "prepare: even_batches=False leaves ranks without a last batch, and the others would wait for them (got 1 for "
+        "2 ranks); use drop_last=True, even_batches=True or another batch size."
+    )
+    for options in ({"dataset": Numbers(17)}, {"dataset": Numbers(17), "shuffle": True}, {"sampler": range(17)}):
+        for rank in range(2):
+            with pytest.raises(UsageError) as caught:
+                prepared(rank, 2, even_batches=False, **options)
+            assert str(caught.value) == text
+    with pytest.raises(UsageError, match=r"got 2 for 3 ranks"):
+        batch_sampled(0, 3, even_batches=False)
+    assert run(2, dataset=Numbers(18), even_batches=False)[0] == list(range(18))
+    assert run(2, dataset=Numbers(17), even_batches=False, drop_last=True)[0] == list(range(16))
+
+
+class Unsized(Sampler):
+    def __iter__(self):
+        return iter(range(17))
+
+
+class UnsizedBatches(Unsized):
+    def __iter__(self):
+        return iter([[0, 1], [2], [3, 4]])
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_issue_9_14_a_rank_left_without_a_batch_is_said_on_all_ranks_when_the_batch_comes(workers):
+    uneven = {"even_batches": False, "num_workers": workers}
+    for make in (
+        lambda rank: prepared(rank, 2, sampler=Unsized(), **uneven),
+        lambda rank: batch_sampled(rank, 2, UnsizedBatches(), **uneven),
+        lambda rank: prepared(rank, 2, dataset=Flow(17), **uneven),
+    ):
+        for rank in range(2):
+            with pytest.raises(UsageError, match=r"^data: even_batches=False leaves ranks .* \(got 1 for 2 ranks\)"):
+                list(make(rank))
+
+
+def step_together(kind):
+    import torch.distributed as dist
+
+    loader = DataLoader(kind(), batch_size=1, sampler=Unsized() if kind is Numbers else None)
+    loader = prepare_loader(loader, dist.get_rank(), dist.get_world_size(), CPU, 7, even_batches=False)
+    steps = 0
+    try:
+        for _ in loader:
+            dist.all_reduce(torch.zeros(1))
+            steps += 1
+    except UsageError as error:
+        return steps, str(error)
+
+
+class Flow17(Flow):
+    def __init__(self):
+        super().__init__(17)
+
+
+@pytest.mark.parametrize("kind", [Numbers, Flow17])
+def test_issue_9_14_all_ranks_leave_at_the_same_step(ranks, kind):
+    (steps, text), (others_steps, others_text) = ranks.run(2, step_together, kind)
+    assert steps == others_steps == 8
+    assert text == others_text
+    assert text.startswith("data: even_batches=False leaves ranks without a last batch")

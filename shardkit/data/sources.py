@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from shardkit.data import sampler, shares
+from shardkit.data import hugging_face, sampler, shares
 from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.private_random import stream_seed
 from shardkit.data.sampler import Drawn
@@ -163,6 +163,7 @@ class StreamSource:
         self._parts = layout.world_size if self.split else 1
         own_size = layout.global_batch // layout.world_size
         self.layout = replace(layout, rank=0, world_size=1, global_batch=own_size) if self.split else layout
+        _say_how_it_is_read(loader.dataset, self.split, layout.world_size)
         self.total_batch_size = layout.global_batch
         self.dataset_length = self.units = sampler.length_of(loader.dataset)
         self.stream = Stream(loader.dataset, self.layout)
@@ -181,9 +182,12 @@ class StreamSource:
         batches = with_last((batch, self.stream.snapshot) for batch in batches_of(self.loader))
         if self._parts == 1:
             for (batch, state), is_last in batches:
+                if batch.problem:
+                    raise UsageError(batch.problem)
                 yield Piece(batch.batch, batch.samples, batch.is_padded, is_last, EPOCH_IS_OVER if is_last else state)
         else:
-            for (batch, state), is_last, samples in end_together(batches, lambda value: value[0].samples):
+            for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
+                samples = last_samples if is_last else batch.samples * self._parts
                 yield Piece(batch.batch, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
@@ -191,6 +195,19 @@ class StreamSource:
 
     def __len__(self) -> int:
         return number_of_batches(len(self.stream.dataset), self.layout)
+
+
+def _say_how_it_is_read(dataset: Any, split: tuple[int, int] | None, world_size: int) -> None:
+    if split is not None:
+        log.info("data: the dataset is already split by rank; it is not sharded again.")
+    elif world_size > 1 and hugging_face.is_stream(dataset):
+        log.info(
+            "data: every rank reads and decodes the whole stream, and keeps its part. With split_dataset_by_node("
+            "dataset, accelerator.process_index, accelerator.num_processes) of datasets.distributed it reads its own "
+            "part alone (%d shards; best a multiple of the ranks), and resumes on %d ranks only.",
+            dataset.num_shards,
+            world_size,
+        )
 
 
 def _without_ranks(users: Any, dataset: Any) -> Any:

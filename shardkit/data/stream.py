@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import islice
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from shardkit.data import hugging_face
 from shardkit.data.private_random import PrivateRandom
 from shardkit.data.shares import Layout, split
 from shardkit.distributed import control
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -31,6 +31,8 @@ class Slot:
     value: Any
     samples: int
     is_padded: bool
+    problem: str | None = None
+    """Why it cannot be shared out, on all ranks; there is no value then."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ class Counted:
     batch: Any
     samples: int
     is_padded: bool
+    problem: str | None = None
 
     def pin_memory(self, device: Any = None) -> "Counted":
         """What DataLoader calls where pin_memory is on."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Counted(pin_memory(self.batch, device), self.samples, self.is_padded)
+        return replace(self, batch=pin_memory(self.batch, device))
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class CountingCollate:
 
     def __call__(self, slots: Any) -> Counted:
         first = slots[0] if self.is_batched else slots
+        if first.problem:
+            return Counted(None, first.samples, False, first.problem)
         value = self.collate([slot.value for slot in slots] if self.is_batched else slots.value)
         return Counted(value, first.samples, first.is_padded)
 
@@ -91,22 +96,36 @@ class Stream(IterableDataset):
         """Where the next iteration starts. `seed`: what the dataset draws at random in this epoch, below 2**63.
         `is_moved`: not where the last iteration ended or was left, so the dataset is brought back to its beginning."""
         self._start.copy_(torch.tensor([seed, epoch, samples, is_moved]))
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Slot]:
         seed, epoch, samples, is_moved = self._start.tolist()
         worker = get_worker_info()
         number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        if worker is not None and not hugging_face.is_stream(self.dataset):
+            # Workers that persist have copies of their own. Hugging Face's share the number: it is set already.
+            self._tell_epoch(epoch)
         randomness = PrivateRandom(seed)
         with randomness, _no_workers():
             source = self._source(samples, bool(is_moved), is_worker=worker is not None)
         for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
             if number % number_of_workers != own_number:
                 continue
+            yield from self._own(chunk)
+
+    def _own(self, chunk: list[Any]) -> Iterator[Slot]:
+        """This rank's slice of a global batch."""
+        try:
             part, is_padded = split(chunk, self.layout, spare=chunk)
-            for value in part:
-                yield Slot(value, len(chunk), is_padded)
+        except UsageError as error:  # kept for the moment when the loop gets there, whatever workers read ahead
+            yield Slot(None, len(chunk), False, str(error))
+            return
+        for value in part:
+            yield Slot(value, len(chunk), is_padded)
 
     def _chunks(self, source: Iterator[Any], randomness: PrivateRandom, is_worker: bool) -> Iterator[list[Any]]:
         size = self.layout.global_batch
@@ -196,6 +215,7 @@ def end_together(
     while not ended:
         ended, without, samples = answer()
         if found is None or without:
+            ended = without
             break
         value = found[0]
         if not ended:
