@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader
 from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
 from shardkit.data.position import Position, facts_of, misfit, saved_position
-from shardkit.data.private_random import stream_seed
 from shardkit.data.sources import Piece, Source, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
@@ -100,8 +100,9 @@ class PreparedLoader:
     """
 
     def __init__(self, source: Source, users: DataLoader, rank: int, device: torch.device | None, seed: int) -> None:
-        self.after_batch: Callable[[PreparedLoader], None] | None = None
-        """Called when the loop comes back for more: all that belongs to the batch before is done."""
+        self.after_batch: WeakMethod[Callable[[PreparedLoader], None]] | None = None
+        """Called when the loop comes back for more: all that belongs to the batch before is done. Weak: a loader that
+        is in no cycle ends its workers as soon as nobody refers to it."""
         self._source = source
         self.users = users
         self._rank = rank
@@ -123,8 +124,8 @@ class PreparedLoader:
                 loop.take(piece)
                 self._loop = loop  # loops over one loader may take turns
                 yield to_device(piece.batch, self._device)
-                if self.after_batch is not None:
-                    self.after_batch(self)
+                if self.after_batch is not None and (after_batch := self.after_batch()) is not None:
+                    after_batch(self)
             loop.position, loop.is_finished = Position(start.epoch + 1), True
         finally:
             self._end(loop, outer)
@@ -141,7 +142,6 @@ class PreparedLoader:
             start = Position(start.epoch + 1)
         if outer is None:
             self._next = self._used = start
-        self._source.loader.generator.manual_seed(stream_seed(self._seed, start.epoch))
         return start
 
     def _end(self, loop: Loop, outer: Loop | None) -> None:
@@ -153,7 +153,7 @@ class PreparedLoader:
             self._loop = outer
             return
         self._loop = None
-        if not self._is_positioned:
+        if not self._is_positioned and loop.position.epoch >= self._next.epoch:
             self._next, self._is_positioned = loop.position, loop.is_unused
         if loop.is_finished:
             self._used = self._next

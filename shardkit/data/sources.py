@@ -39,7 +39,6 @@ class Piece:
 class Source(Protocol):
     """Where batches come from: a map-style dataset or a stream."""
 
-    loader: DataLoader
     dataset: Any
     split: tuple[int, int] | None
     """(rank, world size) of a stream that yields one rank's part already."""
@@ -160,7 +159,7 @@ class StreamSource:
 
     def __init__(self, loader: DataLoader, layout: Layout) -> None:
         self.dataset, self.split = loader.dataset, split_of(loader.dataset)
-        self._parts = layout.world_size if self.split else 1
+        self._rank, self._parts = layout.rank, layout.world_size if self.split else 1
         own_size = layout.global_batch // layout.world_size
         self.layout = replace(layout, rank=0, world_size=1, global_batch=own_size) if self.split else layout
         _say_how_it_is_read(loader.dataset, self.split, layout.world_size)
@@ -174,7 +173,11 @@ class StreamSource:
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
         if start.dataset == EPOCH_IS_OVER:
             return
-        self.stream.start_at(stream_seed(seed, start.epoch), start.epoch, start.samples // self._parts, is_moved)
+        seed_of_rank = _seed_of_rank(seed, start.epoch, self._rank)
+        self.loader.generator.manual_seed(seed_of_rank)
+        self.stream.start_at(
+            stream_seed(seed, start.epoch), seed_of_rank, start.epoch, start.samples // self._parts, is_moved
+        )
         self.stream.saved = start.dataset
         if start.samples and start.dataset is None:
             log.info(f"data: reading past {start.samples:,} samples of the stream, to where the position is.")
@@ -219,6 +222,11 @@ def _without_ranks(users: Any, dataset: Any) -> Any:
     return RandomSampler(dataset) if users.shuffle else SequentialSampler(dataset)
 
 
+def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:
+    """What a rank's workers draw at random in an epoch: other numbers on every rank."""
+    return stream_seed(stream_seed(seed, epoch), rank)
+
+
 class IndexQueue(Sampler):
     """What the rebuilt DataLoader takes its indices from: those of the epoch at hand."""
 
@@ -240,7 +248,9 @@ def _sampled(
     """Batches beside their shares. No batch is read ahead here: what samples draw at random stays in step with the
     loop, and whether a batch is the last one is known from the shares."""
     handed_out: deque[Share] = deque()
-    seed_of_rank = stream_seed(stream_seed(seed, start.epoch), source.layout.rank)
+    is_batched = queue.is_batched
+    seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
+    source.loader.generator.manual_seed(seed_of_rank)
 
     def indices() -> Iterator[Any]:
         position = start.samples
@@ -249,7 +259,7 @@ def _sampled(
             batch = Indices(share.items)
             batch.seed = stream_seed(seed_of_rank, position)
             position += share.samples
-            yield batch if queue.is_batched else share.items[0]
+            yield batch if is_batched else share.items[0]
 
     queue.indices = indices()
     for batch in batches_of(source.loader):

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.data import hugging_face
-from shardkit.data.private_random import PrivateRandom
+from shardkit.data.private_random import PrivateRandom, stream_seed
 from shardkit.data.shares import Layout, split
 from shardkit.distributed import control
+from shardkit.distributed.seed import set_seed
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 
@@ -84,18 +85,20 @@ class Stream(IterableDataset):
         self.snapshot: Any = None
         """The dataset's own state after the newest chunk; only without workers."""
         self._beginning: Any = None
+        self._was_left = False
         # Shared memory: workers that persist over epochs see it change.
-        self._start = torch.zeros(4, dtype=torch.int64).share_memory_()
+        self._start = torch.zeros(5, dtype=torch.int64).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def start_at(self, seed: int, epoch: int, samples: int, is_moved: bool) -> None:
-        """Where the next iteration starts. `seed`: what the dataset draws at random in this epoch, below 2**63.
-        `is_moved`: not where the last iteration ended or was left, so the dataset is brought back to its beginning."""
-        self._start.copy_(torch.tensor([seed, epoch, samples, is_moved]))
+    def start_at(self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool) -> None:
+        """Where the next iteration starts. `seed`: for what the dataset draws at random in this epoch; `seed_of_rank`:
+        for what collating draws in workers; both below 2**63. `is_moved`: not where the last iteration ended or was
+        left, so the dataset is brought back to its beginning."""
+        self._start.copy_(torch.tensor([seed, seed_of_rank, epoch, samples, is_moved]))
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
@@ -103,7 +106,7 @@ class Stream(IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Slot]:
-        seed, epoch, samples, is_moved = self._start.tolist()
+        seed, seed_of_rank, epoch, samples, is_moved = self._start.tolist()
         worker = get_worker_info()
         number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
         if worker is not None and not hugging_face.is_stream(self.dataset):
@@ -115,6 +118,8 @@ class Stream(IterableDataset):
         for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
             if number % number_of_workers != own_number:
                 continue
+            if worker is not None:  # as for a map-style dataset's batches
+                set_seed(stream_seed(seed_of_rank, samples + number * self.layout.global_batch))
             yield from self._own(chunk)
 
     def _own(self, chunk: list[Any]) -> Iterator[Slot]:
@@ -132,6 +137,7 @@ class Stream(IterableDataset):
         while True:
             with randomness, _no_workers():
                 chunk = list(islice(source, size))
+            self._was_left = len(chunk) == size
             if not chunk or (len(chunk) < size and self.layout.drop_last):
                 return
             if self.keeps_state and not is_worker:
@@ -148,7 +154,7 @@ class Stream(IterableDataset):
         if self.keeps_state:
             if self._beginning is None:
                 self._beginning = deepcopy(self.dataset.state_dict())
-            elif is_moved and saved is None:
+            elif saved is None and (is_moved or (is_worker and self._was_left)):
                 self.dataset.load_state_dict(deepcopy(self._beginning))
             if saved is not None:
                 self.dataset.load_state_dict(saved)

@@ -1,10 +1,7 @@
 """DataLoader workers: they leave stop signals to their rank, end with it, and seed what each batch draws at random."""
 
-import atexit
 import signal
-import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -12,8 +9,6 @@ from torch.utils.data import DataLoader, get_worker_info
 from shardkit.distributed.seed import set_seed
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class StartWorker:
@@ -30,32 +25,19 @@ class StartWorker:
 
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:
-    """The loader's batches. Its workers ignore SIGTERM, which is how Python would end them at exit (and wait for them
-    for ever), so they are ended here where an iteration is still open then."""
+    """The loader's batches, from workers that leave stop signals to this process."""
     if not loader.num_workers:
         return iter(loader)
     # Workers inherit the mask, so that none dies of a signal that comes before StartWorker has run.
     found = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        iterator = iter(loader)
+        iterator: Any = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, found)
-    _stop_workers_at_exit()
-    _with_workers.add(iterator)
+    for worker in iterator._workers:
+        # Who ends them (torch where they do not answer, Python at exit) sends SIGTERM and waits, here for ever.
+        worker._popen.terminate = worker._popen.kill
     return iterator
-
-
-@cache
-def _stop_workers_at_exit() -> None:
-    atexit.register(_stop_workers)
-
-
-def _stop_workers() -> None:
-    for iterator in list(_with_workers):
-        iterator._shutdown_workers()
-        for worker in iterator._workers:
-            if worker.is_alive():
-                worker.kill()
 
 
 class Indices(list):

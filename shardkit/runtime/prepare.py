@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -122,7 +123,7 @@ def _loader(accelerator: "Accelerator", loader: Any) -> PreparedLoader:
         even_batches=accelerator.even_batches,
     )
     if prepared not in accelerator.loaders:
-        prepared.after_batch = accelerator.accumulation.after_batch
+        prepared.after_batch = WeakMethod(accelerator.accumulation.after_batch)
         accelerator.loaders.append(prepared)
     return prepared
 
