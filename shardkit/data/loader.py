@@ -54,8 +54,8 @@ class Loop:
 
     def take(self, piece: Piece) -> None:
         """This batch is out now."""
-        samples = self.position.samples + piece.samples
-        self.position = replace(self.position, samples=samples, dataset=piece.state)
+        before = self.position
+        self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
         self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
         self.last_yield = next(_yields)
 

@@ -6,7 +6,7 @@ in batches: it means the same on any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -18,8 +18,8 @@ from shardkit.errors import CheckpointError, ShardkitError, UsageError
 
 Item = TypeVar("Item")
 
-# A rank's positions are looked up so many at a time: about a millisecond of work.
-POSITIONS_AT_ONCE = 8192
+# A rank's positions are looked up several at a time: few at first, then up to so many, a millisecond of work.
+FIRST_AT_ONCE, MOST_AT_ONCE = 128, 8192
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ class Share:
 def shares_of_indexed(order: Indexed, start: int, layout: Layout) -> Iterator[Share]:
     """This rank's share of every global batch from position `start` (in samples) to the end of the epoch."""
     positions = _shares_of_positions(order.length, start, layout)
-    shares_at_once = max(1, POSITIONS_AT_ONCE * layout.world_size // layout.global_batch)
-    while block := list(islice(positions, shares_at_once)):
+    at_once = FIRST_AT_ONCE
+    while block := list(islice(positions, max(1, at_once * layout.world_size // layout.global_batch))):
+        at_once = min(2 * at_once, MOST_AT_ONCE)
         found = iter(order.items(torch.tensor(list(chain.from_iterable(share.items for share in block)))))
         for share in block:
-            yield replace(share, items=list(islice(found, len(share.items))))
+            items = list(islice(found, len(share.items)))
+            yield Share(items, share.samples, share.is_padded, share.is_last)
 
 
 def _shares_of_positions(length: int, start: int, layout: Layout) -> Iterator[Share]:

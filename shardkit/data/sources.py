@@ -247,7 +247,7 @@ def _sampled(
 ) -> Iterator[Piece]:
     """Batches beside their shares. No batch is read ahead here: what samples draw at random stays in step with the
     loop, and whether a batch is the last one is known from the shares."""
-    handed_out: deque[Share] = deque()
+    handed_out: deque[tuple[int, bool, bool]] = deque()
     is_batched = queue.is_batched
     seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
     source.loader.generator.manual_seed(seed_of_rank)
@@ -255,7 +255,7 @@ def _sampled(
     def indices() -> Iterator[Any]:
         position = start.samples
         for share in own:
-            handed_out.append(replace(share, items=()))
+            handed_out.append((share.samples, share.is_padded, share.is_last))
             batch = Indices(share.items)
             batch.seed = stream_seed(seed_of_rank, position)
             position += share.samples
@@ -263,8 +263,7 @@ def _sampled(
 
     queue.indices = indices()
     for batch in batches_of(source.loader):
-        share = handed_out.popleft()
-        yield Piece(batch, share.samples, share.is_padded, share.is_last)
+        yield Piece(batch, *handed_out.popleft())
 
 
 def _rebuilt(loader: DataLoader, dataset: Any = None, **changes: Any) -> DataLoader:
