@@ -62,6 +62,15 @@ def test_checkpoint_scale(tmp_path: Path) -> None:
     assert result["dcp"]["64"]["metadata_mb"] > 10 * result["dcp"]["2"]["metadata_mb"], "DCP's grows with the ranks"
 
 
+@pytest.mark.slow
+def test_data(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "benchmarks.data", "--samples", "10000", "--batches", "5", "--rounds", "2")
+    found = result["10000"]
+    assert set(found) == {"first batch", "memory", "a batch", "batch in the middle"}
+    assert set(found["first batch"]["rounds"]) == {"shardkit", "torch", "accelerate"} - set(result["left_out"])
+    assert all(len(values) == 2 for one in found.values() for values in one["rounds"].values())
+
+
 @pytest.mark.parametrize(
     ("package", "setup"),
     [

@@ -1,12 +1,12 @@
 """Prepared loaders. A rank's part depends on its number alone, so most worlds here are made in one process."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 from collections import Counter
-from copy import deepcopy
 from itertools import islice
 
 import numpy
@@ -15,107 +15,33 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
-from shardkit.data.loader import active_loader, prepare_loader, skip_first_batches, to_device
+from shardkit.data.device import to_device
+from shardkit.data.loader import active_loader, prepare_loader, skip_first_batches
 from shardkit.errors import CheckpointError, ShardkitError, UsageError
-
-CPU = torch.device("cpu")
-
-
-class Numbers(Dataset):
-    def __init__(self, length=40):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
-
-
-class Flow(IterableDataset):
-    """An iterable dataset in one fixed order."""
-
-    def __init__(self, length=40):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-class ShuffledFlow(Flow):
-    """Draws its order from Python's global generator, as a shuffle buffer does."""
-
-    def __iter__(self):
-        return iter(random.sample(range(self.length), self.length))
-
-
-class WorkerAwareFlow(Flow):
-    """Splits itself over workers, as the torch documentation shows."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        return iter(range(info.id, self.length, info.num_workers) if info else range(self.length))
-
-
-class FlowWithState(Flow):
-    """Tells and takes its own position; counts how many samples it was asked for."""
-
-    position = 0
-    reads = 0
-
-    def __iter__(self):
-        while self.position < self.length:
-            self.position += 1
-            self.reads += 1
-            yield self.position - 1
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-def prepared(rank=0, world=1, dataset=None, batch_size=4, seed=7, split_batches=False, even_batches=True, **options):
-    loader = DataLoader(Numbers() if dataset is None else deepcopy(dataset), batch_size=batch_size, **options)
-    return prepare_loader(loader, rank, world, CPU, seed, split_batches=split_batches, even_batches=even_batches)
-
-
-def flat(batches):
-    return [int(index) for batch in batches for index in batch]
-
-
-def run(world, start=None, epochs=1, stop=None, make=prepared, **options):
-    """The global order that a world reads from a position on, and the position after it."""
-    loaders = [make(rank, world, **options) for rank in range(world)]
-    batches = []
-    for loader in loaders:
-        if start is not None:
-            loader.load_state_dict(start)
-        own = []
-        for _ in range(epochs):
-            for batch in loader:
-                own.append(batch)
-                if stop is not None and len(own) == stop:
-                    break
-            if stop is not None and len(own) == stop:
-                break
-        batches.append(own)
-    assert len({len(own) for own in batches}) == 1, "ranks have different numbers of batches"
-    states = [loader.state_dict() for loader in loaders]
-    assert all(state == states[0] for state in states)
-    return flat(batch for together in zip(*batches, strict=True) for batch in together), states[0]
+from tests.loaders import (
+    CPU,
+    Backwards,
+    Chance,
+    Fixed,
+    Flow,
+    FlowWithState,
+    Numbers,
+    Reversed,
+    ShuffledFlow,
+    WorkerAwareFlow,
+    batch_sampled,
+    distributed,
+    flat,
+    moved,
+    prepared,
+    run,
+)
 
 
 def test_ranks_together_read_what_one_process_reads():
@@ -166,30 +92,6 @@ def test_drop_last_and_uneven_batches():
     assert sorted(parts[0] + parts[1]) == list(range(21))
 
 
-class Backwards(Sampler):
-    def __len__(self):
-        return 40
-
-    def __iter__(self):
-        return iter(range(39, -1, -1))
-
-
-class Chance(Backwards):
-    def __iter__(self):
-        return iter(random.sample(range(40), 40))
-
-
-class Pairs(Sampler):
-    """A batch sampler of batches of 1 to 3."""
-
-    def __len__(self):
-        return 20
-
-    def __iter__(self):
-        numbers, sizes = iter(range(40)), [1, 2, 3, 2] * 5
-        return (list(islice(numbers, size)) for size in sizes)
-
-
 def test_samplers_of_the_users_own_are_sharded():
     for world in (1, 2):
         assert run(world, sampler=Backwards())[0] == list(range(39, -1, -1))
@@ -197,11 +99,6 @@ def test_samplers_of_the_users_own_are_sharded():
     assert run(1, batch_size=8, sampler=Chance())[0] == run(2, sampler=Chance())[0]
     weighted = WeightedRandomSampler([1.0] * 40, 40)
     assert run(1, batch_size=8, sampler=weighted)[0] == run(2, sampler=weighted)[0]
-
-
-def batch_sampled(rank, world, sampler=None, split_batches=False, dataset=None, **options):
-    loader = DataLoader(dataset or Numbers(), batch_sampler=sampler or Pairs(), **options)
-    return prepare_loader(loader, rank, world, CPU, 7, split_batches=split_batches)
 
 
 def test_batch_samplers_of_the_users_own_are_sharded_by_batches():
@@ -228,29 +125,6 @@ def test_batches_that_cannot_be_split_are_refused():
 def test_a_dataset_of_ready_batches():
     parts = [[int(value) for value in prepared(rank, 2, batch_size=None)] for rank in range(2)]
     assert parts == [list(range(0, 40, 2)), list(range(1, 40, 2))]
-
-
-class Reversed(DistributedSampler):
-    """A rank-aware sampler with an order of its own."""
-
-    def __iter__(self):
-        return iter(range(39 - self.rank, -1, -self.num_replicas))
-
-
-class Fixed(DistributedSampler):
-    """A rank-aware sampler that made up its mind when it was made."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.fixed = list(super().__iter__())
-
-    def __iter__(self):
-        return iter(self.fixed)
-
-
-def distributed(rank, world, kind=DistributedSampler, **options):
-    sampler = kind(Numbers(), num_replicas=world, rank=rank, **options)
-    return prepare_loader(DataLoader(Numbers(), batch_size=4, sampler=sampler), rank, world, CPU, 7)
 
 
 def test_a_distributed_sampler_is_not_sharded_twice(capsys):
@@ -355,7 +229,7 @@ def test_resume_on_other_worlds_and_batch_sizes_and_of_a_resume():
 def test_a_state_with_its_own_position_is_not_skipped_through():
     _, state = run(2, dataset=FlowWithState(40), stop=3)
     assert state["dataset"] == {"position": 24}
-    loader = _moved(prepared(0, 1, FlowWithState(40)), state)
+    loader = moved(prepared(0, 1, FlowWithState(40)), state)
     assert flat(loader) == list(range(24, 40))
     assert loader.dataset.reads == 16
 
@@ -379,18 +253,13 @@ def test_another_dataset_is_refused_unless_the_epoch_starts_anew():
     other.load_state_dict(state, restart_epoch=True)
     assert sorted(flat(other)) == list(range(50))
     with pytest.raises(CheckpointError, match="ended after 10 samples, before the saved position"):
-        list(_moved(prepared(dataset=Flow(10)), {**state, "dataset_length": None, "samples_seen": 20}))
-
-
-def _moved(loader, state):
-    loader.load_state_dict(state)
-    return loader
+        list(moved(prepared(dataset=Flow(10)), {**state, "dataset_length": None, "samples_seen": 20}))
 
 
 def test_skipping_by_hand_replaces_the_restored_position():
     _, state = run(2, shuffle=True, stop=2)
     whole, _ = run(2, shuffle=True)
-    loaders = [_moved(prepared(rank, 2, shuffle=True), state) for rank in range(2)]
+    loaders = [moved(prepared(rank, 2, shuffle=True), state) for rank in range(2)]
     parts = [list(skip_first_batches(loader, 2)) for loader in loaders]
     assert flat(batch for pair in zip(*parts, strict=True) for batch in pair) == whole[16:]
     assert len(list(loaders[0])) == 5
@@ -413,17 +282,17 @@ def test_leaving_an_epoch_early_ends_it():
 
 def test_naming_the_epoch_keeps_the_restored_position():
     _, state = run(1, shuffle=True, stop=12, epochs=2)
-    loader = _moved(prepared(shuffle=True), state)
+    loader = moved(prepared(shuffle=True), state)
     loader.set_epoch(1)
     assert len(flat(loader)) == 32
-    loader = _moved(prepared(shuffle=True), state)
+    loader = moved(prepared(shuffle=True), state)
     loader.set_epoch(2)
     assert len(flat(loader)) == 40
 
 
 def test_naming_another_epoch_than_the_restored_one_warns_once(capsys):
     _, state = run(1, shuffle=True, stop=12, epochs=2)
-    loader = _moved(prepared(shuffle=True), state)
+    loader = moved(prepared(shuffle=True), state)
     loader.set_epoch(1)
     assert not capsys.readouterr().err
     for epoch in range(3):
@@ -469,7 +338,7 @@ def test_every_new_position_takes_the_place_of_the_last_step():
     assert used_by_steps(skip_first_batches(loader, 3)) == (1, 12)
     loader.set_epoch(5)
     assert used_by_steps(loader) == (5, 0)
-    loader = _moved(prepared(), state)
+    loader = moved(prepared(), state)
     assert used_by_steps(loader) == (1, 4)
     next(batches := iter(loader))
     assert used_by_steps(loader) == (1, 4), "a resumed loader knows that it is trained on"
@@ -489,7 +358,7 @@ def test_an_evaluation_is_saved_from_its_start_where_another_loader_is_trained_o
         for _ in evaluation:
             assert used_by_steps(evaluation) == (1, 0)
             break
-        resumed = _moved(prepared(), evaluation.state_dict())
+        resumed = moved(prepared(), evaluation.state_dict())
         assert flat(resumed) == list(range(40)) and used_by_steps(resumed) == (3, 0)
         break
 
@@ -503,13 +372,13 @@ def test_a_position_is_not_loaded_inside_the_loop_over_its_loader():
             loader.load_state_dict(start)
         assert str(caught.value) == (
             "data: a position cannot be loaded inside the loop over its loader, which goes on where it is (got epoch "
-            "0, 0 samples); leave the loop first, and the except clause of what it raised, or load_state(..., "
-            "data_position=False)."
+            "0, 0 samples); leave the loop first, and the except clause of what it raised, and drop iterators that are "
+            "kept, or load_state(..., data_position=False)."
         )
         assert loader.samples_seen == 4 * number + 4
         if number == 2:
             break
-    assert len(flat(_moved(loader, start))) == 40
+    assert len(flat(moved(loader, start))) == 40
 
 
 def test_the_innermost_loader_is_the_active_one():
@@ -584,7 +453,7 @@ def test_a_loaders_own_generator_seeds_the_order():
 SIGNALLED = """
 import os, signal, sys, torch
 from torch.utils.data import DataLoader
-from tests.test_data import Numbers
+from tests.loaders import Numbers
 from shardkit.data.loader import prepare_loader
 
 if __name__ == "__main__":
@@ -619,3 +488,99 @@ def test_workers_survive_the_signal_that_stops_a_run_and_end_with_the_process(tm
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert (output.strip(), process.returncode) == ("40", 0), problems
+
+
+LARGE_SEEDS = [2**63, 2**64 - 1, -1]
+
+
+@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow, FlowWithState])
+@pytest.mark.parametrize("seed", LARGE_SEEDS)
+def test_issue_9_3_seeds_of_64_bits(kind, seed):
+    """torch's own first seed has 64 bits, and so may a generator's, a configuration's and a saved position's."""
+    shuffle = {"shuffle": True} if kind is Numbers else {}
+    found = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        by_torch, state = run(1, dataset=kind(), seed=None, stop=3, **shuffle)
+    finally:
+        torch.random.set_rng_state(found)
+    assert state["seed"] == seed % 2**64
+    assert by_torch == run(1, dataset=kind(), seed=state["seed"], stop=3, **shuffle)[0]
+    rest, _ = run(2, json.loads(json.dumps(state)), dataset=kind(), seed=1, **shuffle)
+    assert sorted(by_torch + rest) == list(range(40))
+    generator = torch.Generator().manual_seed(seed)
+    assert run(1, dataset=kind(), generator=generator, stop=3, **shuffle)[0] == by_torch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Noise, ShuffledFlow])
+def test_issue_9_3_seeds_of_64_bits_in_workers(kind):
+    options = {"dataset": kind(8), "num_workers": 1, "collate_fn": list}
+    given = [list(prepared(seed=seed, **options)) for seed in LARGE_SEEDS]
+    assert given[0] != given[1] != given[2]
+
+
+def test_issue_9_14_a_rank_left_without_a_batch_is_said_at_prepare_where_it_is_known():
+    text = (
+        "prepare: even_batches=False leaves ranks without a last batch, and the others would wait for them (got 1 for "
+        "2 ranks); use drop_last=True, even_batches=True or another batch size."
+    )
+    for options in ({"dataset": Numbers(17)}, {"dataset": Numbers(17), "shuffle": True}, {"sampler": range(17)}):
+        for rank in range(2):
+            with pytest.raises(UsageError) as caught:
+                prepared(rank, 2, even_batches=False, **options)
+            assert str(caught.value) == text
+    with pytest.raises(UsageError, match=r"got 2 for 3 ranks"):
+        batch_sampled(0, 3, even_batches=False)
+    assert run(2, dataset=Numbers(18), even_batches=False)[0] == list(range(18))
+    assert run(2, dataset=Numbers(17), even_batches=False, drop_last=True)[0] == list(range(16))
+
+
+class Unsized(Sampler):
+    def __iter__(self):
+        return iter(range(17))
+
+
+class UnsizedBatches(Unsized):
+    def __iter__(self):
+        return iter([[0, 1], [2], [3, 4]])
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_issue_9_14_a_rank_left_without_a_batch_is_said_on_all_ranks_when_the_batch_comes(workers):
+    uneven = {"even_batches": False, "num_workers": workers}
+    for make in (
+        lambda rank: prepared(rank, 2, sampler=Unsized(), **uneven),
+        lambda rank: batch_sampled(rank, 2, UnsizedBatches(), **uneven),
+        lambda rank: prepared(rank, 2, dataset=Flow(17), **uneven),
+    ):
+        for rank in range(2):
+            with pytest.raises(UsageError, match=r"^data: even_batches=False leaves ranks .* \(got 1 for 2 ranks\)"):
+                list(make(rank))
+
+
+def step_together(kind):
+    import torch.distributed as dist
+
+    loader = DataLoader(kind(), batch_size=1, sampler=Unsized() if kind is Numbers else None)
+    loader = prepare_loader(loader, dist.get_rank(), dist.get_world_size(), CPU, 7, even_batches=False)
+    steps = 0
+    try:
+        for _ in loader:
+            dist.all_reduce(torch.zeros(1))
+            steps += 1
+    except UsageError as error:
+        return steps, str(error)
+
+
+class Flow17(Flow):
+    def __init__(self):
+        super().__init__(17)
+
+
+@pytest.mark.parametrize("kind", [Numbers, Flow17])
+def test_issue_9_14_all_ranks_leave_at_the_same_step(ranks, kind):
+    (steps, text), (others_steps, others_text) = ranks.run(2, step_together, kind)
+    assert steps == others_steps == 8
+    assert text == others_text
+    assert text.startswith("data: even_batches=False leaves ranks without a last batch")

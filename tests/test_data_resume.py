@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardkit import Accelerator, ProjectConfiguration, skip_first_batches
-from tests.test_data import FlowWithState, flat, prepared, run
+from tests.loaders import FlowWithState, flat, prepared, run
 
 LENGTH, GLOBAL_BATCH = 48, 12
 

@@ -31,6 +31,12 @@ def test_a_seed_fixes_every_generator():
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
+def test_issue_9_3_the_largest_seed_may_still_differ_by_rank(monkeypatch):
+    monkeypatch.setattr("shardkit.distributed.seed.rank", lambda: 3)
+    set_seed(2**64 - 1, device_specific=True)
+    assert torch.initial_seed() == 2
+
+
 def seed_by_rank():
     set_seed(5)
     same = float(torch.rand(()))

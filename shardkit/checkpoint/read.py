@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint import disk, faults, folder, layout, manifest, tensors
+from shardkit.checkpoint import disk, faults, folder, layout, manifest, tensors, values
 from shardkit.checkpoint.folder import Skipped
 from shardkit.checkpoint.layout import Box, Stored
 from shardkit.checkpoint.manifest import Manifest
@@ -162,10 +162,11 @@ def _load(
         step.problems = plan.problems
         if strict and data_position:
             step.problems += _unclaimed_loaders(live, common)
+        step.problems += _unusable_positions(live, common if own is None else own, checkpoint.manifest.world_size)
     with _Agreement(control, here):
         read_targets(checkpoint, plan.targets.values(), control, verify)
     _apply(live, plan.targets, common, own, control, here)
-    _restore_random(checkpoint, common, own, control)
+    _restore_random(checkpoint, common, own, control, has_loaders=bool(live.loaders))
     return Loaded(checkpoint, common, own is not None)
 
 
@@ -177,6 +178,20 @@ def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[str]:
         f"{', '.join(missing)}: its position is in the checkpoint, and it is not prepared now; "
         "prepare it before loading, or load with data_position=False"
     ]
+
+
+def _unusable_positions(live: Live, saved: dict[str, Any], saved_ranks: int) -> list[str]:
+    """Positions in the data that mean nothing for the loaders that are prepared now."""
+    problems = []
+    for name, loader in live.loaders.items():
+        if name in saved["loaders"]:
+            reason = loader.misfit(values.decode(saved["loaders"][name], _no_tensor), saved_ranks)
+            problems += [f"{name}: {reason}"] if reason else []
+    return problems
+
+
+def _no_tensor(name: str) -> Any:
+    raise CheckpointCorrupted(f"state: a position in the data holds a tensor ({name}); it is damaged.")
 
 
 def _apply(
@@ -228,7 +243,7 @@ def _all_problems(answers: list[Any]) -> tuple[list[str], bool]:
 
 
 def _restore_random(
-    checkpoint: Checkpoint, common: dict[str, Any], own: dict[str, Any] | None, control: ControlGroup
+    checkpoint: Checkpoint, common: dict[str, Any], own: dict[str, Any] | None, control: ControlGroup, has_loaders: bool
 ) -> None:
     """Last of all, so that nothing before it draws from the generators."""
     if own is not None:
@@ -237,10 +252,11 @@ def _restore_random(
     random_state.derive(common["seed"], checkpoint.manifest.step, control.rank)
     if control.rank == 0:
         logger.warning(
-            "checkpoint: saved by %d ranks, loading on %d: weights, optimizer and data position are exact; random "
-            "generators are seeded anew from (seed, step, rank).",
+            "checkpoint: saved by %d ranks, loading on %d: %s are exact; random generators are seeded anew from (seed, "
+            "step, rank).",
             checkpoint.manifest.world_size,
             control.world_size,
+            "weights, optimizer and data position" if has_loaders else "weights and optimizer",
         )
 
 

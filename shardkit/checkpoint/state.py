@@ -37,6 +37,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+class Positioned(Stateful, Protocol):
+    """A loader: its state is a position in the data, which may mean nothing where the data are others."""
+
+    def misfit(self, state: Any, saved_ranks: int) -> str | None:
+        """Why a position that so many ranks saved cannot be loaded; None where it can."""
+
+
 @dataclass
 class Live:
     """What a checkpoint is made of, and applied to. Names in `objects` and `loaders` are free, and stay."""
@@ -44,7 +51,7 @@ class Live:
     models: list[nn.Module]
     optimizers: list[Optimizer] = field(default_factory=list)
     objects: dict[str, Stateful] = field(default_factory=dict)
-    loaders: dict[str, Stateful] = field(default_factory=dict)
+    loaders: dict[str, Positioned] = field(default_factory=dict)
     seed: int | None = None
 
 
@@ -395,13 +402,13 @@ def _object_states(
     live: Live, targets: Mapping[tuple[str, str], Target], common: Mapping[str, Any], own: Mapping[str, Any] | None
 ) -> Iterator[tuple[Stateful, Any]]:
     load = _loader_of(targets, "objects")
-    positions = common["loaders"] if own is None else own["loaders"]
-    for name, item in live.loaders.items():  # before the counters: inside a loop loaders refuse
-        if name in positions:
-            yield item, values.decode(positions[name], load)
     for name, item in live.objects.items():
         if name in common["objects"]:
             yield item, values.decode(common["objects"][name], load)
+    positions = common["loaders"] if own is None else own["loaders"]
+    for name, loader in live.loaders.items():  # last: that they take their positions is known, so none is taken back
+        if name in positions:
+            yield loader, values.decode(positions[name], load)
 
 
 def _loader_of(targets: Mapping[tuple[str, str], Target], section: str) -> Callable[[str], torch.Tensor]:

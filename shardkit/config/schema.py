@@ -356,7 +356,7 @@ class ShardkitConfig(Section):
     compile: Bool = False
     """torch.compile each unit."""
 
-    seed: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=0, lt=2**64)
     """Seed of every random generator and of the data order; None: the script decides."""
 
     gradient_accumulation_steps: Count = Field(1, ge=1)

@@ -1,115 +1,190 @@
-"""Which samples each rank reads: functions of the epoch's order, the position in it, the rank and the world size.
+"""An epoch's order: which samples, or batches, a sampler gives, for all ranks together; a function of (seed, epoch).
 
-An epoch's order is drawn once for all ranks, from (seed, epoch) alone. It is read in global batches, and every rank
-takes its slice of each, so that n ranks together read what one process would, in the same order. The position is
-counted in samples of that order, not in batches: it means the same on any number of ranks.
+indexed(sampler, ...) -> Indexed     what stands at any position is known: torch's own samplers
+Drawn(sampler, ...)                  the user's own samplers, asked for what is needed next, and no further
 """
 
-import hashlib
-import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import islice, zip_longest
+from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from shardkit.data.permutation import Permutation
+from shardkit.data.private_random import PrivateRandom, stream_seed
 from shardkit.errors import ShardkitError
 
-Item = TypeVar("Item")
+COMPUTED, DRAWN_WHOLE = "feistel-1", "randperm"
+ORDERS = (COMPUTED, DRAWN_WHOLE)
+"""How a shuffled epoch is ordered, by the name in a saved position. Version 0.1 gave none: its order is the latter, and
+an epoch that it began ends in it."""
+
+SKIPPED_AT_ONCE, BATCHES_SKIPPED_AT_ONCE = 4096, 64
+# Of a sampler that shards over ranks, so many items of each rank's share tell whether they are different shares.
+COMPARED = 16
 
 
 @dataclass(frozen=True)
-class Share:
-    """One rank's part of one global batch; `samples` counts the real ones of the whole batch, padding left out."""
+class Indexed:
+    """An order that can be read from any position."""
 
-    items: list[Any]
-    samples: int
-    is_padded: bool
-
-
-def stream_seed(seed: int, epoch: int) -> int:
-    """63 bits that depend on both, without a pattern between neighbours."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "big") >> 1
+    length: int
+    items: Callable[[torch.Tensor], list[Any]]
+    """What stands at these positions."""
 
 
-class PrivateRandom:
-    """Random generators of one stream. Inside `with`, Python's, numpy's and torch's CPU generator are the stream's own;
-    outside they are what they were, so that reading data changes nothing that the model draws."""
+def indexed(sampler: Any, seed: int, epoch: int, order: str) -> Indexed | None:
+    """The order of one of torch's own samplers; None where the sampler has to be drawn from.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._own: tuple[Any, ...] | None = None
-        self._found: list[tuple[Any, ...]] = []
-
-    def __enter__(self) -> None:
-        self._found.append(_random_states())
-        if self._own is None:
-            _seed_all(self._seed)
-        else:
-            _set_random_states(self._own)
-
-    def __exit__(self, *_: object) -> None:
-        self._own = _random_states()
-        _set_random_states(self._found.pop())
+    Those with weights, with repetition or of a part give what torch gives for a generator seeded with (seed, epoch).
+    """
+    own_seed, kind = stream_seed(seed, epoch), type(sampler)
+    if kind is SequentialSampler:
+        return Indexed(len(sampler), torch.Tensor.tolist)
+    if kind is RandomSampler and not sampler.replacement:
+        return _shuffled(len(sampler.data_source), sampler.num_samples, own_seed, order)
+    if kind is SubsetRandomSampler:
+        chosen = _whole_permutation(len(sampler.indices), own_seed)
+        return Indexed(len(chosen), lambda at: [sampler.indices[number] for number in chosen[at].tolist()])
+    if kind is WeightedRandomSampler:
+        wanted = sampler.num_samples, sampler.replacement
+        return _stored(torch.multinomial(sampler.weights, *wanted, generator=_seeded(own_seed)))
+    return None
 
 
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+def _shuffled(length: int, wanted: int, seed: int, order: str) -> Indexed | None:
+    if wanted > length:
+        return None
+    if wanted == length and order == COMPUTED:
+        permutation = Permutation(length, seed)
+        return Indexed(length, lambda at: permutation.at(at).tolist())
+    return _stored(_whole_permutation(length, seed)[:wanted])
 
 
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy = sys.modules.get("numpy")
-    if numpy and states[2] is not None:
-        numpy.random.set_state(states[2])
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
-
-
-def draw(sampler: Any, seed: int, epoch: int) -> Sequence[Any]:
-    """What a sampler (or a batch sampler) yields in one epoch, for all ranks together; a function of (seed, epoch)."""
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler))
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        return _permutation(sampler.num_samples, stream_seed(seed, epoch))
-    with PrivateRandom(stream_seed(seed, epoch)), _generator_of(sampler, stream_seed(seed, epoch)):
-        return _of_all_ranks(sampler) if is_rank_aware(sampler) else list(sampler)
-
-
-def _permutation(length: int, seed: int) -> Sequence[int]:
+def _stored(items: torch.Tensor) -> Indexed:
     """A tensor: 8 bytes a sample, where a list of ints takes 40."""
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))  # type: ignore[return-value]
+    return Indexed(len(items), lambda at: items[at].tolist())
+
+
+def _whole_permutation(length: int, seed: int) -> torch.Tensor:
+    return torch.randperm(length, generator=_seeded(seed))
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Drawn:
+    """What a sampler, or a batch sampler, of the user's own yields in one epoch, for all ranks together.
+
+    It is asked only for what is needed next, so that it may be endless. What it draws at random comes from generators
+    that are its own, seeded with (seed, epoch). One that already shards over ranks is asked for every rank's share.
+    """
+
+    def __init__(self, sampler: Any, seed: int, epoch: int, keep: int) -> None:
+        """`keep`: how many of the epoch's first items to remember, for padding."""
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        self.name = type(sampler).__name__
+        self.first: list[Any] = []
+        self._keep = keep
+        self._ready: deque[Any] = deque()
+        ranked, own_seed = ranked_part(sampler), stream_seed(seed, epoch)
+        ranks = [None] if ranked is None else range(ranked.num_replicas)
+        self._shares = [_Share(sampler, own_seed, ranked, rank) for rank in ranks]
+        self._are_different = len(self._shares) == 1
+
+    def take(self, count: int) -> list[Any]:
+        """The next so many items; fewer at the end."""
+        while len(self._ready) < count and (more := self._draw(count - len(self._ready))):
+            self.first += more[: self._keep - len(self.first)]
+            self._ready += more
+        return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+
+    def skip(self, count: int) -> int:
+        """Leaves out so many items; how many there were."""
+        left = count
+        while left and (items := self.take(min(left, SKIPPED_AT_ONCE))):
+            left -= len(items)
+        return count - left
+
+    def skip_samples(self, count: int) -> int:
+        """Leaves out so many samples of items that are batches; how many there were. Of a batch that straddles the
+        place, the rest comes next."""
+        skipped = 0
+        while skipped < count and (batches := self.take(BATCHES_SKIPPED_AT_ONCE)):
+            while batches and skipped < count:
+                batch = batches.pop(0)
+                kept = list(batch)[count - skipped :]
+                skipped += len(batch) - len(kept)
+                batches[:0] = [kept] if kept else []
+            self._ready.extendleft(reversed(batches))
+        return skipped
+
+    def _draw(self, count: int) -> list[Any]:
+        """About so many more items; none at the end. Shares of ranks are dealt out in turn."""
+        each = -(-count // len(self._shares))
+        drawn = [share.take(each if self._are_different else max(each, COMPARED)) for share in self._shares]
+        if not self._are_different and drawn[0]:
+            self._are_different = True
+            if all(share == drawn[0] for share in drawn):
+                raise ShardkitError(
+                    f"data: {self.name} yields one rank's share and does not tell the others' (its "
+                    "rank is fixed when it is made); hand over a loader with an ordinary sampler, shardkit shards it."
+                )
+        return [item for items in zip_longest(*drawn, fillvalue=_NOTHING) for item in items if item is not _NOTHING]
+
+
+_NOTHING = object()
+
+
+class _Share:
+    """What a sampler yields; of one that shards over ranks, what it yields as this rank."""
+
+    def __init__(self, sampler: Any, seed: int, ranked: Any, rank: int | None) -> None:
+        self._sampler = sampler
+        self._random = PrivateRandom(seed)
+        holders = [one for one in (sampler, getattr(sampler, "sampler", None)) if hasattr(one, "generator")]
+        self._own: list[tuple[Any, str, Any]] = [(holder, "generator", _seeded(seed)) for holder in holders]
+        if ranked is not None:
+            self._own.append((ranked, "rank", rank))
+        self._iterator: Iterator[Any] | None = None
+
+    def take(self, count: int) -> list[Any]:
+        with self._random, _attributes(self._own):
+            if self._iterator is None:
+                self._iterator = iter(self._sampler)
+            return list(islice(self._iterator, count))
 
 
 @contextmanager
-def _generator_of(sampler: Any, seed: int) -> Iterator[None]:
-    """The sampler, and one inside a batch sampler, draws from a generator of this epoch's own."""
-    holders: list[Any] = [s for s in (sampler, getattr(sampler, "sampler", None)) if hasattr(s, "generator")]
-    found = [holder.generator for holder in holders]
-    for holder in holders:
-        holder.generator = torch.Generator().manual_seed(seed)
+def _attributes(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, each (object, name, value) has this value."""
+    found = [(holder, name, getattr(holder, name)) for holder, name, _ in values]
     try:
+        for holder, name, value in values:
+            setattr(holder, name, value)
         yield
     finally:
-        for holder, generator in zip(holders, found, strict=True):
-            holder.generator = generator
+        for holder, name, value in found:
+            setattr(holder, name, value)
 
 
-def is_rank_aware(sampler: Any) -> bool:
-    """Whether a sampler already yields one rank's share, as DistributedSampler does."""
-    return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+def ranked_part(sampler: Any) -> Any:
+    """What in a sampler already shards over ranks, as DistributedSampler does: itself, or the one that its batches are
+    made from; None where nothing does."""
+    parts = (sampler, getattr(sampler, "sampler", None))
+    return next((one for one in parts if hasattr(one, "num_replicas") and hasattr(one, "rank")), None)
 
 
 def is_plain_distributed(sampler: Any) -> bool:
@@ -117,115 +192,21 @@ def is_plain_distributed(sampler: Any) -> bool:
     return type(sampler) is DistributedSampler
 
 
-def _of_all_ranks(sampler: Any) -> list[Any]:
-    """The order behind a rank-aware sampler: every rank's share, asked for in turn and dealt out again."""
-    found, shares = sampler.rank, []
+def shares_in(sampler: Any) -> int:
+    """How many ranks' shares make an epoch: 1, but for a sampler that yields one rank's."""
+    ranked = ranked_part(sampler)
+    return 1 if ranked is None else ranked.num_replicas
+
+
+def epoch_length(sampler: Any) -> int | None:
+    """How many items a sampler says that it yields in an epoch, over all ranks; None where it does not say."""
+    own = length_of(sampler)
+    return None if own is None else own * shares_in(sampler)
+
+
+def length_of(sized: Any) -> int | None:
+    """Its length; None where it has none."""
     try:
-        for rank in range(sampler.num_replicas):
-            sampler.rank = rank
-            shares.append(list(sampler))
-    finally:
-        sampler.rank = found
-    if len(shares) > 1 and shares[0] and all(share == shares[0] for share in shares):
-        raise ShardkitError(
-            f"data: {type(sampler).__name__} yields one rank's share and does not tell the others' (its rank is fixed "
-            "when it is made); hand over a loader with an ordinary sampler, shardkit shards it."
-        )
-    longest = max(map(len, shares), default=0)
-    return [share[i] for i in range(longest) for share in shares if i < len(share)]
-
-
-def items(order: Sequence[Item], first: int, last: int) -> list[Item]:
-    """A slice of an order as a list."""
-    part = order[first:last]
-    return part.tolist() if isinstance(part, torch.Tensor) else list(part)
-
-
-def split(
-    samples: list[Item], rank: int, world_size: int, even: bool, spare: Sequence[Item]
-) -> tuple[list[Item], bool]:
-    """One rank's contiguous part of a global batch, and whether it was padded.
-
-    `even`: every rank gets as many; what is missing to that (fewer than world_size samples) is taken from `spare`,
-    from its start and round again. Otherwise parts differ by at most one sample, and may be empty.
-    """
-    each, left = divmod(len(samples), world_size)
-    if not left:
-        return samples[rank * each : (rank + 1) * each], False
-    if not even:
-        first = rank * each + min(rank, left)
-        return samples[first : first + each + (rank < left)], False
-    missing = world_size - left
-    padded = samples + [items(spare, i % len(spare), i % len(spare) + 1)[0] for i in range(missing)]
-    return padded[rank * (each + 1) : (rank + 1) * (each + 1)], True
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How global batches are cut. `global_batch` counts samples, for a custom batch sampler its batches."""
-
-    rank: int
-    world_size: int
-    global_batch: int
-    drop_last: bool
-    even: bool
-
-
-def shares_of_samples(order: Sequence[Any], start: int, layout: Layout) -> Iterator[Share]:
-    """This rank's share of every global batch from position `start` (in samples) to the end of the epoch."""
-    for first in range(start, len(order), layout.global_batch):
-        samples = items(order, first, first + layout.global_batch)
-        if len(samples) < layout.global_batch and layout.drop_last:
-            return
-        part, is_padded = split(samples, layout.rank, layout.world_size, layout.even, order)
-        if part:
-            yield Share(part, len(samples), is_padded)
-
-
-def shares_of_batches(batches: Sequence[list[Any]], start: int, layout: Layout) -> Iterator[Share]:
-    """The same for a custom batch sampler: a global batch is world_size of its batches, one for each rank."""
-    remaining = _batches_from(batches, start)
-    for first in range(0, len(remaining), layout.global_batch):
-        group = remaining[first : first + layout.global_batch]
-        if len(group) < layout.global_batch and layout.drop_last:
-            return
-        part, is_padded = split(group, layout.rank, layout.world_size, layout.even, batches)
-        if part:
-            yield Share(list(part[0]), sum(map(len, group)), is_padded)
-
-
-def shares_of_each_batch(batches: Sequence[list[Any]], start: int, layout: Layout) -> Iterator[Share]:
-    """The same with split_batches: every batch of the batch sampler is a global one, and is split."""
-    remaining = _batches_from(batches, start)
-    for number, batch in enumerate(remaining):
-        if len(batch) % layout.world_size and number < len(remaining) - 1:
-            raise ShardkitError(
-                f"data: split_batches: the batch sampler yields a batch that {layout.world_size} ranks cannot split "
-                f"evenly (got {len(batch)} samples); make its batches multiples of the number of ranks."
-            )
-        part, is_padded = split(list(batch), layout.rank, layout.world_size, layout.even, batch)
-        if part:
-            yield Share(part, len(batch), is_padded)
-
-
-def _batches_from(batches: Sequence[list[Any]], start: int) -> list[list[Any]]:
-    """The batches after the first `start` samples; of one that straddles the position, its rest."""
-    remaining = []
-    for batch in batches:
-        if start < len(batch):
-            remaining.append(list(batch)[start:])
-        start = max(0, start - len(batch))
-    return remaining
-
-
-def with_last(values: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Every value, with whether it is the last one: reads one ahead."""
-    iterator = iter(values)
-    try:
-        value = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        yield value, False
-        value = following
-    yield value, True
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

@@ -4,19 +4,25 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardkit.data.sampler import Layout, PrivateRandom, split, stream_seed
-from shardkit.errors import CheckpointError
+from shardkit.data import hugging_face
+from shardkit.data.private_random import PrivateRandom, stream_seed
+from shardkit.data.shares import Layout, split
+from shardkit.distributed import control
+from shardkit.distributed.seed import set_seed
+from shardkit.errors import CheckpointError, UsageError
+from shardkit.log import get_logger
 
-EPOCH_IS_OVER = "epoch is over"
-"""Kept in place of a dataset's own state after an epoch's last batch: datasets go back to their beginning there, so
-their state would say that the epoch starts anew."""
+log = get_logger(__name__)
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class Slot:
     value: Any
     samples: int
     is_padded: bool
+    problem: str | None = None
+    """Why it cannot be shared out, on all ranks; there is no value then."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,13 @@ class Counted:
     batch: Any
     samples: int
     is_padded: bool
+    problem: str | None = None
 
     def pin_memory(self, device: Any = None) -> "Counted":
         """What DataLoader calls where pin_memory is on."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Counted(pin_memory(self.batch, device), self.samples, self.is_padded)
+        return replace(self, batch=pin_memory(self.batch, device))
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,8 @@ class CountingCollate:
 
     def __call__(self, slots: Any) -> Counted:
         first = slots[0] if self.is_batched else slots
+        if first.problem:
+            return Counted(None, first.samples, False, first.problem)
         value = self.collate([slot.value for slot in slots] if self.is_batched else slots.value)
         return Counted(value, first.samples, first.is_padded)
 
@@ -68,63 +79,87 @@ class Stream(IterableDataset):
     def __init__(self, dataset: Any, layout: Layout) -> None:
         self.dataset = dataset
         self.layout = layout
+        self.keeps_state = _keeps_state(dataset)
         self.saved: Any = None
-        """A snapshot, or EPOCH_IS_OVER, to start from instead of skipping; only without workers."""
+        """A snapshot to start from instead of skipping; only without workers."""
         self.snapshot: Any = None
         """The dataset's own state after the newest chunk; only without workers."""
+        self._beginning: Any = None
+        self._was_left = False
         # Shared memory: workers that persist over epochs see it change.
-        self._position = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self._start = torch.zeros(5, dtype=torch.int64).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def start_at(self, seed: int, epoch: int, samples: int) -> None:
-        """Where the next iteration starts."""
-        self._position.copy_(torch.tensor([seed, epoch, samples]))
+    def start_at(self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool) -> None:
+        """Where the next iteration starts. `seed`: for what the dataset draws at random in this epoch; `seed_of_rank`:
+        for what collating draws in workers; both below 2**63. `is_moved`: not where the last iteration ended or was
+        left, so the dataset is brought back to its beginning."""
+        self._start.copy_(torch.tensor([seed, seed_of_rank, epoch, samples, is_moved]))
+        self._tell_epoch(epoch)
 
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the dataset tells and takes its own position."""
-        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
-
-    def __iter__(self) -> Iterator[Slot]:
-        seed, epoch, start = (int(value) for value in self._position)
-        worker = get_worker_info()
-        number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
+    def _tell_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        for number, chunk in enumerate(self._chunks(PrivateRandom(stream_seed(seed, epoch)), start)):
+
+    def __iter__(self) -> Iterator[Slot]:
+        seed, seed_of_rank, epoch, samples, is_moved = self._start.tolist()
+        worker = get_worker_info()
+        number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
+        if worker is not None and not hugging_face.is_stream(self.dataset):
+            # Workers that persist have copies of their own. Hugging Face's share the number: it is set already.
+            self._tell_epoch(epoch)
+        randomness = PrivateRandom(seed)
+        with randomness, _no_workers():
+            source = self._source(samples, bool(is_moved), is_worker=worker is not None)
+        for number, chunk in enumerate(self._chunks(source, randomness, is_worker=worker is not None)):
             if number % number_of_workers != own_number:
                 continue
-            part, is_padded = split(chunk, self.layout.rank, self.layout.world_size, self.layout.even, chunk)
-            for value in part:
-                yield Slot(value, len(chunk), is_padded)
+            if worker is not None:  # as for a map-style dataset's batches
+                set_seed(stream_seed(seed_of_rank, samples + number * self.layout.global_batch))
+            yield from self._own(chunk)
 
-    def _chunks(self, randomness: PrivateRandom, start: int) -> Iterator[list[Any]]:
+    def _own(self, chunk: list[Any]) -> Iterator[Slot]:
+        """This rank's slice of a global batch."""
+        try:
+            part, is_padded = split(chunk, self.layout, spare=chunk)
+        except UsageError as error:  # kept for the moment when the loop gets there, whatever workers read ahead
+            yield Slot(None, len(chunk), False, str(error))
+            return
+        for value in part:
+            yield Slot(value, len(chunk), is_padded)
+
+    def _chunks(self, source: Iterator[Any], randomness: PrivateRandom, is_worker: bool) -> Iterator[list[Any]]:
         size = self.layout.global_batch
-        # Workers skip: most are made anew for every epoch, and would each time find the state that they started from.
-        uses_state = self.keeps_state and get_worker_info() is None
-        with randomness, _no_workers():
-            source = self._restored() if uses_state and self.saved is not None else self._skipped(start)
         while True:
             with randomness, _no_workers():
                 chunk = list(islice(source, size))
+            self._was_left = len(chunk) == size
             if not chunk or (len(chunk) < size and self.layout.drop_last):
                 return
-            if uses_state:
+            if self.keeps_state and not is_worker:
                 # A copy: a dataset may return the very dict that it goes on changing.
                 self.snapshot = deepcopy(self.dataset.state_dict())
             yield chunk
 
-    def _restored(self) -> Iterator[Any]:
-        """The dataset's iterator, from the saved state on. The state is used up: the next epoch starts at 0."""
-        saved, self.saved = self.saved, None
-        if saved == EPOCH_IS_OVER:
-            return iter(())
-        self.dataset.load_state_dict(saved)
-        return iter(self.dataset)
+    def _source(self, samples: int, is_moved: bool, is_worker: bool) -> Iterator[Any]:
+        """The dataset's iterator, from the position on: by the saved state, which is used up then, or by skipping.
+
+        Workers skip: most are made anew for every epoch, and would each time find the state that they started from.
+        """
+        saved, self.saved = (None if is_worker else self.saved), None
+        if self.keeps_state:
+            if self._beginning is None:
+                self._beginning = deepcopy(self.dataset.state_dict())
+            elif saved is None and (is_moved or (is_worker and self._was_left)):
+                self.dataset.load_state_dict(deepcopy(self._beginning))
+            if saved is not None:
+                self.dataset.load_state_dict(saved)
+                return iter(self.dataset)
+        return self._skipped(samples)
 
     def _skipped(self, start: int) -> Iterator[Any]:
         """The dataset's iterator, past the first `start` samples."""
@@ -148,3 +183,55 @@ def _no_workers() -> Iterator[None]:
         yield
     finally:
         module._worker_info = found
+
+
+def split_of(dataset: Any) -> tuple[int, int] | None:
+    """(rank, world size) of a dataset that yields one rank's part already; None where it yields the whole stream.
+
+    A Hugging Face stream after `split_dataset_by_node`, or any dataset that says so by an attribute `split_by_rank`.
+    """
+    return getattr(dataset, "split_by_rank", None) or hugging_face.split_of(dataset)
+
+
+def _keeps_state(dataset: Any) -> bool:
+    """Whether the dataset tells and takes its own position, all of it, without being told anything else."""
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return False
+    needed = [one for one in signature(dataset.state_dict).parameters.values() if one.default is one.empty]
+    takes_nothing = all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in needed)
+    return takes_nothing and not hugging_face.loses_samples(dataset)
+
+
+def end_together(
+    own: Iterator[tuple[Item, bool]], samples_of: Callable[[Item], int]
+) -> Iterator[tuple[Item, bool, int]]:
+    """Every value of this rank with whether the epoch ends with it, and the samples of all ranks' values.
+
+    `own` says whether a value is this rank's last. The epoch ends on all ranks with the first rank's last value, or
+    ranks would wait for one that has no batch. Collective; asked one value ahead, so that nobody waits for the answer.
+    """
+    everyone = control.start()
+
+    def ask(found: tuple[Item, bool] | None) -> Callable[[], list[int]]:
+        is_last, samples = (True, 0) if found is None else (found[1], samples_of(found[0]))
+        return everyone.sum_later([is_last, found is None, samples])
+
+    found = next(own, None)
+    answer, ended = ask(found), 0
+    while not ended:
+        ended, without, samples = answer()
+        if found is None or without:
+            ended = without
+            break
+        value = found[0]
+        if not ended:
+            found = next(own)
+            answer = ask(found)
+        yield value, bool(ended), samples
+    if ended < everyone.world_size and everyone.rank == 0:
+        log.warning(
+            "data: the ranks' parts of the stream have different lengths: %d of %d are at their end, where the epoch "
+            "ends on all ranks; what the others have left is not read.",
+            ended,
+            everyone.world_size,
+        )

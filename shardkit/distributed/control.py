@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, GatherOptions
 
 from shardkit.errors import CheckpointError, ShardkitError
 
@@ -104,6 +104,21 @@ class ControlGroup:
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return self.decide(flag, any)
+
+    def sum_later(self, numbers: list[int]) -> Callable[[], list[int]]:
+        """The sums of every rank's numbers, asked for now: calling what comes back waits for them. LostRank there."""
+        if self.group is None:
+            return lambda: numbers
+        sums, options = torch.tensor(numbers, dtype=torch.int64), AllreduceOptions()
+        options.timeout = self._timeout
+        work = self.group.allreduce([sums], options)
+
+        def answer() -> list[int]:
+            with _Answering():
+                work.wait()
+            return sums.tolist()
+
+        return answer
 
     def agree(self, problem: str | None, error: Callable[[str], ShardkitError] = ShardkitError) -> None:
         """Returns where no rank has a problem; raises the same `error` on all of them where any has one.

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
@@ -112,17 +114,21 @@ def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | N
 
 def _loader(accelerator: "Accelerator", loader: Any) -> PreparedLoader:
     process = accelerator.process
+    beside = 0
+    if isinstance(loader, DataLoader):
+        beside = sum(generator_of(known.users) is generator_of(loader) for known in accelerator.loaders)
     prepared = prepare_loader(
         loader,
         process.rank,
         process.world_size,
         process.device,
         accelerator.config.shardkit.seed,
+        number=beside,
         split_batches=accelerator.split_batches,
         even_batches=accelerator.even_batches,
     )
     if prepared not in accelerator.loaders:
-        prepared.after_batch = accelerator.accumulation.after_batch
+        prepared.after_batch = WeakMethod(accelerator.accumulation.after_batch)
         accelerator.loaders.append(prepared)
     return prepared
 

@@ -1,9 +1,10 @@
-"""Writes the checkpoints that later versions must still read: `python -m tests.golden.make`, once a release."""
+"""Writes what later versions must still read, checkpoints and positions: `python -m tests.golden.make` at a release."""
 
 from pathlib import Path
 
 import shardkit
 from tests import checkpoints
+from tests.golden import positions
 from tests.ranks import Pool
 from tests.test_faults_save import fill, prepared
 
@@ -24,6 +25,7 @@ def save(root):
 if __name__ == "__main__":
     folder = Path(__file__).parent / shardkit.__version__
     folder.mkdir()
+    positions.save(folder)
     pool = Pool()
     pool.run(2, save, folder)
     pool.close()

@@ -1,0 +1,99 @@
+"""What ranks settle when a loader is prepared: one seed, and that all of them read the same data."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from shardkit.data import hugging_face
+from shardkit.data.private_random import stream_seed
+from shardkit.data.shares import uneven_text
+from shardkit.data.sources import Source
+from shardkit.distributed import control
+from shardkit.errors import UsageError
+
+
+def generator_of(loader: DataLoader) -> torch.Generator | None:
+    """The generator that the user gave to the loader or to its sampler."""
+    batches = loader.batch_sampler
+    holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
+    return next((found for one in holders if (found := getattr(one, "generator", None)) is not None), None)
+
+
+def own_seed(loader: DataLoader, seed: int | None, number: int) -> int:
+    """What this rank would order the loader's data by: its generator's seed, else `seed`, else torch's.
+
+    `number` tells apart loaders that share a generator, or have none: two data sets of one length are not shuffled
+    alike.
+    """
+    generator = generator_of(loader)
+    if generator is not None:
+        seed = generator.initial_seed()
+    elif seed is None:
+        seed = torch.initial_seed()
+    return stream_seed(seed, f"loader {number}") if number else seed
+
+
+def agreed_seed(source: Source, seed: int, rank: int, world_size: int) -> int:
+    """Rank 0's seed. Raises UsageError on all ranks where their data differ, which would have one of them wait for
+    batches that never come, or read what another reads. Collective."""
+    own = {"seed": seed, "rank": rank, **_facts(source)}
+    if world_size > 1 and dist.is_initialized():
+        problem, seed = control.start().decide(own, lambda told: (_problem(told, world_size), told[0]["seed"]))
+    else:
+        problem = _problem([own], world_size)
+    problem = problem or _uneven_end(source)
+    if problem:
+        raise UsageError(f"prepare: {problem}")
+    return seed
+
+
+def _facts(source: Source) -> dict[str, Any]:
+    """What must be the same on all ranks; of a stream that is split by rank, the parts may be of any length."""
+    is_whole = source.split is None
+    return {
+        "the dataset's length": source.dataset_length if is_whole else None,
+        "the sampler's length": source.units if is_whole else None,
+        "the global batch size": source.total_batch_size,
+        "shuffle": hugging_face.shuffle_digest(source.dataset),
+        "split": source.split,
+    }
+
+
+def _problem(told: list[dict[str, Any]], world_size: int) -> str | None:
+    """What is wrong with what the ranks told, if anything."""
+    for what in ("the dataset's length", "the sampler's length", "the global batch size"):
+        sizes = [own[what] for own in told]
+        if len(set(sizes)) > 1:
+            return (
+                f"{what} is not the same on all ranks (got {', '.join(map(str, sizes[:8]))} by rank); give every rank "
+                "the whole dataset and the same batch_size: shardkit shards it."
+            )
+    if len({own["shuffle"] for own in told}) > 1:
+        return (
+            "the stream is shuffled in another order on every rank (no seed?); give its shuffle(seed=...) the same "
+            "number on all ranks."
+        )
+    if any(own["split"] is not None and list(own["split"]) != [own["rank"], world_size] for own in told):
+        return _wrong_split(told, world_size)
+    if len({own["split"] is None for own in told}) > 1:
+        return "the stream is split by rank on some ranks only; split it on all of them, or on none."
+    return None
+
+
+def _wrong_split(told: list[dict[str, Any]], world_size: int) -> str:
+    parts = [f"part {own['split'][0]} of {own['split'][1]} on rank {own['rank']}" for own in told if own["split"]]
+    return (
+        f"the stream is split, but not over the {world_size} ranks (got {', '.join(parts[:4])}); split it with "
+        "split_dataset_by_node(dataset, accelerator.process_index, accelerator.num_processes), or leave it whole."
+    )
+
+
+def _uneven_end(source: Source) -> str | None:
+    """Whether it is known by now that the last global batch has something for some ranks only."""
+    layout = source.layout
+    if source.units is None or layout.even or layout.drop_last:
+        return None
+    left = source.units % layout.global_batch
+    return uneven_text(left, layout.world_size) if 0 < left < layout.world_size else None

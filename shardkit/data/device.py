@@ -1,0 +1,33 @@
+"""Batches onto the device."""
+
+from collections.abc import Mapping, MutableMapping
+from copy import copy
+from typing import Any
+
+import torch
+
+
+def to_device(value: Any, device: torch.device | None) -> Any:
+    """The same nesting of dicts, lists, tuples and objects with `.to`, every tensor on the device."""
+    if device is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=value.device.type == "cpu" and value.is_pinned())
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(item, device) for item in value)
+    if isinstance(value, Mapping):
+        return _like(value, {key: to_device(item, device) for key, item in value.items()})
+    return value
+
+
+def _like(mapping: Mapping, items: dict) -> Mapping:
+    """The items in a mapping of the same class, where one can be copied and changed; else in a dict."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return items
+    same = copy(mapping)
+    same.update(items)
+    return same

@@ -1,0 +1,42 @@
+"""What has to be known of the streams of Hugging Face `datasets`. Read from their attributes: nothing is imported."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether it is a `datasets.IterableDataset`."""
+    return hasattr(dataset, "_ex_iterable") and hasattr(dataset, "_distributed")
+
+
+def split_of(dataset: Any) -> tuple[int, int] | None:
+    """(rank, world size) that `split_dataset_by_node` was given; None where the stream is whole."""
+    split = getattr(dataset, "_distributed", None)
+    return None if split is None else (split.rank, split.world_size)
+
+
+def loses_samples(dataset: Any) -> bool:
+    """Whether its own state leaves out what waits in a shuffle buffer (documented at `IterableDataset.state_dict`)."""
+    return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in _steps(dataset))
+
+
+def shuffle_digest(dataset: Any) -> str | None:
+    """Equal where streams draw the same order at random; None where they draw none. Without a seed, `shuffle` draws
+    another one in every process."""
+    generators = [step.generator for step in _steps(dataset) if hasattr(step, "generator")]
+    if not generators:
+        return None
+    states = [generator.bit_generator.state for generator in generators]
+    text = json.dumps(states, sort_keys=True, default=lambda array: array.tolist())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _steps(dataset: Any) -> Iterator[Any]:
+    """The steps of the stream's pipeline, the last first."""
+    waiting = [dataset._ex_iterable] if is_stream(dataset) else []
+    while waiting:
+        step = waiting.pop()
+        yield step
+        waiting += [step.ex_iterable] if hasattr(step, "ex_iterable") else getattr(step, "ex_iterables", [])

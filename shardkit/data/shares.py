@@ -1,0 +1,166 @@
+"""Which samples of a global batch each rank reads: functions of the order, the position, the rank and the world size.
+
+An epoch's order is one for all ranks. It is read in global batches, and every rank takes its slice of each, so that n
+ranks together read what one process would, in the same order. The position is counted in samples of that order, not
+in batches: it means the same on any number of ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import torch
+
+from shardkit.data.sampler import Drawn, Indexed
+from shardkit.errors import CheckpointError, ShardkitError, UsageError
+
+Item = TypeVar("Item")
+
+# A rank's positions are looked up several at a time: few at first, then up to so many, a millisecond of work.
+FIRST_AT_ONCE, MOST_AT_ONCE = 128, 8192
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How global batches are cut. `global_batch` counts samples, for a custom batch sampler its batches."""
+
+    rank: int
+    world_size: int
+    global_batch: int
+    drop_last: bool
+    even: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of one global batch; `samples` counts the real ones of the whole batch, padding left out."""
+
+    items: Sequence[Any]
+    samples: int
+    is_padded: bool
+    is_last: bool
+
+
+def shares_of_indexed(order: Indexed, start: int, layout: Layout) -> Iterator[Share]:
+    """This rank's share of every global batch from position `start` (in samples) to the end of the epoch."""
+    positions = _shares_of_positions(order.length, start, layout)
+    at_once = FIRST_AT_ONCE
+    while block := list(islice(positions, max(1, at_once * layout.world_size // layout.global_batch))):
+        at_once = min(2 * at_once, MOST_AT_ONCE)
+        found = iter(order.items(torch.tensor(list(chain.from_iterable(share.items for share in block)))))
+        for share in block:
+            items = list(islice(found, len(share.items)))
+            yield Share(items, share.samples, share.is_padded, share.is_last)
+
+
+def _shares_of_positions(length: int, start: int, layout: Layout) -> Iterator[Share]:
+    size = layout.global_batch
+    batches = _batches_in(length - start, size, layout.drop_last)
+    for number in range(batches):
+        first = start + number * size
+        batch = range(first, min(first + size, length))
+        part, is_padded = split(batch, layout, spare=range(length))
+        yield Share(part, len(batch), is_padded, is_last=number == batches - 1)
+
+
+def shares_of_drawn(order: Drawn, start: int, layout: Layout) -> Iterator[Share]:
+    """The same where a sampler of the user's own is drawn from: one global batch ahead."""
+    _refuse_if_short(order, start, order.skip(start))
+    batches = iter(partial(order.take, layout.global_batch), [])
+    for batch, is_last in with_last(_whole(batches, layout.global_batch) if layout.drop_last else batches):
+        part, is_padded = split(batch, layout, spare=order.first)
+        yield Share(part, len(batch), is_padded, is_last)
+
+
+def shares_of_batches(order: Drawn, start: int, layout: Layout) -> Iterator[Share]:
+    """The same for a custom batch sampler: a global batch is world_size of its batches, one for each rank."""
+    groups = _groups(order, start, layout.global_batch)
+    for group, is_last in with_last(_whole(groups, layout.global_batch) if layout.drop_last else groups):
+        part, is_padded = split(group, layout, spare=order.first)
+        yield Share(list(part[0]), sum(map(len, group)), is_padded, is_last)
+
+
+def shares_of_each_batch(order: Drawn, start: int, layout: Layout) -> Iterator[Share]:
+    """The same with split_batches: every batch of the batch sampler is a global one, and is split."""
+    for (batch,), is_last in with_last(_groups(order, start, 1)):
+        if len(batch) % layout.world_size and not is_last:
+            raise ShardkitError(
+                f"data: split_batches: the batch sampler yields a batch that {layout.world_size} ranks cannot split "
+                f"evenly (got {len(batch)} samples); make its batches multiples of the number of ranks."
+            )
+        part, is_padded = split(batch, layout, spare=batch)
+        yield Share(part, len(batch), is_padded, is_last)
+
+
+def split(samples: Sequence[Item], layout: Layout, spare: Sequence[Item]) -> tuple[Sequence[Item], bool]:
+    """One rank's contiguous part of a global batch, and whether it was padded.
+
+    `even`: every rank gets as many; what is missing to that (fewer than world_size samples) is taken from `spare`,
+    from its start and round again. Otherwise parts differ by at most one sample; UsageError, on all ranks, where some
+    would be empty: a rank without a batch stays away from what the others do together.
+    """
+    rank, world_size = layout.rank, layout.world_size
+    each, left = divmod(len(samples), world_size)
+    if not left:
+        return samples[rank * each : (rank + 1) * each], False
+    if not layout.even:
+        if not each:
+            raise UsageError(f"data: {uneven_text(left, world_size)}")
+        first = rank * each + min(rank, left)
+        return samples[first : first + each + (rank < left)], False
+    padding = [spare[number % len(spare)] for number in range(world_size - left)]
+    return [*samples, *padding][rank * (each + 1) : (rank + 1) * (each + 1)], True
+
+
+def uneven_text(left: int, world_size: int) -> str:
+    """What is wrong where the last global batch has something for some of the ranks only."""
+    return (
+        f"even_batches=False leaves ranks without a last batch, and the others would wait for them (got {left} for "
+        f"{world_size} ranks); use drop_last=True, even_batches=True or another batch size."
+    )
+
+
+def number_of_batches(samples: int, layout: Layout) -> int:
+    """Global batches in an epoch of so many samples."""
+    return _batches_in(samples, layout.global_batch, layout.drop_last)
+
+
+def _batches_in(samples: int, size: int, drop_last: bool) -> int:
+    return max(0, samples // size if drop_last else -(-samples // size))
+
+
+def _groups(order: Drawn, start: int, size: int) -> Iterator[list[Sequence[Any]]]:
+    """So many batches at a time, after the first `start` samples; of a batch that straddles the position, its rest."""
+    _refuse_if_short(order, start, order.skip_samples(start))
+    yield from iter(partial(order.take, size), [])
+
+
+def _refuse_if_short(order: Drawn, start: int, skipped: int) -> None:
+    if skipped < start:
+        raise CheckpointError(
+            f"data: {order.name} ended after {skipped:,} samples, before the saved position (got {start:,}); it is not "
+            "the sampler that the checkpoint was made with."
+        )
+
+
+def _whole(groups: Iterable[Sequence[Item]], size: int) -> Iterator[Sequence[Item]]:
+    """All up to the first that is short."""
+    for group in groups:
+        if len(group) < size:
+            return
+        yield group
+
+
+def with_last(values: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Every value, with whether it is the last one: reads one ahead."""
+    iterator = iter(values)
+    try:
+        value = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield value, False
+        value = following
+    yield value, True

@@ -1,0 +1,284 @@
+"""Where a prepared loader's batches come from: a map-style dataset by samples or by batches, or a stream.
+
+A source turns the user's DataLoader into one of its own that reads this rank's part of every global batch.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from shardkit.data import hugging_face, sampler, shares
+from shardkit.data.position import EPOCH_IS_OVER, Position
+from shardkit.data.private_random import stream_seed
+from shardkit.data.sampler import Drawn
+from shardkit.data.shares import Layout, Share, number_of_batches, with_last
+from shardkit.data.stream import CountingCollate, Stream, end_together, split_of
+from shardkit.data.workers import Indices, StartWorker, batches_of
+from shardkit.errors import UsageError
+from shardkit.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One batch as a source hands it over. `samples` and `is_padded` speak of the whole global batch, `state` is the
+    dataset's own position after it, where it has one."""
+
+    batch: Any
+    samples: int
+    is_padded: bool
+    is_last: bool
+    state: Any = None
+
+
+class Source(Protocol):
+    """Where batches come from: a map-style dataset or a stream."""
+
+    dataset: Any
+    split: tuple[int, int] | None
+    """(rank, world size) of a stream that yields one rank's part already."""
+    layout: Layout
+    total_batch_size: int
+    dataset_length: int | None
+    units: int | None
+    """How many units of `layout.global_batch` an epoch says that it has, over all ranks; None where it does not say."""
+
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        """This rank's batches from a position to the end of its epoch. `is_moved`: it does not follow from the batches
+        that were read before."""
+
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        """How many samples the first so many global batches of the position's epoch hold."""
+
+    def __len__(self) -> int: ...
+
+
+def source_of(loader: DataLoader, layout: Layout, split_batches: bool) -> Source:
+    """The source for what the loader reads."""
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, layout)
+    if loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler:
+        return SampledSource(loader, layout)
+    return BatchSampledSource(loader, layout, split_batches)
+
+
+def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> Layout:
+    """How the loader's batches become global ones. UsageError where they cannot be split evenly."""
+    drops = loader.drop_last or bool(getattr(loader.batch_sampler, "drop_last", False))
+    size = batch_size_of(loader)
+    if not split_batches or size is None:
+        return Layout(rank, world_size, world_size * (size or 1), drops, even)
+    if size % world_size:
+        raise UsageError(
+            f"prepare: split_batches: batch_size must be a multiple of the number of ranks (got {size} for "
+            f"{world_size} ranks); change one of them."
+        )
+    return Layout(rank, world_size, size, drops, even)
+
+
+def batch_size_of(loader: DataLoader) -> int | None:
+    """Samples in one of the loader's batches; None where the dataset, or a batch sampler of the user's, makes them."""
+    return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else loader.batch_size
+
+
+class SampledSource:
+    """A map-style dataset with a sampler of single indices."""
+
+    split: tuple[int, int] | None = None
+
+    def __init__(self, loader: DataLoader, layout: Layout) -> None:
+        self.layout = layout
+        self.total_batch_size = layout.global_batch
+        self.dataset = loader.dataset
+        self.dataset_length = sampler.length_of(loader.dataset)
+        self._sampler = _without_ranks(getattr(loader.batch_sampler, "sampler", loader.sampler), loader.dataset)
+        self.units = sampler.epoch_length(self._sampler)
+        self._indices = IndexQueue(is_batched=loader.batch_sampler is not None)
+        self.loader = _rebuilt(loader, **self._indices.as_argument())
+
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        order = self._order(seed, start)
+        if isinstance(order, Drawn):
+            own_shares = shares.shares_of_drawn(order, start.samples, self.layout)
+        else:
+            own_shares = shares.shares_of_indexed(order, start.samples, self.layout)
+        return _sampled(self, self._indices, own_shares, seed, start)
+
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        wanted, order = batches * self.total_batch_size, self._order(seed, start)
+        return order.skip(wanted) if isinstance(order, Drawn) else min(wanted, order.length)
+
+    def _order(self, seed: int, start: Position) -> sampler.Indexed | Drawn:
+        known = sampler.indexed(self._sampler, seed, start.epoch, start.order)
+        return known or Drawn(self._sampler, seed, start.epoch, keep=self.layout.world_size - 1)
+
+    def __len__(self) -> int:
+        return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
+
+
+class BatchSampledSource:
+    """A map-style dataset with a batch sampler of the user's own. With `split_batches` each of its batches is a global
+    one, else as many together as there are ranks."""
+
+    split: tuple[int, int] | None = None
+
+    def __init__(self, loader: DataLoader, layout: Layout, split_batches: bool) -> None:
+        self.layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
+        self.total_batch_size = (getattr(loader.batch_sampler, "batch_size", None) or 1) * self.layout.global_batch
+        self.dataset = loader.dataset
+        self.dataset_length = sampler.length_of(loader.dataset)
+        self._sampler: Any = loader.batch_sampler
+        self.units = sampler.epoch_length(self._sampler)
+        self._shares_of = shares.shares_of_each_batch if split_batches else shares.shares_of_batches
+        self._indices = IndexQueue(is_batched=True)
+        self.loader = _rebuilt(loader, **self._indices.as_argument())
+
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        own_shares = self._shares_of(self._order(seed, start), start.samples, self.layout)
+        return _sampled(self, self._indices, own_shares, seed, start)
+
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        order, size = self._order(seed, start), self.layout.global_batch
+        return sum(len(batch) for _ in range(batches) for batch in order.take(size))
+
+    def _order(self, seed: int, start: Position) -> Drawn:
+        return Drawn(self._sampler, seed, start.epoch, keep=self.layout.world_size - 1)
+
+    def __len__(self) -> int:
+        return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
+
+
+class StreamSource:
+    """An iterable dataset. One that gives every rank a part of its own already is read as it is, and ends on all ranks
+    where the first part ends."""
+
+    def __init__(self, loader: DataLoader, layout: Layout) -> None:
+        self.dataset, self.split = loader.dataset, split_of(loader.dataset)
+        self._rank, self._parts = layout.rank, layout.world_size if self.split else 1
+        own_size = layout.global_batch // layout.world_size
+        self.layout = replace(layout, rank=0, world_size=1, global_batch=own_size) if self.split else layout
+        _say_how_it_is_read(loader.dataset, self.split, layout.world_size)
+        self.total_batch_size = layout.global_batch
+        self.dataset_length = self.units = sampler.length_of(loader.dataset)
+        self.stream = Stream(loader.dataset, self.layout)
+        collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
+        size = None if loader.batch_size is None else own_size
+        self.loader = _rebuilt(loader, self.stream, batch_size=size, collate_fn=collate)
+
+    def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        if start.dataset == EPOCH_IS_OVER:
+            return
+        seed_of_rank = _seed_of_rank(seed, start.epoch, self._rank)
+        self.loader.generator.manual_seed(seed_of_rank)
+        self.stream.start_at(
+            stream_seed(seed, start.epoch), seed_of_rank, start.epoch, start.samples // self._parts, is_moved
+        )
+        self.stream.saved = start.dataset
+        if start.samples and start.dataset is None:
+            log.info(f"data: reading past {start.samples:,} samples of the stream, to where the position is.")
+        # The snapshot is taken between a batch and the look-ahead to the next, so it belongs to that batch.
+        batches = with_last((batch, self.stream.snapshot) for batch in batches_of(self.loader))
+        if self._parts == 1:
+            for (batch, state), is_last in batches:
+                if batch.problem:
+                    raise UsageError(batch.problem)
+                yield Piece(batch.batch, batch.samples, batch.is_padded, is_last, EPOCH_IS_OVER if is_last else state)
+        else:
+            for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
+                samples = last_samples if is_last else batch.samples * self._parts
+                yield Piece(batch.batch, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
+
+    def samples_in(self, seed: int, start: Position, batches: int) -> int:
+        return batches * self.total_batch_size
+
+    def __len__(self) -> int:
+        return number_of_batches(len(self.stream.dataset), self.layout)
+
+
+def _say_how_it_is_read(dataset: Any, split: tuple[int, int] | None, world_size: int) -> None:
+    if split is not None:
+        log.info("data: the dataset is already split by rank; it is not sharded again.")
+    elif world_size > 1 and hugging_face.is_stream(dataset):
+        log.info(
+            "data: every rank reads and decodes the whole stream, and keeps its part. With split_dataset_by_node("
+            "dataset, accelerator.process_index, accelerator.num_processes) of datasets.distributed it reads its own "
+            "part alone (%d shards; best a multiple of the ranks), and resumes on %d ranks only.",
+            dataset.num_shards,
+            world_size,
+        )
+
+
+def _without_ranks(users: Any, dataset: Any) -> Any:
+    """The sampler to draw the whole order from: torch's DistributedSampler is replaced by what it shards."""
+    if sampler.ranked_part(users) is not None:
+        log.info(f"data: {type(users).__name__} already shards over ranks; shardkit shards its whole order instead.")
+    if not sampler.is_plain_distributed(users):
+        return users
+    return RandomSampler(dataset) if users.shuffle else SequentialSampler(dataset)
+
+
+def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:
+    """What a rank's workers draw at random in an epoch: other numbers on every rank."""
+    return stream_seed(stream_seed(seed, epoch), rank)
+
+
+class IndexQueue(Sampler):
+    """What the rebuilt DataLoader takes its indices from: those of the epoch at hand."""
+
+    def __init__(self, is_batched: bool) -> None:
+        self.is_batched = is_batched
+        self.indices: Iterator[Any] = iter(())
+
+    def as_argument(self) -> dict[str, Any]:
+        """How DataLoader is given it: in place of batches, or of single indices where it does not batch."""
+        return {"batch_sampler": self} if self.is_batched else {"batch_size": None, "sampler": self}
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.indices
+
+
+def _sampled(
+    source: SampledSource | BatchSampledSource, queue: IndexQueue, own: Iterator[Share], seed: int, start: Position
+) -> Iterator[Piece]:
+    """Batches beside their shares. No batch is read ahead here: what samples draw at random stays in step with the
+    loop, and whether a batch is the last one is known from the shares."""
+    handed_out: deque[tuple[int, bool, bool]] = deque()
+    is_batched = queue.is_batched
+    seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
+    source.loader.generator.manual_seed(seed_of_rank)
+
+    def indices() -> Iterator[Any]:
+        position = start.samples
+        for share in own:
+            handed_out.append((share.samples, share.is_padded, share.is_last))
+            batch = Indices(share.items)
+            batch.seed = stream_seed(seed_of_rank, position)
+            position += share.samples
+            yield batch if is_batched else share.items[0]
+
+    queue.indices = indices()
+    for batch in batches_of(source.loader):
+        yield Piece(batch, *handed_out.popleft())
+
+
+def _rebuilt(loader: DataLoader, dataset: Any = None, **changes: Any) -> DataLoader:
+    """A DataLoader as the user's, but for what changes. Seeds of its workers come from a generator of its own, so that
+    starting an epoch draws nothing from the global one."""
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        log.warning(
+            f"data: {type(loader).__name__} has an __iter__ of its own, which is not used: its dataset is read by a "
+            "torch DataLoader with the same sampler, collate_fn and workers."
+        )
+    if not loader.in_order:
+        log.info("data: in_order=False is left out: batches come in order, or a resumed run would lose some.")
+    same = ("num_workers", "collate_fn", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+    kept = {name: getattr(loader, name) for name in same}
+    kept["pin_memory"] = loader.pin_memory and torch.accelerator.is_available()
+    start = StartWorker(loader.worker_init_fn) if loader.num_workers else None
+    kept |= {"worker_init_fn": start, "generator": torch.Generator(), **changes}
+    return DataLoader(loader.dataset if dataset is None else dataset, **kept)

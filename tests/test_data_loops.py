@@ -1,0 +1,537 @@
+"""Issue 9: loops as people write them. Each reads what plain torch reads in one process, and knows where it is."""
+
+import gc
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from itertools import accumulate, chain, cycle, islice, product
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+
+from shardkit import Accelerator
+from shardkit.data.device import to_device
+from shardkit.data.loader import prepare_loader, skip_first_batches
+from tests.golden.positions import KINDS
+from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, run
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def place(loader):
+    return loader.epoch, loader.samples_seen
+
+
+@pytest.fixture
+def loader():
+    return prepared(shuffle=True)
+
+
+@pytest.fixture
+def epochs():
+    same = prepared(shuffle=True)
+    return [lists(same) for _ in range(4)]
+
+
+def test_a_look_at_the_loader_inside_its_loop_changes_nothing(loader, epochs):
+    given = []
+    for number, batch in enumerate(loader, 1):
+        given.append(batch.tolist())
+        looked = next(iter(loader)).tolist()
+        assert looked == epochs[number % 4][0] if number < 4 else looked not in given
+        assert loader.is_iterating and loader.end_of_loader == (number == 10)
+        assert place(loader) == (0, 4 * number)
+        loader.note_step()
+        assert loader.state_dict()["samples_seen"] == 4 * number
+    assert given == epochs[0]
+    assert place(loader) == (1, 0)
+    assert lists(loader) == epochs[1]
+
+
+def test_a_look_before_the_loop_begins_an_epoch_as_any_loop_does(loader, epochs):
+    assert next(iter(loader)).tolist() == epochs[0][0]
+    assert lists(loader) == epochs[1]
+
+
+def test_a_loop_inside_a_loop_over_the_same_loader_is_one_of_its_own(loader, epochs):
+    outer, inner = [], []
+    for number, batch in enumerate(loader, 1):
+        outer.append(batch.tolist())
+        if number in (3, 10):
+            inner.append(lists(loader))
+            assert loader.end_of_loader == (number == 10)
+        assert place(loader) == (0, 4 * number)
+        assert loader.state_dict()["samples_seen"] == 4 * number
+    assert outer == epochs[0]
+    assert inner == [epochs[1], epochs[2]]
+    assert lists(loader) == epochs[1]
+
+
+def test_a_loop_inside_a_loop_that_is_resumed(loader, epochs):
+    _, state = run(1, shuffle=True, stop=12, epochs=2)
+    loader.load_state_dict(state)
+    given = []
+    for batch in loader:
+        given.append(batch.tolist())
+        assert lists(loader)[0] not in given
+    assert given == epochs[1][2:]
+
+
+def test_an_iterator_that_is_kept_leaves_the_position_to_the_loop_that_trains(loader, epochs):
+    kept = iter(loader)
+    next(kept)
+    for number, batch in enumerate(loader, 1):
+        assert batch.tolist() == epochs[1][number - 1]
+        loader.note_step()
+        assert place(loader) == (1, loader.state_dict()["samples_seen"]) == (1, 4 * number)
+    assert place(loader) == (2, 0) and not loader.is_iterating
+    assert next(kept).tolist() == epochs[0][1]
+    assert loader.is_iterating and place(loader) == (0, 8)
+    kept.close()
+    assert lists(loader) == epochs[2]
+
+
+def test_batches_by_hand(loader, epochs):
+    batches, given = iter(loader), []
+    for number in range(23):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            batch = next(batches)
+        given.append(batch.tolist())
+        loader.note_step()
+        assert loader.state_dict()["samples_seen"] == number % 10 * 4 + 4
+    assert given == [*epochs[0], *epochs[1], *epochs[2][:3]]
+    rest, _ = run(2, loader.state_dict(), shuffle=True)
+    assert rest == flat(map(torch.tensor, epochs[2][3:]))
+
+
+def test_endless_generators_and_repeated_parts(loader, epochs):
+    def for_ever():
+        while True:
+            yield from loader
+
+    assert lists(islice(for_ever(), 13)) == [*epochs[0], *epochs[1][:3]]
+    again = prepared(shuffle=True)
+    assert [lists(islice(again, 3)) for _ in range(3)] == [epoch[:3] for epoch in epochs[:3]]
+    assert lists(islice(cycle(prepared(shuffle=True)), 13)) == [*epochs[0], *epochs[0][:3]]
+
+
+def test_two_loops_over_one_loader_take_turns(loader, epochs):
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=False)]
+    assert pairs == list(zip(epochs[0], epochs[1], strict=True))
+    assert lists(loader) == epochs[2]
+
+
+def test_an_error_inside_the_loop_leaves_it_where_it_is(loader, epochs):
+    def fail():
+        for number, _ in enumerate(loader):
+            if number == 3:
+                raise KeyError("the script's own")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert loader.state_dict()["samples_seen"] == 16
+    assert not loader.is_iterating
+    assert lists(loader) == epochs[1]
+    assert flat(moved(loader, {**loader.state_dict(), "epoch": 0, "samples_seen": 16})) == list(chain(*epochs[0][4:]))
+
+
+class FailsOnce(Numbers):
+    has_failed = False
+
+    def __getitem__(self, index):
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError("the disk is away")
+        return super().__getitem__(index)
+
+
+def test_an_epoch_that_could_not_begin_begins_again_where_it_should(epochs):
+    _, state = run(1, shuffle=True, stop=12, epochs=2)
+    loader = moved(prepared(dataset=FailsOnce(), shuffle=True), state)
+    with pytest.raises(OSError, match="the disk is away"):
+        next(iter(loader))
+    assert lists(loader) == epochs[1][2:]
+
+
+def test_an_epoch_named_by_hand(loader, epochs):
+    for epoch in (2, 0, 0, 3):
+        loader.set_epoch(epoch)
+        assert lists(loader) == epochs[epoch]
+    for number, _ in enumerate(loader):
+        if number == 3:
+            loader.set_epoch(1)
+            assert place(loader) == (4, 16), "the loop that runs goes on"
+    assert place(loader) == (1, 0)
+    assert lists(loader) == epochs[1]
+    for _ in loader:
+        skip_first_batches(loader, 2)
+    assert lists(loader) == epochs[2][2:]
+
+
+def test_len_is_that_of_a_whole_epoch(loader):
+    assert len(loader) == len(loader.users) == 10
+    assert len(skip_first_batches(loader, 3)) == 10
+    assert len(prepared(0, 3)) == len(prepared(2, 3)) == len(list(prepared(2, 3))) == 4
+    assert len(prepared(0, 3, drop_last=True)) == len(list(prepared(1, 3, drop_last=True))) == 3
+    assert len(prepared(dataset=SizedFlow())) == 10
+    with pytest.raises(TypeError, match="has no len"):
+        len(prepared(dataset=Flow()))
+
+
+class SizedFlow(Flow):
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_position_saved_on_n_ranks_goes_on_on_m(kind):
+    make = KINDS[kind]
+    whole = [run(1, make=make, epochs=2)[0][40 * epoch :][:40] for epoch in range(2)]
+    for saved_on, loaded_on in product((1, 2, 3), repeat=2):
+        for stop in range(1, 8):
+            _, state = run(saved_on, make=make, stop=stop, epochs=2)
+            epoch, seen = state["epoch"], state["samples_seen"]
+            rest, _ = run(loaded_on, state, make=make)
+            assert rest[: 40 - seen] == whole[epoch][seen:]
+            assert set(rest[40 - seen :]) <= set(whole[epoch]), "padding"
+            after, _ = run(loaded_on, state, make=make, epochs=2 - epoch)
+            assert epoch or after[len(rest) :][:40] == whole[1]
+
+
+@dataclass
+class Example:
+    x: torch.Tensor
+
+
+class Sendable:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Sendable(self.x.to(device))
+
+
+Pair = namedtuple("Pair", ["x", "to"])  # a field that bears the name of a method
+
+
+COLLATED = {
+    "dict": lambda numbers: {"x": torch.stack(numbers), "name": "text"},
+    "ordered": lambda numbers: OrderedDict(x=torch.stack(numbers)),
+    "default": lambda numbers: defaultdict(list, x=torch.stack(numbers)),
+    "tuple": lambda numbers: (torch.stack(numbers), None, 3.5),
+    "named tuple": lambda numbers: Pair(torch.stack(numbers), torch.ones(1)),
+    "object": lambda numbers: Sendable(torch.stack(numbers)),
+    "data class": lambda numbers: Example(torch.stack(numbers)),
+    "list": list,
+    "nothing": lambda numbers: None,
+    "text": lambda numbers: "text",
+}
+
+
+def first_tensor(batch):
+    batch = batch if isinstance(batch, (dict, list, tuple)) else getattr(batch, "x", batch)
+    batch = batch["x"] if isinstance(batch, dict) else batch
+    return batch[0] if isinstance(batch, (list, tuple)) else batch
+
+
+@pytest.mark.parametrize("kind", COLLATED)
+@pytest.mark.parametrize("dataset", [Numbers, Flow])
+def test_batches_of_any_kind_are_as_plain_torch_gives_them(kind, dataset):
+    data = dataset(9) if dataset is Numbers else TensorFlow(9)
+    plain = list(DataLoader(data, batch_size=4, collate_fn=COLLATED[kind]))
+    ours = list(prepared(dataset=data, collate_fn=COLLATED[kind]))
+    for one, other in zip(plain, ours, strict=True):
+        assert type(one) is type(other)
+        found, expected = first_tensor(other), first_tensor(one)
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+
+
+class TensorFlow(Flow):
+    def __iter__(self):
+        return map(torch.tensor, super().__iter__())
+
+
+def test_mappings_and_fields_keep_their_class_on_the_device():
+    meta = torch.device("meta")
+    moved_to = to_device(
+        {kind: COLLATED[kind]([torch.ones(1)]) for kind in ("ordered", "default", "named tuple")}, meta
+    )
+    assert [type(value) for value in moved_to.values()] == [OrderedDict, defaultdict, Pair]
+    assert all(first_tensor(value).is_meta for value in moved_to.values())
+    assert moved_to["default"].default_factory is list
+
+
+class AtOnce(Numbers):
+    """Fetches a batch in one call."""
+
+    def __getitems__(self, indices):
+        return [torch.tensor(index) for index in indices]
+
+
+DATASETS = {
+    "at once": AtOnce(26),
+    "subset": Subset(Numbers(60), range(30, 56)),
+    "concatenated": ConcatDataset([Numbers(13), Numbers(13)]),
+    "tensors": TensorDataset(torch.arange(26)),
+    "stacked": StackDataset(Numbers(26), Numbers(26)),
+    "chained": ChainDataset([Flow(13), Flow(13)]),
+    "empty": Numbers(0),
+    "one": Numbers(1),
+}
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_data_sets_of_torch_give_what_a_plain_loader_gives(kind, batch_size, drop_last):
+    if drop_last and batch_size is None:
+        pytest.skip("torch refuses it")
+    options = {"batch_size": batch_size, "drop_last": drop_last}
+    plain = list(DataLoader(DATASETS[kind], **options))
+    loader = prepared(dataset=DATASETS[kind], **options)
+    assert str(list(loader)) == str(plain)
+    assert place(loader) == (1, 0)
+    if kind != "chained":
+        assert len(loader) == len(plain)
+
+
+class Unsized(Dataset):
+    """Its length is known to the sampler alone."""
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_a_data_set_without_a_length_is_read_by_its_sampler():
+    assert run(2, dataset=Unsized(), sampler=range(5, 21))[0] == list(range(5, 21))
+
+
+def test_a_loader_class_with_an_iteration_of_its_own_is_named(capsys):
+    class Own(DataLoader):
+        def __iter__(self):
+            return map(str, super().__iter__())
+
+    assert flat(prepare_loader(Own(Numbers(8)), 0, 1, CPU)) == list(range(8))
+    assert "data: Own has an __iter__ of its own, which is not used" in capsys.readouterr().err
+
+
+class Slow(Numbers):
+    """The first worker is slower than the second."""
+
+    def __getitem__(self, index):
+        if get_worker_info().id == 0:
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+def test_batches_come_in_order_whatever_worker_is_first(capsys):
+    loader = prepared(dataset=Slow(24), num_workers=2, in_order=False)
+    assert flat(loader) == list(range(24))
+    assert "data: in_order=False is left out" in capsys.readouterr().err
+
+
+def noisy(numbers):
+    """Draws while it collates, as masking does."""
+    return [(int(number), int(torch.randint(10**6, ())), random.random()) for number in numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow, FlowWithState])
+def test_what_collating_draws_in_workers_goes_on_after_a_resume_and_differs_between_ranks(kind, persistent):
+    def loader(rank=0):
+        return prepared(rank, 2, kind(40), num_workers=2, persistent_workers=persistent, collate_fn=noisy)
+
+    whole = [*(one := loader()), *one]
+    for stop in (1, 2, 5, 6):
+        one, given = loader(), []
+        while len(given) < stop:
+            given += islice(one, stop - len(given))
+        assert given == whole[:stop]
+        resumed = moved(loader(), one.state_dict())
+        assert [*resumed, *resumed][: len(whole) - stop] == whole[stop:]
+    drawn, others = ({draw for batch in loader(rank) for _, draw, _ in batch} for rank in range(2))
+    assert not drawn & others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_ready_batches_in_workers_draw_otherwise_on_every_rank(persistent):
+    def drawn(rank):
+        options = {"batch_size": None, "num_workers": 1, "persistent_workers": persistent}
+        return {float(value) for value in prepared(rank, 2, Noise(8), **options)}
+
+    assert drawn(0) == drawn(0)
+    assert not drawn(0) & drawn(1)
+
+
+class Noise(Numbers):
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Numbers, ShuffledFlow, FlowWithState])
+def test_loops_that_are_left_begin_anew_with_workers_that_persist(kind):
+    shuffle = {"shuffle": True} if kind is Numbers else {}
+    plain = prepared(dataset=kind(40), num_workers=2, **shuffle)
+    loader = prepared(dataset=kind(40), num_workers=2, persistent_workers=True, prefetch_factor=4, **shuffle)
+    for stop in (1, 10, 3, 10):
+        assert lists(islice(loader, stop)) == lists(islice(plain, stop))
+    skip_first_batches(loader, 6)
+    skip_first_batches(plain, 6)
+    assert lists(loader) == lists(plain)
+    assert len(lists(loader)) == 10
+
+
+CYCLE = """
+import gc, multiprocessing
+from tests.loaders import FlowWithState, prepared
+
+if __name__ == "__main__":
+    loader = prepared(dataset=FlowWithState(40), num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    loader.loader = loader  # as a traceback that is kept refers to it
+    del loader
+    gc.collect()
+    print(len(multiprocessing.active_children()))
+"""
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_in_a_cycle_end_and_let_the_process_end(tmp_path):
+    """They ignore the signal with which torch ends those that do not answer, and Python's exit waits for them."""
+    (tmp_path / "script.py").write_text(CYCLE)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_that_is_freed_end_at_once():
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"})
+    others = multiprocessing.active_children()
+    loader = accelerator.prepare(DataLoader(Numbers(), num_workers=1, persistent_workers=True))
+    assert len(list(loader)) == 40
+    (worker,) = [one for one in multiprocessing.active_children() if one not in others]
+    gc.disable()
+    try:
+        accelerator.loaders.clear()
+        del loader
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [FlowWithState, ShuffledFlow])
+def test_a_stream_that_is_moved_by_hand_is_brought_back_first(kind):
+    loader = prepared(dataset=kind())
+    first, second = lists(loader), lists(loader)
+    loader = prepared(dataset=kind())
+    assert lists(islice(loader, 5)) == first[:5]
+    assert lists(skip_first_batches(loader, 3)) == first[3:]
+    start = prepared(dataset=kind()).state_dict()
+    next(iter(loader))
+    assert lists(moved(loader, start)) == first
+    loader.set_epoch(1)
+    assert lists(loader) == second
+
+
+def test_a_data_set_whose_state_needs_arguments_is_skipped_through():
+    class Needs(FlowWithState):
+        def state_dict(self, samples, from_beginning):
+            raise AssertionError
+
+    _, state = run(1, dataset=Needs(), stop=2)
+    assert run(1, state, dataset=Needs())[0] == list(range(8, 40))
+
+
+def two_loaders(seed=None, generators=(None, None)):
+    """The orders of two data sets of one length, prepared by one accelerator."""
+    torch.manual_seed(1)
+    config = {"use_cpu": True, "distributed_type": "NO", "shardkit": {"seed": seed}}
+    accelerator = Accelerator(config=config)
+    loaders = [DataLoader(Numbers(), batch_size=4, shuffle=True, generator=one) for one in generators]
+    return [flat(loader) for loader in accelerator.prepare(*loaders)]
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_two_data_sets_of_one_length_are_not_shuffled_alike_unless_by_equal_generators():
+    for seed in (None, 3):
+        first, second = two_loaders(seed)
+        assert first != second
+        assert two_loaders(seed) == [first, second]
+    shared = seeded(3)
+    first, second = two_loaders(7, (shared, shared))
+    assert first != second
+    assert two_loaders(7, (seeded(3), seeded(3))) == [first, first]
+    assert two_loaders(8, (seeded(3), seeded(4)))[1] not in (first, second)
+
+
+def train_with_looks():
+    """A training loop that looks at its own loader in many places; samples and steps as without."""
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"}, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader, evaluation = DataLoader(Ones(40), batch_size=4, shuffle=True), DataLoader(Ones(7), batch_size=2)
+    model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, evaluation)
+    counts = []
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            next(iter(loader))
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == 2:
+                seen = torch.cat([accelerator.gather_for_metrics(other) for other in loader])
+                assert sorted(seen.flatten().tolist()) == list(range(40))
+            metrics = torch.cat([accelerator.gather_for_metrics(other) for other in evaluation])
+            assert metrics.flatten().tolist() == list(range(7))
+            counts.append((accelerator.counters.step, accelerator.counters.samples_seen, loader.samples_seen))
+    return counts
+
+
+class Ones(Numbers):
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+
+def test_a_training_loop_that_looks_at_its_own_loader(ranks):
+    for world in (1, 2, 3):
+        batches = -(-40 // (4 * world))
+        ends = [number % 2 == 0 or number == batches for _ in range(2) for number in range(1, batches + 1)]
+        steps = list(accumulate(ends))
+        for counts in ranks.run(world, train_with_looks):
+            assert [step for step, *_ in counts] == steps
+            assert counts[-1][1] == 80
+            assert [seen for *_, seen in counts] == [
+                min(40, 4 * world * (n + 1)) for _ in range(2) for n in range(batches)
+            ]
