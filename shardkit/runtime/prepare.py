@@ -116,7 +116,7 @@ def _loader(accelerator: "Accelerator", loader: Any) -> PreparedLoader:
     process = accelerator.process
     beside = 0
     if isinstance(loader, DataLoader):
-        beside = sum(generator_of(known.users) is generator_of(loader) for known in accelerator.loaders)
+        beside = sum(generator_of(known) is generator_of(loader) for known in accelerator.loaders)
     prepared = prepare_loader(
         loader,
         process.rank,
