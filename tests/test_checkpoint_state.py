@@ -188,18 +188,17 @@ def differ_in_step(folder):
     return [path.name for path in folder.parent.iterdir()]
 
 
-def differ_in_an_object(folder):
+def differ_in_a_model(folder):
     import torch.distributed as dist
 
-    live = checkpoints.build("fsdp")
-    live.objects["registered.0"].value["weights"] = torch.zeros(3 + dist.get_rank())
-    with pytest.raises(CheckpointSaveError, match=r"objects: rank 1 \(host .*\) has other tensors than rank 0 \(host "):
+    live = state.Live([torch.nn.Linear(3 + dist.get_rank(), 2)])
+    with pytest.raises(CheckpointSaveError, match=r"model: rank 1 \(host .*\) has other tensors than rank 0 \(host "):
         checkpoints.save(live, folder)
     return [path.name for path in folder.parent.iterdir()]
 
 
 def test_ranks_must_save_the_same_tensors(ranks, tmp_path):
-    assert ranks.run(2, differ_in_an_object, tmp_path / "c") == [[], []]
+    assert ranks.run(2, differ_in_a_model, tmp_path / "c") == [[], []]
 
 
 def test_ranks_must_save_the_same_step(ranks, tmp_path):

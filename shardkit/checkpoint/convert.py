@@ -20,7 +20,8 @@ import torch
 from shardkit.checkpoint import dcp, folder, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
 from shardkit.checkpoint.layout import Entry, Index, Mesh
-from shardkit.checkpoint.state import RUN_SETTINGS, Captured, section_name
+from shardkit.checkpoint.optimizers import RUN_SETTINGS
+from shardkit.checkpoint.state import Captured, section_name
 from shardkit.checkpoint.write import Request
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointError
@@ -74,7 +75,9 @@ def convert(
     captured = _captured(found, optimizers, step, source)
     request = Request(final=final, step=step, run_id=RUN_ID, in_series=True)
     alone = control.ControlGroup()
-    write.finish(write.ready(lambda: captured, request, alone), alone)
+    prepared = write.ready(lambda: captured, request, alone)
+    assert prepared is not None, "nothing is left out"
+    write.finish(prepared, alone)
     return Converted(request.final, step, len(found.models), len(optimizers), found.notes)
 
 

@@ -79,6 +79,7 @@ class Accelerator:
         self.origins = chosen.chosen
         self.mesh = build_mesh(self.config, self.process)
         self.project = _project(project_dir, project_config)
+        self.saving: Any = None  # what saving and loading keep over the run, from their first use on
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.split_batches, self.even_batches = split_batches, even_batches
         self._start_empty()
@@ -162,6 +163,10 @@ class Accelerator:
 
     def free_memory(self, *released: Any) -> tuple[None, ...]:
         """Forgets everything prepared, and one None for each argument: `model, optimizer = free_memory(model, ...)`."""
+        if self.saving is not None:
+            from shardkit.runtime import saving
+
+            saving.forget(self)
         self._start_empty()
         boundary.watch(self)
         boundary.collect_garbage()
