@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.checkpoint import manifest
 from shardkit.errors import CheckpointError, UsageError
 from tests import checkpoints
 from tests.test_checkpoint_facade import run_of, train

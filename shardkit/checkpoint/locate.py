@@ -2,35 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from shardkit.checkpoint import folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
-from shardkit.errors import CheckpointError, UsageError
+from shardkit.errors import CheckpointError
 
 # What Accelerator(project_config=...) puts the step folders of a project into.
 SERIES = "checkpoints"
-
-
-def named(path: Any, caller: str) -> Path:
-    """The folder or file that a script names, `~` expanded and links followed. UsageError where it names none."""
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise UsageError(f"{caller}: the folder has no name (got {path!r}); name one.")
-    return Path(os.path.realpath(os.path.expanduser(os.fspath(path))))
-
-
-def refuse_working_folder(path: Path, caller: str, given: Any) -> None:
-    """UsageError where the folder is the one that this process works in, or holds it: it is replaced as a whole."""
-    try:
-        here = Path(os.path.realpath(os.getcwd()))
-    except FileNotFoundError:  # deleted under our feet: nothing can replace it
-        return
-    if path == here or path in here.parents:
-        what = "is the working folder" if path == here else f"holds the working folder {here}"
-        raise UsageError(
-            f"{caller}: {given}: {what}, and what is saved replaces its folder as a whole; "
-            f"name a folder below it, such as {Path(given) / 'checkpoint'}."
-        )
 
 
 def series(path: Path) -> Path:

@@ -284,8 +284,8 @@ def _together(
         try:
             return judge(told)
         except Exception as error:
-            said = words(error).removeprefix("checkpoint: ").rstrip(".")
-            raise CheckpointError(f"rank 0 (host {socket.gethostname()}): {said}") from error
+            who = f"rank 0 (host {socket.gethostname()}): " if control.world_size > 1 else ""
+            raise CheckpointError(who + words(error).removeprefix("checkpoint: ").rstrip(".")) from error
 
     try:
         attempt = control.attempt(action, tell, judge_as_rank_0)

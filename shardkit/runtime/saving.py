@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import folder, locate, lock, manifest, read, state, write
+from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.lock import Lock
 from shardkit.checkpoint.read import Loaded, Unfinished
@@ -180,8 +180,8 @@ def _final(accelerator: "Accelerator", output: str | Path | None) -> Path:
     """Where the checkpoint is to lie."""
     if output is None:
         return folder.step_folder(root_of(accelerator), accelerator.counters.step)
-    final = locate.named(output, "save_state")
-    locate.refuse_working_folder(final, "save_state", output)
+    final = paths.named(output, "save_state")
+    paths.refuse_working_folder(final, "save_state", output)
     return final
 
 
@@ -286,7 +286,7 @@ def load_state(
         if found is None:
             raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
         return found
-    path = locate.named(path, "load_state")
+    path = paths.named(path, "load_state")
     session = _begin_load(accelerator, "load_state")
     _refuse_series(path, session)
     loaded = read.load(
@@ -362,7 +362,7 @@ def save_model(
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
-    path, step = locate.named(folder, "save_model"), accelerator.counters.step
+    path, step = paths.named(folder, "save_model"), accelerator.counters.step
     session = _met(accelerator, "save_model", CheckpointSaveError)
     if session.unfinished.parts:
         raise CheckpointSaveError(
