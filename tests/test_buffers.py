@@ -72,9 +72,7 @@ def refused():
     rank = dist.get_rank()
     model = nn.Module()
     model.register_buffer("statistics", torch.zeros(2 + rank))
-    with pytest.raises(
-        UsageError, match=r"rank 1 has other buffers than rank 0 \(got statistics torch.float32 \[2\], s"
-    ):
+    with pytest.raises(UsageError, match=r"rank 1 has other buffers than rank 0 \(got statistics torch.float32"):
         buffers.reduce_buffers(model)
     with pytest.raises(UsageError, match=r"unknown reduction \(got 'sum'\); use mean or rank0"):
         buffers.reduce_buffers(model, "sum")

@@ -12,7 +12,10 @@ def named(path: Any, caller: str) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         what = "file" if caller == "save" else "folder"
         raise UsageError(f"{caller}: the {what} has no name (got {path!r}); name one.")
-    return Path(os.path.realpath(os.path.expanduser(os.fspath(path))))
+    found = Path(os.path.realpath(os.path.expanduser(os.fspath(path))))
+    if found.is_symlink():
+        raise UsageError(f"{caller}: {path}: a link that leads back to itself; give another name.")
+    return found
 
 
 def refuse_working_folder(path: Path, caller: str, given: Any) -> None:
