@@ -35,9 +35,8 @@ class Saved:
 
     def __init__(self, files: Files, own_rank: int | None = None, tick: Callable[[], None] = lambda: None) -> None:
         self.files, self.tick = files, tick
-        record = files.checkpoint.manifest
-        own = "" if own_rank is None else layout.own_file(own_rank, record.world_size)
-        self._own = own if own in record.files else ""
+        own = "" if own_rank is None else layout.own_file(own_rank, files.checkpoint.manifest.world_size)
+        self._own = own if files.has(own) else ""
 
     @property
     def index(self) -> layout.Index:

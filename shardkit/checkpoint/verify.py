@@ -46,9 +46,33 @@ class Checkpoint:
         return disk.from_json(self.text(name), str(self.path / name))
 
     @cached_property
+    def apart(self) -> list[str]:
+        """What each rank has for itself: names of objects, `optim: */key` for what an optimizer keeps of parameters."""
+        return [_label(place) for place in self.json("state/common.json").get("apart", [])]
+
+    @cached_property
     def index(self) -> Index:
         """What tensors there are, and where."""
         return layout.index_from_json(self.json("index.json"), str(self.path / "index.json"))
+
+
+def _label(place: list[Any]) -> str:
+    if place[0] == "objects":
+        return str(place[1])
+    section = section_of(place)
+    match place[2]:
+        case "plain":
+            return f"{section}: {place[3]}/{place[4]}"
+        case "groups":
+            return f"{section}.param_groups[{place[3]}]"
+        case kind:
+            return f"{section}.{kind}.{place[3]}"
+
+
+def section_of(place: list[Any]) -> str:
+    """The section of the tensors in what stands at a place of common.json."""
+    number = place[1] if place[0] == "optimizers" else 0
+    return "objects" if place[0] == "objects" else f"optim_{number}" if number else "optim"
 
 
 def differs(path: Path, record: Manifest) -> str:
@@ -137,6 +161,10 @@ class Files:
 
     def where(self, name: str) -> str:
         return str(self.checkpoint.path / name)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a file."""
+        return name in self.checkpoint.manifest.files
 
     def descriptor(self, name: str) -> int:
         """Of a file that the manifest knows. Good until others were asked for."""

@@ -379,14 +379,17 @@ def fingerprints(captured: Captured) -> dict[str, str]:
     Without those that ranks may have differently.
     """
     value = layout.index_to_json(captured.index)
-    shared = [value["meshes"], value["kind"], value["world_size"]]
+    meshes = [digests.of_bytes("xxh3", disk.to_json(mesh)) for mesh in value["meshes"]]
     for item in captured.items.values():
         for name in item.tensors:
             del value["sections"][item.section][name]
-    return {
-        section: digests.of_bytes("xxh3", disk.to_json([shared, entries, value["aliases"].get(section)]))
-        for section, entries in value["sections"].items()
-    }
+    found = {}
+    for section, entries in value["sections"].items():
+        for entry in entries.values():
+            entry["mesh"] = meshes[entry["mesh"]]  # ranks may number them differently
+        shared = [value["kind"], value["world_size"], entries, value["aliases"].get(section)]
+        found[section] = digests.of_bytes("xxh3", disk.to_json(shared))
+    return found
 
 
 def model_fingerprint(index: Index) -> str:
