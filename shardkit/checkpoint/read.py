@@ -287,7 +287,9 @@ def _plan(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) 
         plan.problems += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
         plan.problems += _unclaimed_loaders(live, plan.common) if how.data_position else []
     left = sorted(how.unfinished.parts - plan.parts)
-    plan.problems += optimizers.listed("incomplete since a failed load, and not in this checkpoint", "", left)
+    if left:
+        text = f"written by the load of {how.unfinished.path} that failed, and not in this checkpoint"
+        plan.problems.append(f"{apart.labels_text(left)}: {text}")
     return plan
 
 
