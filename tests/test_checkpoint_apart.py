@@ -91,7 +91,7 @@ def test_each_rank_gets_its_own_back(ranks, tmp_path, kind, blocking):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_on_other_ranks_all_get_rank_0s_with_a_warning(ranks, tmp_path, world, caplog):
+def test_on_other_ranks_all_get_rank_0s_with_a_warning(ranks, alone, tmp_path, world, caplog):
     ranks.run(3, save_meters, tmp_path, KINDS[0])
     assert ranks.run(world, load_meters, tmp_path) == [expected(0)] * world
     if world == 1:
@@ -100,7 +100,7 @@ def test_on_other_ranks_all_get_rank_0s_with_a_warning(ranks, tmp_path, world, c
         assert "registered.0: each rank that saved had its own; on another number of ranks all get that" in caplog.text
 
 
-def test_what_is_equal_is_shared_and_looks_as_before(ranks, tmp_path, caplog):
+def test_what_is_equal_is_shared_and_looks_as_before(ranks, alone, tmp_path, caplog):
     (path, _) = ranks.run(2, save_meters, tmp_path, KINDS[0], True, True)
     assert not (path / "own").exists() and manifest.read(path).version == 1
     common, own = (json.loads((path / f"state/{name}.json").read_text()) for name in ("common", "rank-00001"))

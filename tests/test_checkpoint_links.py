@@ -117,7 +117,7 @@ def test_the_working_folder_is_never_replaced(ranks, tmp_path, world):
     assert ranks.run(world, refused_here, tmp_path) == [0] * world
 
 
-def test_a_link_to_the_working_folder_is_the_working_folder(tmp_path, monkeypatch):
+def test_a_link_to_the_working_folder_is_the_working_folder(alone, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to("here")
     monkeypatch.chdir(tmp_path / "here")
@@ -126,14 +126,14 @@ def test_a_link_to_the_working_folder_is_the_working_folder(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("given", [lambda path: f"{path}/", str, Path, lambda path: path.parent / "." / path.name])
-def test_a_folder_may_be_written_in_many_ways(tmp_path, given):
+def test_a_folder_may_be_written_in_many_ways(alone, tmp_path, given):
     (tmp_path / "out").mkdir()  # an empty folder is as good as none
     run = run_of(tmp_path / "run")
     assert run[0].save_state(given(tmp_path / "out")) == tmp_path / "out"
     run[0].load_state(given(tmp_path / "out"))
 
 
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+def test_a_tilde_is_the_home_folder(alone, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     run = run_of("~/project")
@@ -167,7 +167,7 @@ def test_an_export_follows_links(ranks, tmp_path, target):
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
-def test_an_export_into_the_working_folder_replaces_nothing_of_it(tmp_path, monkeypatch):
+def test_an_export_into_the_working_folder_replaces_nothing_of_it(alone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     run = run_of(tmp_path / "run")
@@ -186,7 +186,7 @@ def test_a_saved_file_lies_where_its_link_leads(tmp_path):
         objects.save({}, "")
 
 
-def test_a_link_to_a_file_or_to_itself_is_refused(tmp_path):
+def test_a_link_to_a_file_or_to_itself_is_refused(alone, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "to-file").symlink_to("file")
     (tmp_path / "loop").symlink_to("loop")

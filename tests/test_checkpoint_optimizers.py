@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.checkpoint import manifest, state
+from shardkit.checkpoint import convert, manifest, state
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError, StateIncomplete
 from tests import checkpoints
@@ -248,6 +248,23 @@ def test_what_was_saved_before_own_dicts_were_asked_for_still_loads(tmp_path, ca
     checkpoints.load(state.Live([loaded], [other]), tmp_path / "c")
     assert "optim: saved without steps, slow, which stays as it is" in caplog.text
     assert_close([state.model_tensors(loaded)], state.model_tensors(model))
+
+
+@pytest.mark.parametrize("kind", ["global", "lookahead"])
+def test_what_accelerate_saved_of_such_an_optimizer_comes_over(tmp_path, kind):
+    """As its `optimizer.bin`: the whole state_dict, parameters by number."""
+    model = model_of("plain")
+    optimizer = KINDS[kind](model.parameters())
+    steps_of(model, optimizer, 3)
+    (tmp_path / "old").mkdir()
+    torch.save(model.state_dict(), tmp_path / "old/pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "old/optimizer.bin")
+    trained = {name: True for name, _ in model.named_parameters()}
+    done = convert.convert(tmp_path / "old", tmp_path / "new", 3, trained)
+    found = model_of("plain", seed=9)
+    other = KINDS[kind](found.parameters())
+    checkpoints.load(state.Live([found], [other], {"counters": checkpoints.Counter()}), done.path)
+    assert_close([steps_of(found, other, 2, 3)], steps_of(model, optimizer, 2, 3))
 
 
 # ---- what ranks have differently ----

@@ -100,11 +100,11 @@ def _described_by_itself(
     numbers = _numbers(told, members)
     if numbers is None:
         bare: list[tuple[list[str], dict[str, Any]]] = [(those, {}) for those in members]
-        return Description(bare, {}, {}, _with_names(told, members), sharded, is_whole=True)
+        return Description(bare, {}, {}, with_names(told, members), sharded, is_whole=True)
     rows = {numbers[key]: dict(row) for key, row in told["state"].items() if key in numbers}
     rest = {key: value for key, value in told["state"].items() if key not in numbers}
     groups = [(those, _settings(group)) for those, group in zip(members, told["param_groups"], strict=True)]
-    extra = {key: _with_names(value, members) for key, value in told.items() if key not in _STANDARD}
+    extra = {key: with_names(value, members) for key, value in told.items() if key not in _STANDARD}
     return Description(groups, rows, _with_text_keys(rest, f"{section}: state"), extra, sharded)
 
 
@@ -124,18 +124,18 @@ def _numbers(value: Any, members: list[list[str]]) -> dict[int, str] | None:
     return dict(zip(numbers, (fqn for those in members for fqn in those), strict=True))
 
 
-def _with_names(value: Any, members: list[list[str]]) -> Any:
+def with_names(value: Any, members: list[list[str]]) -> Any:
     """The value, with a ParameterName for each number in dicts of torch's form, at any depth."""
     numbers = _numbers(value, members)
     if isinstance(value, Mapping):
-        found = {key: _with_names(item, members) for key, item in value.items()}
+        found = {key: with_names(item, members) for key, item in value.items()}
         if numbers is not None:
             found["state"] = {_name_of(numbers, key): item for key, item in found["state"].items()}
             for group in found["param_groups"]:
                 group["params"] = [ParameterName(numbers[number]) for number in group["params"]]
         return found
     if isinstance(value, (list, tuple)):
-        return type(value)(_with_names(item, members) for item in value) if type(value) in (list, tuple) else value
+        return type(value)(with_names(item, members) for item in value) if type(value) in (list, tuple) else value
     return value
 
 
