@@ -148,7 +148,7 @@ class Accelerator:
 
     def register_for_checkpointing(self, *registered: Any) -> None:
         """save_state and load_state take these objects along: each has state_dict() -> JSON-able values or tensors,
-        and load_state_dict(state)."""
+        and load_state_dict(state). What ranks have differently comes back to each, on as many ranks as saved it."""
         bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
         if bad:
             kinds = ", ".join(type(one).__name__ for one in bad)
@@ -274,7 +274,9 @@ class Accelerator:
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
     ) -> Path:
-        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective."""
+        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective.
+
+        CheckpointError on all ranks, and nothing changed; or StateIncomplete where a disk failed half-way."""
         from shardkit.runtime import saving
 
         self.is_resumed = True
