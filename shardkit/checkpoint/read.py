@@ -203,17 +203,18 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) 
     here = f"checkpoint: {checkpoint.path}"
     if not how.data_position:
         live = replace(live, loaders={})
+    before = "the state stays incomplete" if how.unfinished.parts else "nothing was changed"
     with ExitStack() as stack:
-        with _Agreement(control, here) as step:
+        with _Agreement(control, here, before) as step:
             files = stack.enter_context(Files(checkpoint))
             plan = _plan(live, checkpoint, control, how)
             step.problems = plan.problems
         saved = Saved(files, plan.own_rank, control.tick)
-        with _Agreement(control, here):
+        with _Agreement(control, here, before):
             _verify(files, control, how.verify)
             objects = [*_object_states(live, plan, saved)]
             faults.reach("read", control.rank)
-        _apply_objects(objects, control, here)
+        _apply_objects(objects, control, here, before)
         _fill(live, plan, saved, control, here, how.unfinished)
     _warn_of_rank_0(plan, control)
     _restore_random(checkpoint, plan, control)
@@ -223,7 +224,7 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) 
 class _Agreement:
     """A block that either succeeds on all ranks or raises the same error on all."""
 
-    def __init__(self, control: ControlGroup, here: str, outcome: str = "nothing was changed") -> None:
+    def __init__(self, control: ControlGroup, here: str, outcome: str) -> None:
         self.control, self.here, self.outcome = control, here, outcome
         self.problems: list[str] = []
 
@@ -258,9 +259,9 @@ class _Plan:
     common: dict[str, Any]
     own: dict[str, Any] | None
     """What this rank had for itself; None on another number of ranks."""
-    own_rank: int | None
-    left_out: set[tuple[int, str]]
-    of_rank_0: list[str]
+    own_rank: int | None = None
+    left_out: set[tuple[int, str]] = field(default_factory=set)
+    of_rank_0: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     """(section, saved name, live tensor)."""
@@ -274,13 +275,11 @@ def _plan(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) 
     if checkpoint.manifest.world_size == control.world_size:
         own = checkpoint.json(f"state/rank-{control.rank:05d}.json")
         random_state.check(own["rng"])
-    index, strict = checkpoint.index, how.strict
-    placed = _placements(live)
-    shared = apart.shared(checkpoint, common, own, control.rank, lambda fqn: _is_alike(index, fqn, placed), strict)
-    plan = _Plan(shared.common, own, shared.own_rank, shared.left_out, shared.of_rank_0, shared.problems)
+    index, strict, plan = checkpoint.index, how.strict, _Plan(common, own)
     for number, model in enumerate(live.models):
         _plan_model(model, section_name("model", number), index, strict, plan)
     names = state.parameter_names(live.models)
+    _take_own(plan, checkpoint, control.rank, _parameters(live, names), strict)
     for number, optimizer in enumerate(live.optimizers):
         _plan_optimizer(optimizer, number, names, index, strict, plan)
     if strict:
@@ -293,10 +292,18 @@ def _plan(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) 
     return plan
 
 
-def _placements(live: Live) -> dict[str, torch.Tensor]:
+def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:
     """The live parameters by the names that optimizers know them by."""
-    names = state.parameter_names(live.models)
     return {names[id(p)]: p for model in live.models for p in model.parameters() if id(p) in names}
+
+
+def _take_own(plan: _Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor], strict: bool) -> None:
+    """Put what this rank had for itself, or rank 0, where all ranks have the rest."""
+    index = checkpoint.index
+    found = apart.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live), strict)
+    plan.common, plan.own_rank = found.common, found.own_rank
+    plan.left_out, plan.of_rank_0 = found.left_out, found.of_rank_0
+    plan.problems += found.problems
 
 
 def _is_alike(index: Index, fqn: str, live: dict[str, torch.Tensor]) -> bool:
@@ -442,11 +449,11 @@ def _decoded(item: Stateful, name: str, encoded: Any, saved: Saved) -> Any:
     return values.decode(encoded, lambda path: saved.new("objects", path, sharded.get(path)))
 
 
-def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, here: str) -> None:
+def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, here: str, before: str) -> None:
     """Give all objects their states, or none: user code may refuse, and what others took is then taken back."""
     applied: list[tuple[Stateful, Any]] = []
     try:
-        with _Agreement(control, here):
+        with _Agreement(control, here, before):
             faults.reach("apply", control.rank)
             for item, wanted in states:
                 applied.append((item, copy.deepcopy(item.state_dict())))

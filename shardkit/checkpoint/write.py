@@ -157,6 +157,7 @@ class _Opening:
         self._drifted: list[str] = []
         self._captured: Captured
         self._pieces: Pieces
+        self._mine: dict[str, Any]
 
     def capture(self, take: Callable[[], Captured]) -> None:
         """Capture, and begin where all ranks hold the same, and nothing else is to be looked at."""
@@ -164,14 +165,15 @@ class _Opening:
         def act() -> None:
             self._captured = take()
             self._pieces = _pieces_of(self._captured, self.control.rank)
+            self._mine = self._details()
             faults.reach("preflight", self.control.rank)
 
         def tell(_: None) -> list[Any]:
-            alike = digests.of_bytes("xxh3", disk.to_json(self._details()))
-            return [alike, tensors.bytes_to_write(self._pieces), self.request.save_id]
+            digest = digests.of_bytes("xxh3", disk.to_json(self._mine))
+            return [digest, tensors.bytes_to_write(self._pieces), self.request.save_id]
 
         def judge(told: list[Any]) -> list[Any]:
-            is_alike = len({alike for alike, *_ in told}) == 1
+            is_alike = len({digest for digest, *_ in told}) == 1
             is_begun = is_alike and not self.request.unless_equal
             if is_begun:
                 self._begin(sum(size for _, size, _ in told))
@@ -183,7 +185,7 @@ class _Opening:
 
     def keep_apart(self) -> None:
         """Tell one another what it is that differs. What may, is kept by each rank; anything else is an error."""
-        mine = [self._details(), socket.gethostname()]
+        mine = [self._mine, socket.gethostname()]
         found = _together(self.control, self.request, "compare", lambda: mine, tell=list, judge=_compared).verdict
         if found["problems"]:
             raise CheckpointSaveError(_report(self.request, "; ".join(found["problems"])))

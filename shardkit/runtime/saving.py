@@ -289,16 +289,8 @@ def load_state(
     path = paths.named(path, "load_state")
     session = _begin_load(accelerator, "load_state")
     _refuse_series(path, session)
-    loaded = read.load(
-        live_of(accelerator),
-        path,
-        session.control,
-        verify=accelerator.config.shardkit.checkpoint.verify,
-        strict=strict,
-        data_position=data_position,
-        unfinished=session.unfinished,
-    )
-    return _loaded(accelerator, session, loaded)
+    how = _how(accelerator, session, data_position, strict)
+    return _loaded(accelerator, session, read.load(live_of(accelerator), path, session.control, **how))
 
 
 def resume(accelerator: "Accelerator") -> bool:
@@ -314,16 +306,14 @@ def _load_newest(
     accelerator: "Accelerator", call: str, root: Path, data_position: bool = True, strict: bool = True
 ) -> Path | None:
     session = _begin_load(accelerator, call)
-    loaded = read.load_newest(
-        live_of(accelerator),
-        root,
-        session.control,
-        verify=accelerator.config.shardkit.checkpoint.verify,
-        strict=strict,
-        data_position=data_position,
-        unfinished=session.unfinished,
-    )
+    how = _how(accelerator, session, data_position, strict)
+    loaded = read.load_newest(live_of(accelerator), root, session.control, **how)
     return None if loaded is None else _loaded(accelerator, session, loaded)
+
+
+def _how(accelerator: "Accelerator", session: Session, data_position: bool, strict: bool) -> dict[str, Any]:
+    verify = accelerator.config.shardkit.checkpoint.verify
+    return {"verify": verify, "strict": strict, "data_position": data_position, "unfinished": session.unfinished}
 
 
 def _begin_load(accelerator: "Accelerator", call: str) -> Session:
