@@ -85,8 +85,8 @@ def test_what_cannot_be_reduced_is_said_on_all_ranks(ranks):
     assert buffers.reduce_buffers(Kept(1)) == [], "one process has nothing to compare"
 
 
-def normalized(project, strategy, reduce):
-    """A batch norm under training: what two saves say of it."""
+def normalized(project, strategy, reduce, exports=False):
+    """A batch norm under training: what two saves, or exports, say of it."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -103,7 +103,10 @@ def normalized(project, strategy, reduce):
         optimizer.zero_grad()
         if reduce:
             buffers.reduce_buffers(model)
-        accelerator.save_state(project / str(step))
+        if exports:
+            accelerator.save_model(model, project / f"export-{step}")
+        else:
+            accelerator.save_state(project / str(step))
     saving.close(accelerator)
     logging.getLogger("shardkit").removeHandler(handler)
     return [line for line in lines if "buffers differ" in line]
@@ -114,6 +117,12 @@ def test_a_save_says_once_which_buffers_drift(ranks, tmp_path):
     assert told[1] == [] and len(told[0]) == 1
     assert "buffers differ between ranks (model: 1.running_mean, model: 1.running_var)" in told[0][0]
     assert "rank 0's are saved" in told[0][0] and "accelerator.reduce_buffers(model)" in told[0][0]
+
+
+def test_an_export_says_so_too(ranks, tmp_path):
+    told = ranks.run(2, normalized, tmp_path, "FSDP", False, True)
+    assert told[1] == [] and len(told[0]) == 1 and "(1.running_mean, 1.running_var)" in told[0][0]
+    assert ranks.run(2, normalized, tmp_path / "ddp", "MULTI_CPU", False, True) == [[], []]
 
 
 def test_a_save_says_nothing_of_buffers_that_are_equal(ranks, tmp_path):

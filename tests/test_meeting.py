@@ -17,12 +17,12 @@ from tests.test_checkpoint_facade import run_of, train
 
 
 @contextmanager
-def hasty(lines=None):
-    """Tenths of the seconds that ranks wait otherwise; what they log goes into `lines`."""
+def hasty(lines=None, times=0.1):
+    """A part of the seconds that ranks wait otherwise; what they log goes into `lines`."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     found = meeting.PATIENCE_S, meeting.WARN_AFTER_S, meeting.IN_EXCEPT_S
-    meeting.PATIENCE_S, meeting.WARN_AFTER_S, meeting.IN_EXCEPT_S = (value / 10 for value in found)
+    meeting.PATIENCE_S, meeting.WARN_AFTER_S, meeting.IN_EXCEPT_S = (value * times for value in found)
     if lines is not None:
         logging.getLogger("shardkit.distributed.meeting").addHandler(handler)
     try:
@@ -87,9 +87,10 @@ def test_a_rank_that_comes_late_is_waited_for_with_one_warning(ranks, tmp_path):
 
 
 def in_different_calls(project):
-    run = run_of(project, checkpoint={"timeout_s": 2})
+    run = run_of(project, checkpoint={"timeout_s": 3})
     path, lines = run[0].save_state(), []
-    with hasty(lines), pytest.raises(CheckpointError, match=r"has not come .*waits in"):
+    run[0].wait_for_everyone()
+    with hasty(lines, times=0.03), pytest.raises(CheckpointError, match=r"has not come .*waits in"):
         run[0].save_state() if dist.get_rank() == 0 else run[0].load_state(path)
     run[0].load_state(path)
     saving.close(run[0])

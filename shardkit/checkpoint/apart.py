@@ -14,6 +14,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, tensors
 from shardkit.checkpoint.state import Captured, Item, fqn_at, put
@@ -43,11 +45,11 @@ def of_items(captured: Captured) -> dict[str, str]:
     return {places: digest.hexdigest() for places, digest in found.items()}
 
 
-def of_buffers(captured: Captured) -> dict[str, str]:
-    """The digest of each buffer that ranks may have updated differently, by label."""
+def of_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The digest of each tensor, by name."""
     found = {}
-    data = tensors.bytes_of([(tensor, None) for tensor in captured.buffers.values()])
-    for label, part in zip(captured.buffers, data, strict=True):
+    data = tensors.bytes_of([(tensor, None) for tensor in named.values()])
+    for label, part in zip(named, data, strict=True):
         digest = digests.new("xxh3")
         digest.update(tensors.memory(part))
         found[label] = digest.hexdigest()

@@ -148,7 +148,7 @@ class _Capture:
         found = model_tensors(model)
         ties = tied_names(model, found)
         parameters = {clean_name(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
-        is_drifting = not _gets_buffers_of_rank_0(model)
+        is_drifting = not gets_buffers_of_rank_0(model)
         self.begin(section)
         self.index.aliases[section] = ties
         for name, tensor in found.items():
@@ -220,12 +220,12 @@ def put(tree: Any, at: Sequence[str | int], value: Any) -> None:
     tree[last] = value
 
 
-def _gets_buffers_of_rank_0(model: nn.Module) -> bool:
+def gets_buffers_of_rank_0(model: nn.Module) -> bool:
     """Whether DistributedDataParallel gives rank 0's buffers to all at each forward: those count, and none drifts."""
     if isinstance(model, DistributedDataParallel):
         return bool(model.broadcast_buffers)
     inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return isinstance(inner, nn.Module) and _gets_buffers_of_rank_0(inner)
+    return isinstance(inner, nn.Module) and gets_buffers_of_rank_0(inner)
 
 
 def tied_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

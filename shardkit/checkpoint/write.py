@@ -233,7 +233,7 @@ class _Opening:
             },
             "sections": fingerprints(captured),
             "items": apart.of_items(captured) if several else {},
-            "buffers": apart.of_buffers(captured) if several and request.compare_buffers else {},
+            "buffers": apart.of_tensors(captured.buffers) if several and request.compare_buffers else {},
         }
 
     def _begin(self, needed: int) -> None:

@@ -59,10 +59,14 @@ def session_of(accelerator: "Accelerator") -> Session:
     return found
 
 
-def _met(accelerator: "Accelerator", call: str, error: type[CheckpointError] = CheckpointError) -> Session:
-    """The session, where all ranks have come to this call. Collective."""
+def _met(accelerator: "Accelerator", call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
+    """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective."""
+    step = accelerator.counters.step
+    progress.post(phase, step)
     meeting.meet(call, accelerator.config.shardkit.checkpoint.timeout_s, error)
-    return session_of(accelerator)
+    session = session_of(accelerator)
+    session.control.tick = lambda: progress.post(phase, step)
+    return session
 
 
 def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, blocking: bool | None = None) -> Path:
@@ -74,12 +78,10 @@ def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, 
     fails, the next call raises on every rank, unless it says `blocking` True.
     """
     final = _final(accelerator, output)
-    session = _met(accelerator, "save_state", CheckpointSaveError)
+    session = _met(accelerator, "save_state", "save", CheckpointSaveError)
     _settle(accelerator, is_last_chance=blocking is True)
     request = _request(accelerator, session, final, output)
     _warn_of_open_window(accelerator)
-    progress.post("save", request.step)
-    session.control.tick = lambda: progress.post("save", request.step)
     prepared = write.ready(lambda: _captured(accelerator, session), request, session.control)
     if prepared is None:
         logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, final)
@@ -317,10 +319,8 @@ def _how(accelerator: "Accelerator", session: Session, data_position: bool, stri
 
 
 def _begin_load(accelerator: "Accelerator", call: str) -> Session:
-    session, step = _met(accelerator, call), accelerator.counters.step
+    session = _met(accelerator, call, "load")
     wait(accelerator)
-    progress.post("load", step)
-    session.control.tick = lambda: progress.post("load", step)
     return session
 
 
@@ -352,16 +352,15 @@ def save_model(
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
-    path, step = paths.named(folder, "save_model"), accelerator.counters.step
-    session = _met(accelerator, "save_model", CheckpointSaveError)
+    path = paths.named(folder, "save_model")
+    session = _met(accelerator, "save_model", "save", CheckpointSaveError)
     if session.unfinished.parts:
         raise CheckpointSaveError(
             f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
             "load a checkpoint first."
         )
-    progress.post("save", step)
-    session.control.tick = lambda: progress.post("save", step)
-    exporting.save(model, path, session.control, max_shard_size, dtype)
+    compare = not session.has_told_of_buffers
+    _warn_of_buffers(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
 
 
 def get_state_dict(accelerator: "Accelerator", model: torch.nn.Module) -> dict[str, Any]:
