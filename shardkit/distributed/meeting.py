@@ -113,7 +113,7 @@ class _Meeting:
             return False
         self._is_out = True
         self._store.add(f"total/{self.call}", -1)
-        self._store.set(f"at/{self.rank}", "gone")
+        self._store.set(f"at/{self.rank}", f"{self.call} given-up")
         return True
 
     def is_first(self) -> bool:
@@ -125,21 +125,21 @@ class _Meeting:
         if self.world_size > MANY and not self.is_first():  # all of them asking for all would take the store minutes
             return "not all ranks have come, see the first rank's error"
         missing = [rank for rank in range(self.world_size) if not self._is_here(rank)]
-        elsewhere = {rank: call for rank in missing[:8] if (call := self._waits_in(rank))}
+        known = [text for rank in missing[:8] if (text := self._where_it_is(rank))]
         said = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not come"
-        if elsewhere:
-            said += f" ({', '.join(f'rank {rank} waits in {call}' for rank, call in elsewhere.items())})"
-        return said
+        return f"{said} ({', '.join(known)})" if known else said
 
     def _is_here(self, rank: int) -> bool:
         return self._at(rank) == [self.call, str(self.number)]
 
-    def _waits_in(self, rank: int) -> str | None:
-        at = self._at(rank)
-        if len(at) != 2 or at[0] == self.call:
-            return None
-        other = _Meeting(at[0], rank, self.world_size, int(at[1]))
-        return None if other.is_complete() else at[0]
+    def _where_it_is(self, rank: int) -> str | None:
+        """What is known of a rank that is not here; None: it does something else."""
+        match self._at(rank):
+            case [call, "given-up"]:
+                return f"rank {rank} has given up {call}"
+            case [call, number] if not _Meeting(call, rank, self.world_size, int(number)).is_complete():
+                return f"rank {rank} waits in {call}"
+        return None
 
     def _at(self, rank: int) -> list[str]:
         key = f"at/{rank}"
