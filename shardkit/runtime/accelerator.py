@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit.config.schema import Config, DistributedType
 from shardkit.data import loader as data
 from shardkit.data.loader import PreparedLoader
-from shardkit.distributed import collectives, process
+from shardkit.distributed import buffers, collectives, process
 from shardkit.distributed.seed import set_seed
 from shardkit.distributed.tensors import unwrapped
 from shardkit.distributed.watch import Watch
@@ -83,6 +83,7 @@ class Accelerator:
         self.origins = chosen.chosen
         self.mesh = build_mesh(self.config, self.process)
         self.project = _project(project_dir, project_config)
+        self.saving: Any = None  # what saving and loading keep over the run, from their first use on
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.split_batches, self.even_batches = split_batches, even_batches
         self.watch: Watch | None = None
@@ -158,7 +159,7 @@ class Accelerator:
 
     def register_for_checkpointing(self, *registered: Any) -> None:
         """save_state and load_state take these objects along: each has state_dict() -> JSON-able values or tensors,
-        and load_state_dict(state)."""
+        and load_state_dict(state). What ranks have differently comes back to each, on as many ranks as saved it."""
         bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
         if bad:
             kinds = ", ".join(type(one).__name__ for one in bad)
@@ -176,6 +177,10 @@ class Accelerator:
 
         The counters go on: what is saved afterwards is newer than what was saved before.
         """
+        if self.saving is not None:
+            from shardkit.runtime import saving
+
+            saving.forget(self)
         self._start_empty(self.counters)
         boundary.watch(self)
         boundary.collect_garbage()
@@ -294,7 +299,9 @@ class Accelerator:
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
     ) -> Path:
-        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective."""
+        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective.
+
+        CheckpointError on all ranks, and nothing changed; or StateIncomplete where a disk failed half-way."""
         from shardkit.runtime import saving
 
         self.is_resumed = True
@@ -403,6 +410,11 @@ class Accelerator:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
         yield turns.part_of(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def reduce_buffers(self, model: nn.Module, reduction: buffers.Reduction = "mean") -> list[str]:
+        """Makes the buffers equal that each rank's forward has updated for itself (running statistics, codebooks): the
+        mean over ranks, or rank 0's ("rank0"); their names. Integers take rank 0's. Collective."""
+        return buffers.reduce_buffers(model, reduction)
 
     def print(self, *values: Any, **arguments: Any) -> None:
         """Prints on each machine's first rank."""

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint import paths
 from shardkit.distributed.control import words
 from shardkit.errors import CheckpointSaveError, UsageError
 
@@ -25,10 +26,11 @@ def prepared(value: Any) -> Any:
 
 def save(value: Any, path: str | Path) -> None:
     """Write a dict of tensors as safetensors, or anything JSON-able as JSON; the file appears whole or not at all.
+    A link is followed: the file lies where it leads, and the link stays.
 
     Raises UsageError where the object is neither, CheckpointSaveError where the file cannot be written.
     """
-    path = Path(path)
+    path = paths.named(path, "save")
     if path.is_dir():
         raise UsageError(f"save: {path}: a folder has this name; give the name of a file.")
     if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):
