@@ -27,7 +27,7 @@ def compare(found: Any, name: str, first: int, what: str) -> None:
 
 
 def cases() -> list[Any]:
-    """All trainings under strategy 1 in `make test`; under the others, and with all optimizers, in `make test-loops`."""
+    """All trainings under strategy 1 in `make test`; other strategies, and all optimizers, in `make test-loops`."""
 
     def marks(name: str, strategy: int) -> Any:
         if name in QUICK and strategy in (1, 3):
