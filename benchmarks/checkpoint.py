@@ -83,7 +83,7 @@ def main() -> None:
     result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
     for family in options.family or COMPARED:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            arguments = (family, options.ranks, options.layers, options.rounds, Path(name), _free_port())
+            arguments = (family, options.ranks, options.layers, options.rounds, Path(name), free_port())
             multiprocessing.spawn(measure, arguments, nprocs=options.ranks)
             measured = json.loads((Path(name) / "result.json").read_text())
         result[family] = summary(family, measured)
@@ -92,7 +92,8 @@ def main() -> None:
         interleaved.write(options.output, result)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -242,6 +243,17 @@ def _timed(name: str, action: Callable[[], Any], folder: Path, extra_mib: list[f
         shutil.rmtree(folder / name, ignore_errors=True)
         os.sync()  # what the one before left for the system to write is not this one's to wait for
     dist.barrier()
+    own: list[Any] = []
+    started = time.perf_counter()
+    extra = peak_of(lambda: own.append(action()))
+    dist.barrier()
+    seconds = own[0] if isinstance(own[0], float) else time.perf_counter() - started
+    extra_mib.append(extra)
+    return seconds
+
+
+def peak_of(action: Callable[[], Any]) -> float:
+    """How many MiB of anonymous memory this process had more at its peak than before the action."""
     before, peak, ended = _anonymous_mib(), [0.0], threading.Event()
 
     def watch() -> None:
@@ -250,14 +262,11 @@ def _timed(name: str, action: Callable[[], Any], folder: Path, extra_mib: list[f
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    started = time.perf_counter()
-    own = action()
-    dist.barrier()
-    seconds = own if isinstance(own, float) else time.perf_counter() - started
+    action()
+    peak[0] = max(peak[0], _anonymous_mib())
     ended.set()
     watcher.join()
-    extra_mib.append(max(0.0, peak[0] - before))
-    return seconds
+    return max(0.0, peak[0] - before)
 
 
 def _anonymous_mib() -> float:

@@ -8,6 +8,7 @@
     +-- CheckpointError           3   a checkpoint cannot be read, or is not what the run needs
     |   +-- CheckpointSaveError   3   a save failed; nothing was published
     |   +-- CheckpointCorrupted   3   bytes differ from what was saved
+    |   +-- StateIncomplete       3   a load failed half-way: the live state is a mix until another one succeeds
     +-- ModelError                1   the model cannot be sharded, loaded or described as asked
     +-- RankFailure               the exit code of the rank that failed first
     +-- Preempted                75   the run was told to stop, and saved
@@ -70,6 +71,10 @@ class CheckpointSaveError(CheckpointError):
 
 class CheckpointCorrupted(CheckpointError):
     """The bytes of a checkpoint differ from what was saved; the message names the file."""
+
+
+class StateIncomplete(CheckpointError):
+    """A load failed after it had begun to write into the live state, which is a mix until another one succeeds."""
 
 
 class ModelError(ShardkitError):

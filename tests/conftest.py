@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import Pool
+from tests.ranks import Pool, leave
 
 # A test decides itself whether it runs "in CI", by a scheduler, or with a user's settings.
 for _name in [name for name in os.environ if name.startswith(("SHARDKIT_", "ACCELERATE_", "FSDP_", "SLURM_"))]:
@@ -26,6 +26,13 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """For tests that make an Accelerator in their own process: the process group that it starts ends with the test."""
+    yield
+    leave()
 
 
 @pytest.fixture(autouse=True)

@@ -75,15 +75,20 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
         dist.barrier()
         return result
     finally:
-        dist.destroy_process_group()
-        _forget_meshes()
+        leave()
 
 
-def _forget_meshes() -> None:
-    """DTensor caches by mesh what it works out, and two worlds' meshes are equal where their process groups are not."""
+def leave() -> None:
+    """Take down this process's process group, where there is one, and what torch keeps by its meshes.
+
+    DTensor caches by mesh what it works out, and two worlds' meshes are equal where their process groups are not.
+    """
+    import torch.distributed as dist
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    if dist.is_initialized():
+        dist.destroy_process_group()
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
 

@@ -1,5 +1,6 @@
 """Checkpoints that released versions wrote load for good, on the ranks that wrote them and on others."""
 
+import json
 import random
 from pathlib import Path
 
@@ -38,3 +39,27 @@ def test_there_are_golden_checkpoints_and_they_are_small():
     assert {"0.1.0/sharded", "0.1.0/full"} <= set(SAVED)
     for name in SAVED:
         assert sum(path.stat().st_size for path in (GOLDEN / name).rglob("*") if path.is_file()) < 60_000
+
+
+def load_and_save(path, target):
+    live = prepared("fsdp")
+    loaded = checkpoints.load(live, path)
+    record = loaded.checkpoint.manifest
+    same = {"epoch": record.epoch, "samples_seen": record.samples_seen, "config_text": "mixed_precision: 'no'\n"}
+    checkpoints.save(live, target, record.step, record.kind, **same)
+
+
+@pytest.mark.fault_row(39)
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_state_with_nothing_new_in_it_is_written_as_ever_to_the_byte(ranks, tmp_path, kind):
+    golden = GOLDEN / "0.1.0" / kind
+    ranks.run(2, load_and_save, golden, tmp_path / "c")
+    names = {path.relative_to(golden) for path in golden.rglob("*") if path.is_file()}
+    assert {path.relative_to(tmp_path / "c") for path in (tmp_path / "c").rglob("*") if path.is_file()} == names
+    for name in names - {Path(manifest.NAME)}:
+        assert (tmp_path / "c" / name).read_bytes() == (golden / name).read_bytes(), name
+    written, before = (json.loads((path / manifest.NAME).read_text()) for path in (tmp_path / "c", golden))
+    own = {"save_id", "created_utc", "self_sha256", "versions"}
+    assert {key: value for key, value in written.items() if key not in own} == {
+        key: value for key, value in before.items() if key not in own
+    }

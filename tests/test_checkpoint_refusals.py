@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.checkpoint import manifest
 from shardkit.errors import CheckpointError, UsageError
 from tests import checkpoints
 from tests.test_checkpoint_facade import run_of, train
@@ -97,13 +96,3 @@ def name_odd_folders(project):
 
 def test_odd_folders_are_told_apart(ranks, tmp_path):
     ranks.run(1, name_odd_folders, tmp_path)
-
-
-def test_the_folder_one_stands_in_may_hold_the_state(tmp_path, monkeypatch):
-    """`.` has no name, and a temporary folder beside it needs one."""
-    from shardkit.runtime.saving import _named
-
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    checkpoints.save(checkpoints.build("plain"), _named(".", "save_state"), step=3)
-    assert manifest.read(tmp_path / "here").step == 3

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
@@ -188,18 +189,17 @@ def differ_in_step(folder):
     return [path.name for path in folder.parent.iterdir()]
 
 
-def differ_in_an_object(folder):
+def differ_in_a_model(folder):
     import torch.distributed as dist
 
-    live = checkpoints.build("fsdp")
-    live.objects["registered.0"].value["weights"] = torch.zeros(3 + dist.get_rank())
-    with pytest.raises(CheckpointSaveError, match=r"objects: rank 1 \(host .*\) has other tensors than rank 0 \(host "):
+    live = state.Live([torch.nn.Linear(3 + dist.get_rank(), 2)])
+    with pytest.raises(CheckpointSaveError, match=r"model: rank 1 \(host .*\) has other tensors than rank 0 \(host "):
         checkpoints.save(live, folder)
     return [path.name for path in folder.parent.iterdir()]
 
 
 def test_ranks_must_save_the_same_tensors(ranks, tmp_path):
-    assert ranks.run(2, differ_in_an_object, tmp_path / "c") == [[], []]
+    assert ranks.run(2, differ_in_a_model, tmp_path / "c") == [[], []]
 
 
 def test_ranks_must_save_the_same_step(ranks, tmp_path):
@@ -287,18 +287,21 @@ def test_several_models_and_optimizers(ranks, tmp_path):
     assert {path.name for path in (tmp_path / "c").iterdir()} >= {"model", "model_1", "optim", "optim_1"}
 
 
-def bytes_told(layers, path):
-    """How many bytes this rank tells the others in one save of a model of so many layers."""
+def messages_of(layers, path, differs=False):
+    """What this rank tells rank 0 in one save of a model of so many layers, a text each."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    told, agreed = 0, control.start(60.0)
+    if differs and dist.is_initialized():
+        for row in optimizer.state.values():
+            row["scales"] = torch.full((2 + dist.get_rank(),), float(dist.get_rank()))
+            row["count"] = dist.get_rank()
+    told, agreed = [], control.start(60.0)
     real = agreed.collect
 
     def collect(value):
-        nonlocal told
-        told += len(json.dumps(value))
+        told.append(json.dumps(value))
         return real(value)
 
     agreed.collect = collect
@@ -307,5 +310,13 @@ def bytes_told(layers, path):
 
 
 def test_what_ranks_tell_one_another_does_not_grow_with_the_tensors(tmp_path):
-    few, many = bytes_told(1, tmp_path / "few"), bytes_told(100, tmp_path / "many")
-    assert 0 < few <= many < few + 50, "sizes have more digits, and that is all"
+    few, many = messages_of(1, tmp_path / "few"), messages_of(100, tmp_path / "many")
+    assert [len(text) for text in many] == pytest.approx([len(text) for text in few], abs=20), "sizes have more digits"
+
+
+@pytest.mark.parametrize(("differs", "agreements"), [(False, 2), (True, 4)])
+def test_a_save_takes_two_agreements_and_small_messages(ranks, tmp_path, differs, agreements):
+    """Issue 9, line 20: each fits the one packet of an agreement; two more where ranks hold something differently."""
+    for layers in (1, 30):
+        for told in ranks.run(2, messages_of, layers, tmp_path / str(layers), differs):
+            assert len(told) == agreements and max(map(len, told)) < control.PACKET_BYTES - 8

@@ -197,7 +197,8 @@ def test_merge_reads_a_bounded_number_of_bytes_at_once(project, tmp_path, capsys
     largest, found = [0], disk.read_into
 
     def counted(descriptor, target, offset, where):
-        largest[0] = max(largest[0], len(target))
+        if not where.endswith("MANIFEST.json"):
+            largest[0] = max(largest[0], len(target))
         found(descriptor, target, offset, where)
 
     monkeypatch.setattr(disk, "read_into", counted)

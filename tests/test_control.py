@@ -45,6 +45,19 @@ def test_exchange_takes_any_json_of_any_length(ranks):
     assert results[0][-1] == [(0, 300_000 % 7), (1, 150_000), (2, 300_000 % 7)]
 
 
+def sums_asked_for_early():
+    rank, everyone = dist.get_rank(), control.start()
+    answers = [everyone.sum_later([rank, 1, number]) for number in range(3)]
+    gathered = everyone.exchange(rank)
+    dist.all_reduce(torch.ones(1))
+    return gathered, [answer() for answer in reversed(answers)]
+
+
+def test_sums_that_are_asked_for_early_are_answered_beside_other_exchanges(ranks):
+    assert ranks.run(3, sums_asked_for_early) == [([0, 1, 2], [[3, 3, 6], [3, 3, 3], [3, 3, 0]])] * 3
+    assert control.start().sum_later([4])() == [4]
+
+
 def attempts():
     rank, everyone = dist.get_rank(), control.start()
     good = everyone.attempt(lambda: rank * 10, tell=lambda found: found, judge=sum)

@@ -109,6 +109,23 @@ def test_an_iterator_that_is_kept_leaves_the_position_to_the_loop_that_trains(lo
     assert lists(loader) == epochs[2]
 
 
+def test_an_iterator_that_is_kept_does_not_make_an_evaluation_a_training():
+    train, evaluation = prepared(shuffle=True), prepared()
+    kept = iter(evaluation)
+    next(kept)
+    for number, _ in enumerate(train, 1):
+        for loader in (train, evaluation):
+            loader.note_step(train.last_yield)
+            loader.note_step(train.last_yield)  # as two optimizers do
+        assert train.state_dict()["samples_seen"] == 4 * number
+        if number > 1:
+            assert evaluation.state_dict()["purpose"] == "evaluation"
+            assert evaluation.state_dict()["samples_seen"] == 0
+        assert lists(evaluation) == lists(prepared())
+    assert not evaluation.is_iterating
+    assert next(kept).tolist() == [4, 5, 6, 7]
+
+
 def test_batches_by_hand(loader, epochs):
     batches, given = iter(loader), []
     for number in range(23):
@@ -190,7 +207,7 @@ def test_an_epoch_named_by_hand(loader, epochs):
 
 
 def test_len_is_that_of_a_whole_epoch(loader):
-    assert len(loader) == len(loader.users) == 10
+    assert len(loader) == len(DataLoader(Numbers(), batch_size=4)) == 10
     assert len(skip_first_batches(loader, 3)) == 10
     assert len(prepared(0, 3)) == len(prepared(2, 3)) == len(list(prepared(2, 3))) == 4
     assert len(prepared(0, 3, drop_last=True)) == len(list(prepared(1, 3, drop_last=True))) == 3
@@ -456,6 +473,10 @@ def test_a_stream_that_is_moved_by_hand_is_brought_back_first(kind):
     start = prepared(dataset=kind()).state_dict()
     next(iter(loader))
     assert lists(moved(loader, start)) == first
+    _, over = run(1, dataset=kind(), stop=10)
+    next(iter(loader))
+    assert lists(moved(loader, over)) == []
+    assert lists(loader) == second
     loader.set_epoch(1)
     assert lists(loader) == second
 

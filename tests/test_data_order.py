@@ -178,7 +178,7 @@ def test_issue_9_14_an_endless_sampler_is_drawn_from_as_batches_are_needed(kind)
         alone, _ = run(1, state, make=endless, kind=kind, stop=10)
         assert alone == whole[len(before) :][: len(alone)]
     loader = endless(0, 2, kind)
-    sampler = loader.users.batch_sampler if kind is EndlessBatches else loader.users.sampler
+    sampler = loader.batch_sampler if kind is EndlessBatches else loader.sampler
     for number, _ in enumerate(loader):
         if number == 9:
             break

@@ -179,6 +179,31 @@ def test_parts_of_different_lengths_end_together(ranks):
         assert [said for _, _, said in found] == [[text] * 2 if ended else [], [], []]
 
 
+def train_a_model(strategy):
+    config = {"use_cpu": True, "distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": strategy}}
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    part = Part(accelerator.process_index, accelerator.num_processes, 37)
+    loader = DataLoader(part, batch_size=4, collate_fn=lambda numbers: torch.tensor(numbers)[:, None].float())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.gather(batch[:1])
+    return accelerator.counters.step, accelerator.counters.samples_seen
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_a_model_trains_on_parts_of_different_lengths(ranks, strategy):
+    assert ranks.run(3, train_a_model, strategy) == [(6, 108)] * 3
+
+
 def refused(make, text):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with pytest.raises(UsageError) as caught:
@@ -211,6 +236,19 @@ def test_a_position_of_version_0_1_is_refused_on_another_number_of_ranks():
     assert "(got 2 parts, saved 3 parts)" in now.misfit(old, saved_ranks=3)
     assert "(got a whole stream, saved 2 parts)" in prepared(dataset=Flow()).misfit(state, saved_ranks=2)
     assert prepared(dataset=Flow()).misfit(old, saved_ranks=2) is None
+
+
+class SizedPart(Part):
+    def __len__(self):
+        return len(self.numbers)
+
+
+def test_parts_with_a_length_begin_an_epoch_on_any_number_of_ranks():
+    loader = loader_of(SizedPart, 0, 3)
+    assert len(loader) == 4 == len(list(loader))
+    _, state = part_read(SizedPart, 0, 3, stop=4)
+    assert "(got 2 parts, saved 3 parts)" in loader_of(SizedPart, 0, 2).misfit(state, saved_ranks=3)
+    assert loader_of(SizedPart, 0, 2).misfit(loader.state_dict(), saved_ranks=3) is None
 
 
 def whole_stream(rank, world_size, seed=5):

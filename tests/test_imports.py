@@ -75,7 +75,7 @@ TORCH_FREE += ["shardkit.model.units", "shardkit.cli.main", "shardkit.model.sour
 TORCH_FREE += [*PLAN_WITHOUT_TORCH, "shardkit.plan.report", "shardkit.plan.plot", "shardkit.cli.plan"]
 
 TORCH_FREE += [
-    f"shardkit.checkpoint.{name}" for name in ("verify", "locate", "export", "merge", "compare", "retention")
+    f"shardkit.checkpoint.{name}" for name in ("verify", "locate", "paths", "export", "merge", "compare", "retention")
 ]
 TORCH_FREE += ["shardkit.cli.checkpoint"]
 

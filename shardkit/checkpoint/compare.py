@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
-from shardkit.checkpoint import disk, layout
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk, layout, values
 from shardkit.checkpoint.layout import ITEM_BYTES, Box, Entry
-from shardkit.checkpoint.verify import Checkpoint, Files, damages
+from shardkit.checkpoint.verify import Checkpoint, Files, damages, section_of
 from shardkit.errors import CheckpointCorrupted
 
 FACTS = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "config_sha256", "model_fingerprint", "run_id")
@@ -47,6 +48,7 @@ def compare(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], Non
             found.facts[name] = pair
     found.other_state = _other_state(first, second)
     with Files(first) as a, Files(second) as b:
+        found.other_state += _other_own_state(a, b)
         _compare_tensors(a, b, found, on_bytes)
     return found
 
@@ -62,6 +64,36 @@ def _other_state(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Parts of the plain state that differ: objects by name, the loaders' positions, each optimizer's settings."""
     one, two = (_flat_state(item.json("state/common.json")) for item in (first, second))
     return [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
+
+
+def _other_own_state(a: Files, b: Files) -> list[str]:
+    """What ranks have for themselves and have not alike in both; on other numbers of ranks all of it."""
+    one, two = a.checkpoint, b.checkpoint
+    if not (one.apart or two.apart):
+        return []
+    if one.manifest.world_size != two.manifest.world_size:
+        return list(dict.fromkeys([*one.apart, *two.apart]))
+    different = []
+    for rank in range(one.manifest.world_size):
+        mine, theirs = _own_state(a, rank), _own_state(b, rank)
+        labels = [label for label in dict.fromkeys([*mine, *theirs]) if mine.get(label) != theirs.get(label)]
+        different += [f"rank {rank}: {label}" for label in labels]
+    return different
+
+
+def _own_state(files: Files, rank: int) -> dict[str, Any]:
+    """By label: a rank's own value, and the bytes of each tensor in it."""
+    found, name = {}, layout.own_file(rank, files.checkpoint.manifest.world_size)
+    for item in files.checkpoint.json(f"state/rank-{rank:05d}.json").get("apart", []):
+        data = {}
+        for tensor in values.tensors_in(item["value"]):
+            stored = files.header(name).get(f"{section_of(item['at'])}:{tensor}") if files.has(name) else None
+            if stored is not None:
+                where, descriptor = files.where(name), files.descriptor(name)
+                digest = digests.of_ranges("xxh3", descriptor, [(stored.begin, stored.bytes)], where)
+                data[tensor] = (stored.dtype, stored.shape, digest)
+        found[item["label"]] = (item["value"], data)
+    return found
 
 
 def _flat_state(common: dict[str, Any]) -> dict[str, Any]:

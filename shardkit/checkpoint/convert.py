@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint import dcp, folder, tensors, values, write
+from shardkit.checkpoint import dcp, folder, optimizers, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
 from shardkit.checkpoint.layout import Entry, Index, Mesh
-from shardkit.checkpoint.state import RUN_SETTINGS, Captured, section_name
+from shardkit.checkpoint.state import Captured, section_name
 from shardkit.checkpoint.write import Request
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointError
@@ -62,20 +62,22 @@ def convert(
     trained: only checkpoints whose optimizer knows them by number, as that of DDP, need it.
     """
     found = _find(source, weights_only)
-    optimizers = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
+    named = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
     if step is None:
-        step = _step(optimizers)
+        step = _step(named)
         if not step:
             found.notes.append("its step is not known, and taken as 0: give --step")
     final = folder.step_folder(root, step)
     if final.exists():
         advice = "give another --step, or another folder"
         raise CheckpointError(f"convert: {final}: exists, and a checkpoint is never written again; {advice}.")
-    captured = _captured(found, optimizers, step, source)
+    captured = _captured(found, named, step, source)
     request = Request(final=final, step=step, run_id=RUN_ID, in_series=True)
     alone = control.ControlGroup()
-    write.finish(write.ready(lambda: captured, request, alone), alone)
-    return Converted(request.final, step, len(found.models), len(optimizers), found.notes)
+    prepared = write.ready(lambda: captured, request, alone)
+    assert prepared is not None, "nothing is left out"
+    write.finish(prepared, alone)
+    return Converted(request.final, step, len(found.models), len(named), found.notes)
 
 
 def _find(source: Path, weights_only: bool) -> _Found:
@@ -217,19 +219,32 @@ def _optimizers(source: Path) -> list[dict[str, Any]]:
 
 
 def _plain_optimizer(state: Any, where: Path) -> dict[str, Any]:
-    """An optimizer's state_dict as it was: DCP has no entry for an empty "state", as that of SGD."""
+    """An optimizer's state_dict as it was: DCP has no entry for an empty "state", as that of SGD.
+
+    What it keeps of no parameter stands apart, under "globals"; what its class adds to torch's form under "extra".
+    """
     inner = state.get("state", {}) if isinstance(state, dict) else None
     groups = state.get("param_groups") if isinstance(state, dict) else None
-    if (
-        not (isinstance(inner, dict) and all(isinstance(row, dict) for row in inner.values()))
-        or not (isinstance(groups, list) and groups)
-        or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-    ):
-        raise CheckpointError(
-            f"convert: {where}: not the state_dict of an optimizer (got {type(state).__name__}, without param_groups "
-            "as those have); leave it out with --weights-only."
-        )
-    return {"state": inner, "param_groups": groups}
+    if not isinstance(inner, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)) or not groups:
+        raise _no_optimizer(state, where)
+    members = {str(name) for group in groups for name in group["params"]}  # in DCP numbers became text
+    rows = {name: row for name, row in inner.items() if str(name) in members}
+    if not all(isinstance(row, dict) for row in rows.values()):
+        raise _no_optimizer(state, where)
+    rest = {str(key): value for key, value in inner.items() if key not in rows}
+    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {"state": rows, "param_groups": groups, "globals": rest, "extra": extra}
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("params"), list)
+
+
+def _no_optimizer(state: Any, where: Path) -> CheckpointError:
+    return CheckpointError(
+        f"convert: {where}: not the state_dict of an optimizer (got {type(state).__name__}, without param_groups "
+        "as those have); leave it out with --weights-only."
+    )
 
 
 def _objects(source: Path) -> dict[str, Any]:
@@ -268,7 +283,8 @@ def _by_name(
     problems = [text for name, row in named.items() for text in _misfits(name, row, model)]
     if problems:
         raise CheckpointError(f"{here}, and --model does not fit: {'; '.join(problems[:3])}; give the one trained.")
-    return {"state": named, "param_groups": [{**groups[0], "params": order}]}
+    extra = optimizers.with_names(state["extra"], [order])
+    return {**state, "state": named, "param_groups": [{**groups[0], "params": order}], "extra": extra}
 
 
 def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[str]:
@@ -281,13 +297,13 @@ def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Ite
             yield f"{name} is {list(shape)}, its {key} {list(theirs)}"
 
 
-def _step(optimizers: Iterable[Mapping[str, Any]]) -> int:
+def _step(states: Iterable[Mapping[str, Any]]) -> int:
     """How many steps the optimizers have made, as their own states tell; 0 where they do not."""
-    steps = [row["step"] for optimizer in optimizers for row in optimizer["state"].values() if "step" in row]
+    steps = [row["step"] for state in states for row in state["state"].values() if "step" in row]
     return max((int(step.to("cpu")) if hasattr(step, "to") else int(step) for step in steps), default=0)
 
 
-def _captured(found: _Found, optimizers: Sequence[Mapping[str, Any]], step: int, source: Path) -> Captured:
+def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, source: Path) -> Captured:
     """The state as one rank would have it."""
     index = Index("sharded", 1)
     held: dict[str, dict[str, Any]] = {}
@@ -309,10 +325,7 @@ def _captured(found: _Found, optimizers: Sequence[Mapping[str, Any]], step: int,
         section = begin(section_name("model", number))
         for name, value in model.items():
             store(section, name, value)
-    told = [
-        _optimizer(optimizer, begin(section_name("optim", number)), store)
-        for number, optimizer in enumerate(optimizers)
-    ]
+    told = [_optimizer(state, begin(section_name("optim", number)), store) for number, state in enumerate(states)]
     section = begin("objects")
     counters = {"counters": {"step": step, "samples_seen": 0}}
     objects = {
@@ -331,7 +344,7 @@ def _optimizer(optimizer: Mapping[str, Any], section: str, store: Any) -> dict[s
 
     groups = []
     for number, group in enumerate(optimizer["param_groups"]):
-        settings = {key: value for key, value in group.items() if key not in RUN_SETTINGS}
+        settings = {key: value for key, value in group.items() if key not in optimizers.RUN_SETTINGS}
         where = f"{section}.param_groups[{number}]"
         groups.append({"params": list(group["params"]), "settings": values.encode(settings, where, keep)})
     plain: dict[str, dict[str, Any]] = {}
@@ -339,4 +352,8 @@ def _optimizer(optimizer: Mapping[str, Any], section: str, store: Any) -> dict[s
         for key, value in row.items():
             if keep(f"{name}/{key}", value) is None:
                 plain.setdefault(name, {})[key] = values.encode(value, f"{name}/{key}", keep)
-    return {"groups": groups, "plain": plain}
+    told: dict[str, Any] = {"groups": groups, "plain": plain}
+    for kind in ("globals", "extra"):
+        for key, value in optimizer[kind].items():
+            told.setdefault(kind, {})[key] = values.encode(value, f"{section}.{kind}.{key}", keep)
+    return told

@@ -128,7 +128,7 @@ def _no_constant(name: str) -> Any:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = open_folder(path)
     try:
         os.fsync(descriptor)
     finally:
@@ -136,9 +136,12 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def reading(folder: Path, name: str) -> Iterator[int]:
-    """A descriptor of a plain file below a folder. CheckpointCorrupted where it, or a folder on the way, is a link."""
-    descriptors = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
+    """A descriptor of a plain file below a folder. CheckpointCorrupted where it, or a folder on the way, is a link.
+
+    `at`: a descriptor of the folder itself, which stays what it is where another folder gets the name meanwhile.
+    """
+    descriptors = [open_folder(folder) if at is None else os.dup(at)]
     try:
         parts = name.split("/")
         for part in parts[:-1]:
@@ -153,6 +156,11 @@ def reading(folder: Path, name: str) -> Iterator[int]:
             os.close(opened)
 
 
+def open_folder(path: Path) -> int:
+    """A descriptor of a folder; of the one that a link leads to."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
 def _enter(part: str, flags: int, parent: int, where: Path) -> int:
     try:
         return os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
@@ -162,9 +170,9 @@ def _enter(part: str, flags: int, parent: int, where: Path) -> int:
         raise CheckpointCorrupted(f"{where}: cannot be read ({error.strerror}).") from error
 
 
-def read_small(folder: Path, name: str) -> bytes:
-    """The whole of a small file."""
-    with reading(folder, name) as descriptor:
+def read_small(folder: Path, name: str, at: int | None = None) -> bytes:
+    """The whole of a small file; `at` as in `reading`."""
+    with reading(folder, name, at) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > JSON_LIMIT_BYTES:
             raise CheckpointCorrupted(f"{folder / name}: {size} bytes are too many for such a file; it is damaged.")

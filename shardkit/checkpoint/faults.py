@@ -22,7 +22,7 @@ SAVE_POINTS = (
     "preflight", "temporary", "open", "write", "fsync", "close", "agree-1", "manifest", "sync", "rename",
     "sync-root", "agree-2", "latest", "retention", "trash",
 )  # fmt: skip
-LOAD_POINTS = ("verify", "read", "apply")
+LOAD_POINTS = ("verify", "read", "apply", "fill")
 
 
 def reach(point: str, rank: int) -> None:

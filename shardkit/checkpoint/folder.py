@@ -133,7 +133,7 @@ def heal(final: Path) -> None:
 
 def hold(temporary: Path) -> int:
     """A descriptor that marks the folder as in use for as long as this process lives, or until it is closed."""
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = disk.open_folder(temporary)
     with suppress(OSError):  # a file system without locks: the folder then counts as unused once its writer is gone
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
@@ -141,7 +141,7 @@ def hold(temporary: Path) -> int:
 
 def is_held(path: Path) -> bool:
     """Whether a living process is writing this folder; see `hold`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = disk.open_folder(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False

@@ -35,6 +35,8 @@ ITEM_BYTES = {
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
+# The folder of what each rank has for itself; no section bears this name.
+OWN = "own"
 # Replicated tensors below this are written whole by one holder: splitting them would only make more entries.
 SPLIT_BYTES = 1 << 20
 # The safetensors reader refuses longer headers.
@@ -107,6 +109,11 @@ class Entry:
     @property
     def bytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different parts of it."""
+        return any(dim is not None for dim in self.placements)
 
     @property
     def whole(self) -> Box:
@@ -279,11 +286,23 @@ def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int,
         yield base + sum(step * stride for step, stride in zip(steps, strides)), length  # noqa: B905
 
 
+def only_run(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[int, int] | None:
+    """(offset, length) in bytes of a box that is one stretch of the array; None where it is several, or none."""
+    found = runs(shape, box, item_bytes)
+    first = next(found, None)
+    return first if next(found, None) is None else None
+
+
 def file_of(index: Index, section: str, rank: int) -> str:
     """The file, relative to the checkpoint, that a rank writes its chunks of a section into."""
     if index.kind == "full":
         return f"{section}/{section}.safetensors"
     return f"{section}/r{rank:05d}-of-{index.world_size:05d}.safetensors"
+
+
+def own_file(rank: int, world_size: int) -> str:
+    """The file, relative to the checkpoint, with a rank's tensors that the others have differently."""
+    return f"{OWN}/r{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def pieces(index: Index, section: str, name: str, box: Box) -> Iterator[tuple[str, Box]]:

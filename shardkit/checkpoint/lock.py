@@ -18,19 +18,40 @@ logger = get_logger(__name__)
 
 
 @dataclass
+class _Held:
+    """A lock that this process holds. The system drops it where any descriptor of the file is closed, so there is one,
+    however many runs of this process save into the folder, one after another."""
+
+    descriptor: int
+    users: int = 0
+
+
+_held: dict[Path, _Held] = {}
+
+
+@dataclass
 class Lock:
-    """A held lock. It ends with `release`, or with the process."""
+    """A run's share in a held lock. It ends with `release`, or with the process."""
 
     path: Path
-    descriptor: int
+    is_released: bool = False
 
     def release(self) -> None:
         """Leave the folder to others. A second call does nothing."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
+        if self.is_released:
+            return
+        self.is_released = True
+        held = _held[_key(self.path)]
+        held.users -= 1
+        if not held.users:
+            del _held[_key(self.path)]
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
-            os.close(descriptor)
+                os.ftruncate(held.descriptor, 0)
+            os.close(held.descriptor)
+
+
+def _key(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock:
@@ -39,6 +60,14 @@ def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock
     CheckpointSaveError names the run that holds it, and gives the advice.
     """
     path = root / NAME
+    if _key(path) not in _held:
+        _held[_key(path)] = _Held(_locked(root, path, run_id, advice))
+    _held[_key(path)].users += 1
+    return Lock(path)
+
+
+def _locked(root: Path, path: Path, run_id: str, advice: str) -> int:
+    """A descriptor of the lock's file, locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     # A record lock: the system drops it when the process dies, and forked DataLoader workers do not inherit it.
     try:
@@ -53,7 +82,7 @@ def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock
     if before and before.get("run_id") != run_id:
         logger.warning("checkpoint: %s: %s ended without leaving; taking over.", root, _who(before))
     _write(descriptor, {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid()})
-    return Lock(path, descriptor)
+    return descriptor
 
 
 def _holder(descriptor: int) -> dict[str, Any]:

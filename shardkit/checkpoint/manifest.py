@@ -5,7 +5,9 @@ the reason. A file has one digest for each rank that wrote into it, over that ra
 """
 
 import hashlib
+import os
 import re
+import stat
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from shardkit.errors import CheckpointCorrupted, CheckpointError
 
 NAME = "MANIFEST.json"
 FORMAT = "shardkit-checkpoint"
-VERSION = 1
+VERSION = 2  # the newest that this shardkit reads
+PLAIN_VERSION = 1  # of a checkpoint that holds nothing that readers of version 1 would leave out
 
 # The only names that a reader opens. Anything else in a manifest is refused, so none leads out of the folder.
 FILE_NAME = re.compile(
@@ -53,6 +56,7 @@ class Manifest:
     sections: list[str]
     digest: str
     files: dict[str, File] = field(default_factory=dict)
+    version: int = PLAIN_VERSION
 
     @property
     def bytes(self) -> int:
@@ -62,7 +66,7 @@ class Manifest:
 
 def to_bytes(manifest: Manifest) -> bytes:
     """The manifest as it stands in its file, with the digest of itself."""
-    value: dict[str, Any] = {"format": FORMAT, "version": VERSION, "min_reader": VERSION, **asdict(manifest)}
+    value: dict[str, Any] = {"format": FORMAT, "min_reader": manifest.version, **asdict(manifest)}
     value["files"] = {
         name: {"bytes": file.bytes, "digests": {str(rank): text for rank, text in sorted(file.digests.items())}}
         for name, file in manifest.files.items()
@@ -112,8 +116,9 @@ def _from_json(value: dict[str, Any]) -> Manifest:
     given = {key: item for key, item in value.items() if key in known}
     if value["digest"] not in digests.NAMES or value["kind"] not in ("sharded", "full"):
         raise ValueError(f"unknown digest or kind (got {value['digest']!r}, {value['kind']!r})")
-    if not all(type(value[key]) is int and value[key] >= 0 for key in ("step", "epoch", "samples_seen", "world_size")):
-        raise ValueError("step, epoch, samples_seen and world_size must be whole numbers")
+    numbers = ("step", "epoch", "samples_seen", "world_size", "version")
+    if not all(type(value[key]) is int and value[key] >= 0 for key in numbers):
+        raise ValueError(f"{', '.join(numbers)} must be whole numbers")
     given["files"] = {name: _file(name, file, value["world_size"]) for name, file in value["files"].items()}
     return Manifest(**given)
 
@@ -132,24 +137,38 @@ def _file(name: str, value: dict[str, Any], world_size: int) -> File:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files' presence, kind and size; nothing is read. Empty: all there."""
-    problems = []
+    """What is wrong with the files' presence, kind and size; nothing is read. Empty: all there. One look at each."""
+    problems, found = [], _below(folder)
     for name, file in manifest.files.items():
-        path = folder / name
-        try:
-            found = path.lstat()
-        except OSError:
+        path, seen, parent = folder / name, found.get(name), found.get(name.rpartition("/")[0])
+        if seen is None and (parent is None or stat.S_ISDIR(parent.st_mode)):
             problems.append(f"{path}: missing")
-            continue
-        if path.is_symlink() or not path.is_file() or path.parent.is_symlink():
+        elif seen is None or not stat.S_ISREG(seen.st_mode):
             problems.append(f"{path}: not a plain file")
-        elif found.st_size != file.bytes:
-            problems.append(f"{path}: {found.st_size} bytes where {file.bytes} were saved (cut short or overwritten)")
-    return problems + [f"{path}: not part of this checkpoint" for path in strangers(folder, manifest)]
+        elif seen.st_size != file.bytes:
+            problems.append(f"{path}: {seen.st_size} bytes where {file.bytes} were saved (cut short or overwritten)")
+    return problems + [f"{path}: not part of this checkpoint" for path in _strangers(folder, found, manifest)]
 
 
 def strangers(folder: Path, manifest: Manifest) -> list[Path]:
     """Files below the folder that the manifest does not know; hidden ones (.DS_Store, .nfs...) are let be."""
-    known = {*manifest.files, NAME}
-    found = (path for path in folder.rglob("*") if not path.is_dir() and not path.name.startswith("."))
-    return sorted(path for path in found if path.relative_to(folder).as_posix() not in known)
+    return _strangers(folder, _below(folder), manifest)
+
+
+def _strangers(folder: Path, found: dict[str, os.stat_result], manifest: Manifest) -> list[Path]:
+    files = [name for name, seen in found.items() if not stat.S_ISDIR(seen.st_mode)]
+    others = {*files} - {*manifest.files, NAME}
+    return sorted(folder / name for name in others if not name.rpartition("/")[2].startswith("."))
+
+
+def _below(folder: Path) -> dict[str, os.stat_result]:
+    """Everything below the folder by name; links are not followed."""
+    found, folders = {}, [""]
+    while folders:
+        inside = folders.pop()
+        with os.scandir(folder / inside) as items:
+            for item in items:
+                found[inside + item.name] = item.stat(follow_symlinks=False)
+                if item.is_dir(follow_symlinks=False):
+                    folders.append(f"{inside}{item.name}/")
+    return found

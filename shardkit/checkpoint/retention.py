@@ -1,7 +1,9 @@
 """Which checkpoints of a folder may go, and deleting them. Runs after a commit, never before."""
 
 from collections.abc import Callable, Container, Iterable
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.folder import Found
@@ -43,27 +45,57 @@ def expendable(
 
     `is_good` may look into what would be kept, the newest first: a checkpoint that is not good stays, and does not
     count. After a commit nobody looks: reading whole checkpoints would hold up the training.
+
+    A committed checkpoint does not change, so this process reads each manifest once, and looks once at the files of
+    those alone that it would count among the newest or delete.
     """
-    whole = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
-    whole.sort(key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
+    committed = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
+    committed.sort(key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
     good = 0
-    while whole and good < max(1, keep_last):
-        good += is_good(whole.pop(0)[0].path)
+    while committed and good < max(1, keep_last):
+        found, record = committed.pop(0)
+        good += _is_whole(found.path, record) and is_good(found.path)
     candidates = [
         found
-        for found, record in whole
+        for found, record in committed
         if record.save_id not in protected
-        and not is_pinned(found.path)
         and not (keep_every and found.step % keep_every == 0)
+        and not is_pinned(found.path)
+        and _is_whole(found.path, record)
     ]
     return sorted(candidates, key=lambda found: found.step)
 
 
-def _record(path: Path) -> manifest.Manifest | None:
+class _Record(NamedTuple):
+    """What retention goes by; the last three tell one manifest file from another of the same name."""
+
+    created_utc: str
+    save_id: str
+    inode: int
+    modified_ns: int
+    bytes: int
+
+
+def _record(path: Path) -> _Record | None:
     try:
-        return folder.inspect(path)
+        seen = (path / manifest.NAME).lstat()
+        return _read(path, seen.st_ino, seen.st_mtime_ns, seen.st_size)
     except (CheckpointError, OSError):
         return None
+
+
+@lru_cache(maxsize=4096)
+def _read(path: Path, inode: int, modified_ns: int, size: int) -> _Record:
+    found = manifest.read(path)
+    return _Record(found.created_utc, found.save_id, inode, modified_ns, size)
+
+
+@lru_cache(maxsize=4096)
+def _is_whole(path: Path, record: _Record) -> bool:
+    try:
+        return not manifest.check_sizes(path, manifest.read(path))
+    except (CheckpointError, OSError):
+        return False
 
 
 def apply(root: Path, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Path]:

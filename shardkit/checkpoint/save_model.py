@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint import apart, disk, export, faults, layout, state, tensors, write
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, export, faults, layout, state, tensors, write
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
@@ -67,15 +67,22 @@ def save(
     control: ControlGroup,
     max_shard_size: str | int = "5GB",
     dtype: str | torch.dtype | None = None,
-) -> None:
+    compare_buffers: bool = False,
+) -> list[str]:
     """Write the whole model as safetensors that plain torch, Transformers and peft open. Collective.
 
     In fp32 unless `dtype` says otherwise; tied weights once; of a peft model its adapters only. All ranks raise
     CheckpointSaveError where one fails, and an earlier export in the folder is then whole.
+
+    The buffers that ranks hold differently where that is to be looked for, else none; rank 0's are written.
     """
     limit, wanted = export.size_in_bytes(max_shard_size), dtype_named(dtype)
+    drifted = []
     for part in _together(control, folder, lambda: _parts(model, folder)).own or []:
         _save(part, control, limit, wanted)
+        if compare_buffers and control.world_size > 1 and not state.gets_buffers_of_rank_0(model):
+            drifted += _drifted(part, control)
+    return drifted
 
 
 def _parts(model: nn.Module, folder: Path) -> list[Part]:
@@ -224,6 +231,15 @@ def _index(part: Part, world_size: int) -> Index:
         entries[name] = tensors.entry_of(tensor, index, holders, name)
     index.sort()
     return index
+
+
+def _drifted(part: Part, control: ControlGroup) -> list[str]:
+    """Buffers that ranks hold differently: all are compared at once, and one by one only where they differ."""
+    plain = {name: part.tensors[name] for name in sorted(part.buffers & {*part.tensors})}
+    found = apart.of_tensors({name: tensor for name, tensor in plain.items() if not isinstance(tensor, DTensor)})
+    if not control.decide(apart.together(found), lambda told: len({*told}) > 1):
+        return []
+    return control.decide(found, apart.differing)
 
 
 def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -117,6 +117,13 @@ class Background:
         if self._thread is not None:
             self._is_copied.wait()
 
+    def forget(self) -> None:
+        """Keep nothing of the live objects, nor the memory for copies. A save under way goes on with its own."""
+        self.wait_until_copied()
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
+        self._buffers.clear()
+
     def is_running(self) -> bool:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()

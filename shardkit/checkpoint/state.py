@@ -1,32 +1,28 @@
-"""The live objects of a training run, as tensors and plain values by name, and back.
+"""The live objects of a training run, as tensors and plain values by name.
 
 Tensors of models and optimizers are named by fqn (`<fqn>/exp_avg`), so neither the world size, nor the strategy, nor
 the order of parameters matters to a checkpoint. Sections: `model`, `model_1`, ...; `optim`, `optim_1`, ...; and
 `objects` for tensors inside the states of schedulers and registered objects.
+
+What ranks may hold differently (everything that is not a tensor of a model, nor sharded) is captured as items, which
+`apart` compares between ranks.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import tensors, values
-from shardkit.checkpoint.layout import Box, Entry, Index, Kind, Mesh
+from shardkit.checkpoint import optimizers, tensors, values
+from shardkit.checkpoint.layout import Index, Kind, Mesh
 from shardkit.distributed import random_state
-from shardkit.distributed.tensors import clean_name, local_part, sharded_like, unwrapped
+from shardkit.distributed.tensors import clean_name, unwrapped
 from shardkit.errors import CheckpointError
-
-# How an optimizer computes, not what it remembers: these stay as the run that loads has them.
-RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
-
-
-# A run may change its precision between a save and a load; its loss scale then has no place to go, or starts anew.
-OPTIONAL = ("scaler",)
 
 
 class Stateful(Protocol):
@@ -55,14 +51,31 @@ class Live:
     seed: int | None = None
 
 
+@dataclass(frozen=True)
+class Item:
+    """A value that ranks may hold differently: where it stands in `common`, as JSON, with its plain tensors."""
+
+    at: tuple[str | int, ...]
+    value: Any
+    section: str
+    tensors: tuple[str, ...]
+    is_replicated: bool = False
+    """Whether its parameter is held alike by all ranks: large tensors are then compared by a sample."""
+
+
 @dataclass
 class Captured:
-    """A training state as it is now: `tensors` share memory with the live objects."""
+    """A training state as it is now: tensors share memory with the live objects."""
 
     index: Index
     tensors: dict[str, dict[str, torch.Tensor]]
     common: dict[str, Any]
     own: dict[str, Any]
+    items: dict[str, Item] = field(default_factory=dict)
+    own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What this rank has differently from others, by `<section>:<name>`; see `apart`."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Buffers that each rank updates for itself, by `<section>: <name>`."""
 
 
 def section_name(kind: str, number: int) -> str:
@@ -70,14 +83,9 @@ def section_name(kind: str, number: int) -> str:
     return kind if number == 0 else f"{kind}_{number}"
 
 
-def is_setting(section: str, name: str) -> bool:
-    """Whether a tensor belongs to a param group of an optimizer, such as a learning rate, and not to a parameter."""
-    return name.startswith(f"{section}.param_groups[")
-
-
 def is_changed_by_steps_only(section: str, name: str) -> bool:
     """Whether a tensor is what an optimizer remembers of a parameter, which nothing but its steps changes in place."""
-    return section.startswith("optim") and not is_setting(section, name)
+    return section.startswith("optim") and not optimizers.is_of_no_parameter(section, name)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -102,41 +110,129 @@ def parameter_names(models: list[nn.Module]) -> dict[int, str]:
 
 
 def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
-    """The state now. The index is the same on all ranks; tensors share memory, values are copies."""
-    index = Index(kind, world_size)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    """The state now. Tensors share memory, values are copies. Of what is in the index, sharded tensors and those of
+    models are the same on all ranks; the rest is in `items` as well."""
+    taken = _Capture(Index(kind, world_size))
     for number, model in enumerate(live.models):
-        _capture_model(model, section_name("model", number), index, found)
+        taken.add_model(model, section_name("model", number))
     names = parameter_names(live.models)
-    optimizers = [
-        _capture_optimizer(optimizer, section_name("optim", number), names, index, found)
-        for number, optimizer in enumerate(live.optimizers)
-    ]
-    objects = _capture_objects(live.objects, index, found)
+    for number, optimizer in enumerate(live.optimizers):
+        taken.add_optimizer(optimizer, number, names)
+    taken.begin("objects")
+    for name, item in live.objects.items():
+        taken.add(name, ("objects", name), item.state_dict(), "objects", name, Mesh((1,)))
     loaders = {name: values.encode(it.state_dict(), name, _no_tensor) for name, it in live.loaders.items()}
-    index.sort()
-    common = {"optimizers": optimizers, "objects": objects, "loaders": loaders, "seed": _seed(live)}
-    return Captured(index, found, common, {"loaders": loaders, "rng": random_state.capture(rank)})
+    taken.index.sort()
+    seed = live.seed if live.seed is not None else torch.initial_seed()
+    common = {**taken.common, "loaders": loaders, "seed": seed}
+    own = {"loaders": loaders, "rng": random_state.capture(rank)}
+    return Captured(taken.index, taken.tensors, common, own, taken.items, buffers=taken.buffers)
 
 
-def _seed(live: Live) -> int:
-    return live.seed if live.seed is not None else torch.initial_seed()
+def _no_tensor(path: str, value: Any) -> str | None:
+    return None
 
 
-def _capture_model(model: nn.Module, section: str, index: Index, found: dict[str, dict[str, torch.Tensor]]) -> None:
-    everyone, first = Mesh((index.world_size,)), Mesh((1,))
-    tensors_of_model = model_tensors(model)
-    ties = tied_names(model, tensors_of_model)
-    parameters = {clean_name(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
-    entries = index.sections.setdefault(section, {})
-    index.aliases[section] = ties
-    found[section] = {}
-    for name, tensor in tensors_of_model.items():
-        if name not in ties:
+class _Capture:
+    """A capture under way."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self.common: dict[str, Any] = {"optimizers": [], "objects": {}}
+        self.items: dict[str, Item] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def begin(self, section: str) -> None:
+        self.index.sections[section], self.index.aliases[section], self.tensors[section] = {}, {}, {}
+
+    def store(self, section: str, name: str, tensor: torch.Tensor, holders: Mesh, where: str) -> None:
+        self.index.sections[section][name] = tensors.entry_of(tensor, self.index, holders, where)
+        self.tensors[section][name] = tensor
+
+    def add_model(self, model: nn.Module, section: str) -> None:
+        everyone, first = Mesh((self.index.world_size,)), Mesh((1,))
+        found = model_tensors(model)
+        ties = tied_names(model, found)
+        parameters = {clean_name(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
+        is_drifting = not gets_buffers_of_rank_0(model)
+        self.begin(section)
+        self.index.aliases[section] = ties
+        for name, tensor in found.items():
+            if name in ties:
+                continue
             # Replicas of a buffer may drift apart (batch norm); rank 0's is written, and never a mix.
-            holders = everyone if name in parameters else first
-            entries[name] = tensors.entry_of(tensor, index, holders, f"{section}: {name}")
-            found[section][name] = tensor
+            self.store(section, name, tensor, everyone if name in parameters else first, f"{section}: {name}")
+            if is_drifting and name not in parameters and not isinstance(tensor, DTensor):
+                self.buffers[f"{section}: {name}"] = tensor
+
+    def add_optimizer(self, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> None:
+        """Param groups and what is no tensor as JSON; tensors into the index."""
+        section, everyone, at = section_name("optim", number), Mesh((self.index.world_size,)), ("optimizers", number)
+        found = optimizers.describe(optimizer, names, section)
+        self.begin(section)
+        groups = [{"params": members, "settings": {}} for members, _ in found.groups]
+        whole = {"is_whole": True} if found.is_whole else {}
+        self.common["optimizers"].append({"groups": groups, "plain": {}, **whole})
+        for position, (_, settings) in enumerate(found.groups):
+            label = f"{section}.param_groups[{position}]"
+            self.add(label, (*at, "groups", position, "settings"), settings, section, label, everyone)
+        for fqn, row in found.rows.items():
+            for key, value in row.items():
+                path, place = f"{fqn}/{key}", (*at, "plain", fqn, str(key))
+                self.add(f"{section}: {path}", place, value, section, path, everyone, fqn not in found.sharded)
+        for kind, found_there in (("globals", found.globals), ("extra", found.extra)):
+            for key, value in found_there.items():
+                path = f"{section}.{kind}.{key}"
+                self.add(path, (*at, kind, key), value, section, path, everyone)
+
+    def add(
+        self,
+        label: str,
+        at: tuple[str | int, ...],
+        value: Any,
+        section: str,
+        path: str,
+        holders: Mesh,
+        is_replicated: bool = False,
+    ) -> None:
+        """Note a value that ranks may hold differently, with the tensors inside."""
+        plain: list[str] = []
+
+        def store(name: str, item: Any) -> str | None:
+            if not isinstance(item, torch.Tensor):
+                return None
+            self.store(section, name, item, holders, f"{section}: {name}" if section != "objects" else name)
+            if not isinstance(item, DTensor):
+                plain.append(name)
+            return name
+
+        encoded = values.encode(value, path, store)
+        if not isinstance(value, DTensor):
+            self.items[label] = Item(at, encoded, section, tuple(plain), is_replicated)
+        if not (isinstance(value, torch.Tensor) and fqn_at(at)):  # such a tensor is found by its name
+            put(self.common, at, encoded)
+
+
+def fqn_at(at: Sequence[str | int]) -> str | None:
+    """The parameter of which an item at this place is kept; None where it is of none."""
+    return str(at[3]) if len(at) > 3 and at[2] == "plain" else None
+
+
+def put(tree: Any, at: Sequence[str | int], value: Any) -> None:
+    """Set what stands at a place of a tree of dicts and lists; dicts on the way are made."""
+    *inner, last = at
+    for key in inner:
+        tree = tree.setdefault(key, {}) if isinstance(tree, dict) else tree[key]
+    tree[last] = value
+
+
+def gets_buffers_of_rank_0(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel gives rank 0's buffers to all at each forward: those count, and none drifts."""
+    if isinstance(model, DistributedDataParallel):
+        return bool(model.broadcast_buffers)
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+    return isinstance(inner, nn.Module) and gets_buffers_of_rank_0(inner)
 
 
 def tied_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -150,337 +246,3 @@ def tied_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         if name in identity and canonical.setdefault(identity[name], name) != name:
             ties[name] = canonical[identity[name]]
     return ties
-
-
-def _capture_optimizer(
-    optimizer: Optimizer,
-    section: str,
-    names: Mapping[int, str],
-    index: Index,
-    found: dict[str, dict[str, torch.Tensor]],
-) -> dict[str, Any]:
-    """Param groups and non-tensor state as JSON; the tensors go into the index and `found`."""
-    everyone = Mesh((index.world_size,))
-    entries, mine = index.sections.setdefault(section, {}), found.setdefault(section, {})
-    index.aliases.setdefault(section, {})
-
-    def store(path: str, value: Any) -> str | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        entries[path] = tensors.entry_of(value, index, everyone, f"{section}: {path}")
-        mine[path] = value
-        return path
-
-    plain: dict[str, dict[str, Any]] = {}
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        where = f"{section}.param_groups[{number}]"
-        members = [named(parameter, names, where) for parameter in group["params"]]
-        settings = {key: value for key, value in group.items() if key not in RUN_SETTINGS}
-        groups.append({"params": members, "settings": values.encode(settings, where, store)})
-        for name, parameter in zip(members, group["params"], strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                encoded = values.encode(value, f"{name}/{key}", store)
-                if not isinstance(value, torch.Tensor):
-                    plain.setdefault(name, {})[str(key)] = encoded
-    return {"groups": groups, "plain": plain}
-
-
-def named(parameter: torch.Tensor, names: Mapping[int, str], where: str) -> str:
-    """The fqn of an optimizer's parameter; CheckpointError where no model has it."""
-    if id(parameter) not in names:
-        shape = list(parameter.shape)
-        raise CheckpointError(f"{where}: a parameter of shape {shape} is in no prepared model; prepare its model too.")
-    return names[id(parameter)]
-
-
-def _capture_objects(
-    objects: Mapping[str, Stateful], index: Index, found: dict[str, dict[str, torch.Tensor]]
-) -> dict[str, Any]:
-    first = Mesh((1,))
-    entries, mine = index.sections.setdefault("objects", {}), found.setdefault("objects", {})
-    index.aliases.setdefault("objects", {})
-
-    def store(path: str, value: Any) -> str | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        entries[path] = tensors.entry_of(value, index, first, path)
-        mine[path] = value
-        return path
-
-    return {name: values.encode(item.state_dict(), name, store) for name, item in objects.items()}
-
-
-def _no_tensor(path: str, value: Any) -> str | None:
-    return None
-
-
-@dataclass
-class Target:
-    """A saved tensor that this rank wants a part of; `staged` is filled by the reader. `live` is what it is for."""
-
-    section: str
-    name: str
-    entry: Entry
-    box: Box
-    live: torch.Tensor | None
-    staged: torch.Tensor
-
-
-@dataclass
-class Wanted:
-    """All that a load needs to read, and what does not fit the live objects."""
-
-    targets: dict[tuple[str, str], Target]
-    problems: list[str]
-
-
-def wanted(live: Live, index: Index, common: Mapping[str, Any], strict: bool) -> Wanted:
-    """Which saved tensors, and which part of each, this rank needs. Allocates the host memory to read them into."""
-    result = Wanted({}, [])
-    for number, model in enumerate(live.models):
-        _want_model(model, section_name("model", number), index, strict, result)
-    for number, optimizer in enumerate(live.optimizers):
-        _want_optimizer(optimizer, number, live, index, common, strict, result)
-    _want_objects(live, index, common, strict, result)
-    if strict:
-        result.problems += _unclaimed(live, index, common)
-    return result
-
-
-def _unclaimed(live: Live, index: Index, common: Mapping[str, Any]) -> list[str]:
-    """Whole models and optimizers of the checkpoint that nothing live takes: forgotten, or not prepared yet."""
-    models = {name for name in index.sections if name.startswith("model")}
-    models -= {section_name("model", number) for number in range(len(live.models))}
-    optimizers = [section_name("optim", n) for n in range(len(live.optimizers), len(common["optimizers"]))]
-    return [
-        f"{section}: in the checkpoint, and not prepared now; prepare it before loading, or load with strict=False"
-        for section in [*sorted(models), *optimizers]
-    ]
-
-
-def _want(result: Wanted, section: str, name: str, source: str, entry: Entry, live: torch.Tensor | None) -> None:
-    """Note that `name` is to be read, from the saved tensor `source`: another one where it was tied when saved."""
-    box = entry.whole if live is None else tensors.held_box(live)
-    result.targets[section, name] = Target(section, source, entry, box, live, tensors.empty(entry.dtype, box.sizes))
-
-
-def _want_model(model: nn.Module, section: str, index: Index, strict: bool, result: Wanted) -> None:
-    if section not in index.sections:
-        if strict:
-            result.problems.append(_not_saved(section))
-        return
-    entries, aliases = index.sections[section], index.aliases[section]
-    mine = model_tensors(model)
-    saved = {*entries, *aliases}
-    ties = tied_names(model, mine)
-    missing = [name for name in mine if name not in saved and ties.get(name) not in saved]
-    unexpected = [name for name in saved if name not in mine]
-    if strict:
-        result.problems += _listed(section, "in the model, not in the checkpoint", missing)
-        result.problems += _listed(section, "in the checkpoint, not in the model", sorted(unexpected))
-    for name, tensor in mine.items():
-        source = aliases.get(name, name)
-        if source not in entries or name in ties:
-            continue
-        problem = _mismatch(entries[source], tensor)
-        if problem:
-            result.problems.append(f"{section}: {name}: {problem}")
-        else:
-            _want(result, section, name, source, entries[source], tensor)
-
-
-def _not_saved(section: str) -> str:
-    return f"{section}: prepared now, and not in the checkpoint; load with strict=False to leave it as it is"
-
-
-def _listed(section: str, what: str, names: list[str]) -> list[str]:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return [f"{section}: {what}: {', '.join(names[:5])}{more}"] if names else []
-
-
-def _mismatch(entry: Entry, tensor: torch.Tensor) -> str | None:
-    if entry.shape != tuple(tensor.shape):
-        return f"shape {list(entry.shape)} in the checkpoint, {list(tensor.shape)} in the model"
-    if entry.dtype != tensors.DTYPES.get(tensor.dtype):
-        return f"dtype {entry.dtype} in the checkpoint, {tensors.DTYPES.get(tensor.dtype)} in the model"
-    return None
-
-
-def _want_optimizer(
-    optimizer: Optimizer,
-    number: int,
-    live: Live,
-    index: Index,
-    common: Mapping[str, Any],
-    strict: bool,
-    result: Wanted,
-) -> None:
-    section = section_name("optim", number)
-    if section not in index.sections or number >= len(common["optimizers"]):
-        if strict:
-            result.problems.append(_not_saved(section))
-        return
-    mine = _parameters_by_name(optimizer, live.models, section)
-    saved = {name for group in common["optimizers"][number]["groups"] for name in group["params"]}
-    if strict:
-        result.problems += _listed(section, "in the optimizer, not in the checkpoint", sorted({*mine} - saved))
-        result.problems += _listed(section, "in the checkpoint, not in the optimizer", sorted(saved - {*mine}))
-    result.problems += _unmatched_groups(optimizer, mine, common["optimizers"][number]["groups"], section)
-    for path, entry in index.sections[section].items():
-        parameter = mine.get(path.rpartition("/")[0])
-        if parameter is not None or is_setting(section, path):
-            shaped = parameter is not None and tuple(parameter.shape) == entry.shape
-            _want(result, section, path, path, entry, parameter if shaped else None)
-
-
-def _parameters_by_name(optimizer: Optimizer, models: list[nn.Module], section: str) -> dict[str, torch.Tensor]:
-    names = parameter_names(models)
-    return {
-        named(parameter, names, section): parameter for group in optimizer.param_groups for parameter in group["params"]
-    }
-
-
-def _unmatched_groups(
-    optimizer: Optimizer, mine: Mapping[str, torch.Tensor], saved: list[dict[str, Any]], section: str
-) -> list[str]:
-    """A live group must lie within one saved group, or nobody knows its learning rate."""
-    names = {id(parameter): name for name, parameter in mine.items()}
-    owner = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    problems = []
-    for number, group in enumerate(optimizer.param_groups):
-        owners = {owner[name] for name in (names[id(p)] for p in group["params"]) if name in owner}
-        if len(owners) > 1:
-            text = "its parameters were in several groups when saved; group them as they were"
-            problems.append(f"{section}: param_groups[{number}]: {text}")
-    return problems
-
-
-def _want_objects(live: Live, index: Index, common: Mapping[str, Any], strict: bool, result: Wanted) -> None:
-    if strict:
-        missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
-        unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL)]
-        result.problems += _listed("objects", "registered now, not in the checkpoint", missing)
-        result.problems += _listed("objects", "in the checkpoint, not registered now", unexpected)
-    now: dict[str, torch.Tensor] = {}
-
-    def note(path: str, value: Any) -> str | None:
-        if isinstance(value, torch.Tensor):
-            now[path] = value
-            return path
-        return None
-
-    for name, item in live.objects.items():
-        if any(path.startswith(name) for path in index.sections.get("objects", {})):
-            values.encode(item.state_dict(), name, note)
-    for path, entry in index.sections.get("objects", {}).items():
-        found = now.get(path)
-        like = found if isinstance(found, DTensor) and tuple(found.shape) == entry.shape else None
-        _want(result, "objects", path, path, entry, like)
-
-
-def apply_objects(
-    live: Live,
-    targets: Mapping[tuple[str, str], Target],
-    common: Mapping[str, Any],
-    own: Mapping[str, Any] | None,
-    applied: list[tuple[Stateful, Any]],
-) -> None:
-    """Give schedulers, registered objects and loaders their states. `applied` notes what each was before."""
-    for item, state in _object_states(live, targets, common, own):
-        applied.append((item, copy.deepcopy(item.state_dict())))
-        item.load_state_dict(state)
-
-
-def take_back(applied: list[tuple[Stateful, Any]]) -> None:
-    """Undo `apply_objects`."""
-    for item, before in reversed(applied):
-        item.load_state_dict(before)
-
-
-def _object_states(
-    live: Live, targets: Mapping[tuple[str, str], Target], common: Mapping[str, Any], own: Mapping[str, Any] | None
-) -> Iterator[tuple[Stateful, Any]]:
-    load = _loader_of(targets, "objects")
-    for name, item in live.objects.items():
-        if name in common["objects"]:
-            yield item, values.decode(common["objects"][name], load)
-    positions = common["loaders"] if own is None else own["loaders"]
-    for name, loader in live.loaders.items():  # last: that they take their positions is known, so none is taken back
-        if name in positions:
-            yield loader, values.decode(positions[name], load)
-
-
-def _loader_of(targets: Mapping[tuple[str, str], Target], section: str) -> Callable[[str], torch.Tensor]:
-    return lambda name: _finished(targets[section, name])
-
-
-def _finished(target: Target) -> torch.Tensor:
-    """The staged part as the tensor that the live object expects: sharded as it is, or plain."""
-    if not isinstance(target.live, DTensor):
-        return target.staged
-    like = target.live
-    part = target.staged.to(local_part(like).device)
-    if part.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
-        whole = torch.empty_like(like.detach(), dtype=part.dtype)
-        local_part(whole).copy_(part)
-        return whole
-    return sharded_like(part, like)
-
-
-def apply_tensors(live: Live, targets: Mapping[tuple[str, str], Target], common: Mapping[str, Any]) -> None:
-    """Copy the weights in place, and set the optimizers' states. Nothing in here depends on user code."""
-    sections = {section_name("model", number) for number in range(len(live.models))}
-    with torch.no_grad():
-        for (section, _), target in targets.items():
-            if section in sections and target.live is not None:
-                local_part(target.live).copy_(target.staged)
-    for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
-        _apply_optimizer(optimizer, number, live, targets, saved)
-
-
-def _apply_optimizer(
-    optimizer: Optimizer,
-    number: int,
-    live: Live,
-    targets: Mapping[tuple[str, str], Target],
-    saved: Mapping[str, Any],
-) -> None:
-    section = section_name("optim", number)
-    mine = _parameters_by_name(optimizer, live.models, section)
-    names = {id(parameter): name for name, parameter in mine.items()}
-    owner = {name: group for group in saved["groups"] for name in group["params"]}
-    used: set[str] = set()
-
-    def load(path: str) -> torch.Tensor:
-        used.add(path)
-        return _finished(targets[section, path])
-
-    states: dict[str, dict[str, Any]] = {name: {} for name in mine}
-    groups: dict[str, Mapping[str, Any]] = {}
-    for group in optimizer.param_groups:
-        source = next((owner[names[id(p)]] for p in group["params"] if names[id(p)] in owner), None)
-        if source is not None:
-            group.update(values.decode(source["settings"], load))
-            groups.update({names[id(p)]: group for p in group["params"]})
-    for name, plain in saved["plain"].items():
-        if name in states:
-            states[name].update({key: values.decode(value, load) for key, value in plain.items()})
-    for (where, path), target in targets.items():
-        name, _, key = path.rpartition("/")
-        if where == section and path not in used and name in states:
-            states[name][key] = _on_device(_finished(target), key, mine[name], groups.get(name, {}))
-    for name, parameter in mine.items():
-        if states[name]:
-            optimizer.state[parameter] = states[name]
-        else:
-            optimizer.state.pop(parameter, None)
-
-
-def _on_device(value: torch.Tensor, key: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """Where torch's optimizers keep it: beside the parameter, but a `step` in host memory unless fused or captured."""
-    if isinstance(value, DTensor):
-        return value
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value
-    return value.to(local_part(parameter).device)

@@ -1,7 +1,7 @@
 """Between torch tensors and the layout: their placement, their bytes, and pieces of them."""
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -99,6 +99,33 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def empty(dtype: str, sizes: Iterable[int]) -> torch.Tensor:
     """Host memory to read into."""
     return torch.empty(tuple(sizes), dtype=TORCH_DTYPES[dtype])
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether values can be put into it."""
+    local = local_part(tensor)
+    return local.layout is torch.strided and not local.is_meta
+
+
+def bytes_of(wanted: Sequence[tuple[torch.Tensor, int | None]]) -> list[torch.Tensor]:
+    """The bytes of each tensor, in host memory; of one with more than its limit the first and the last of them.
+
+    What is on a device comes over in one transfer.
+    """
+    found = [_flat_bytes(tensor, limit) for tensor, limit in wanted]
+    for device in {flat.device for flat in found if not flat.is_cpu}:
+        there = [number for number, flat in enumerate(found) if flat.device == device]
+        moved = torch.cat([found[number] for number in there]).to("cpu")
+        for number, flat in zip(there, moved.split([found[number].numel() for number in there]), strict=True):
+            found[number] = flat
+    return found
+
+
+def _flat_bytes(tensor: torch.Tensor, limit: int | None) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if limit is not None and flat.numel() > limit:
+        return torch.cat([flat[: limit // 2], flat[-(limit // 2) :]])
+    return flat
 
 
 def bytes_to_write(pieces: dict[str, list[tuple[Chunk, torch.Tensor]]]) -> int:

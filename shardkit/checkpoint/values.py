@@ -2,19 +2,31 @@
 
 None, bool, int, float, str, list and dict with text keys are themselves. The rest is tagged: {"$tuple": [...]},
 {"$bytes": base64}, {"$float": "inf"}, {"$dict": [[key, value], ...]} for other keys, {"$counter": ...}, {"$set": ...},
-and {"$tensor": name} for a tensor, which the caller stores beside. Anything else is refused by its path.
+{"$param": fqn} for a parameter that stood there as a number, and {"$tensor": name} for a tensor, which the caller
+stores beside. Anything else is refused by its path.
 """
 
 import base64
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 
 # Takes the path of a value that JSON has no type for; returns the name it is stored under, or None: not a tensor.
 StoreTensor = Callable[[str, Any], "str | None"]
+
+
+@dataclass(frozen=True)
+class ParameterName:
+    """Stands for a parameter where an optimizer's own state_dict() has its number."""
+
+    fqn: str
+
+    def __repr__(self) -> str:
+        return f"<{self.fqn}>"
 
 
 class NotStorable(CheckpointError):
@@ -25,6 +37,8 @@ def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
     """The value as JSON. NotStorable names the path of the first part that is none of the known types."""
     if value is None or type(value) in (bool, int, str):
         return value
+    if isinstance(value, ParameterName):
+        return {"$param": value.fqn}
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, (bytes, bytearray)):
@@ -92,6 +106,8 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             return base64.b64decode(inner, validate=True)
         case "$float":
             return float(inner)
+        case "$param":
+            return ParameterName(inner)
         case "$tensor":
             return load_tensor(inner)
         case "$dict" | "$counter":
@@ -99,3 +115,15 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             return Counter(pairs) if tag == "$counter" else pairs
         case _:
             raise CheckpointCorrupted(f"state: unknown tag {tag!r}; a newer shardkit wrote this, or it is damaged.")
+
+
+def tensors_in(value: Any) -> Iterator[str]:
+    """The names of all tensors that an encoded value refers to."""
+    if isinstance(value, list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        if set(value) == {"$tensor"}:
+            yield value["$tensor"]
+        else:
+            yield from tensors_in(list(value.values()))

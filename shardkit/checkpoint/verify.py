@@ -5,6 +5,7 @@ damages(checkpoint)            what is wrong with its bytes, a line for each fil
 hash_file(files, name, ...)    the same for what one rank wrote into one file; a reader takes bytes on the way
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, folder, layout
+from shardkit.checkpoint import disk, folder, layout, manifest
 from shardkit.checkpoint.layout import Box, Index, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointCorrupted
@@ -45,9 +46,33 @@ class Checkpoint:
         return disk.from_json(self.text(name), str(self.path / name))
 
     @cached_property
+    def apart(self) -> list[str]:
+        """What each rank has for itself: names of objects, `optim: */key` for what an optimizer keeps of parameters."""
+        return [_label(place) for place in self.json("state/common.json").get("apart", [])]
+
+    @cached_property
     def index(self) -> Index:
         """What tensors there are, and where."""
         return layout.index_from_json(self.json("index.json"), str(self.path / "index.json"))
+
+
+def _label(place: list[Any]) -> str:
+    if place[0] == "objects":
+        return str(place[1])
+    section = section_of(place)
+    match place[2]:
+        case "plain":
+            return f"{section}: {place[3]}/{place[4]}"
+        case "groups":
+            return f"{section}.param_groups[{place[3]}]"
+        case kind:
+            return f"{section}.{kind}.{place[3]}"
+
+
+def section_of(place: list[Any]) -> str:
+    """The section of the tensors in what stands at a place of common.json."""
+    number = place[1] if place[0] == "optimizers" else 0
+    return "objects" if place[0] == "objects" else f"optim_{number}" if number else "optim"
 
 
 def differs(path: Path, record: Manifest) -> str:
@@ -87,26 +112,59 @@ class Piece:
 
 
 class Files:
-    """The tensor files of a checkpoint, opened when they are first asked for; the latest ones stay open."""
+    """The tensor files of a checkpoint, opened when they are first asked for; the latest ones stay open.
+
+    All of them belong to the folder that had the checkpoint's name at the start. CheckpointCorrupted where that was
+    another checkpoint already, or where a file is not what it was when it was first opened.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
+        self._folder = -1
         self._opened: OrderedDict[str, tuple[int, ExitStack]] = OrderedDict()
         self._headers: dict[str, dict[str, Stored]] = {}
+        self._seen: dict[str, tuple[int, int, int]] = {}
 
     def __enter__(self) -> "Files":
+        self._folder = disk.open_folder(self.checkpoint.path)
+        try:
+            self._refuse_another()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
         while self._opened:
             self._close_oldest()
+        os.close(self._folder)
+
+    def _refuse_another(self) -> None:
+        text = disk.read_small(self.checkpoint.path, manifest.NAME, self._folder)
+        if manifest.from_bytes(text, self.where(manifest.NAME)).save_id != self.checkpoint.manifest.save_id:
+            raise CheckpointCorrupted(f"{self.checkpoint.path}: another checkpoint took its place while it was read.")
 
     def _close_oldest(self) -> None:
         _, (_, stack) = self._opened.popitem(last=False)
         stack.close()
 
+    def refuse_changed(self) -> None:
+        """CheckpointCorrupted where a file that is open was written since it was first opened."""
+        for name, (descriptor, _) in self._opened.items():
+            self._refuse_changed(name, descriptor)
+
+    def _refuse_changed(self, name: str, descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        seen = found.st_ino, found.st_size, found.st_mtime_ns
+        if self._seen.setdefault(name, seen) != seen:
+            raise CheckpointCorrupted(f"{self.where(name)}: changed while it was read.")
+
     def where(self, name: str) -> str:
         return str(self.checkpoint.path / name)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a file."""
+        return name in self.checkpoint.manifest.files
 
     def descriptor(self, name: str) -> int:
         """Of a file that the manifest knows. Good until others were asked for."""
@@ -114,9 +172,12 @@ class Files:
             if name not in self.checkpoint.manifest.files:
                 raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
             if len(self._opened) == FILES_OPEN:
+                oldest = next(iter(self._opened))
+                self._refuse_changed(oldest, self._opened[oldest][0])
                 self._close_oldest()
             with ExitStack() as stack:
-                opened = stack.enter_context(disk.reading(self.checkpoint.path, name))
+                opened = stack.enter_context(disk.reading(self.checkpoint.path, name, self._folder))
+                self._refuse_changed(name, opened)
                 self._opened[name] = (opened, stack.pop_all())
         self._opened.move_to_end(name)
         return self._opened[name][0]
@@ -155,7 +216,7 @@ class Span:
 def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
     """What a rank wrote into a file, in the order in which it was hashed."""
     size = files.checkpoint.manifest.files[name].bytes
-    if not name.endswith(".safetensors"):
+    if not name.endswith(".safetensors") or name.startswith(f"{layout.OWN}/"):
         yield Span(None, None, [(0, size)])
         return
     index, section = files.checkpoint.index, name.split("/")[0]
@@ -167,14 +228,21 @@ def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
         yield Span(None, None, [(0, data)])
     for chunk in layout.chunks_of(index, section, writer):
         place = stored.get(chunk.name)
-        if place is None:
-            raise CheckpointCorrupted(f"{files.where(name)}: {chunk.name} is missing; the file is damaged.")
+        shape = chunk.box.sizes if index.kind == "sharded" else index.sections[section][chunk.name].shape
+        if place is None or (place.dtype, place.shape) != (chunk.dtype, shape):
+            raise CheckpointCorrupted(f"{files.where(name)}: {chunk.name} is not as the index says; it is damaged.")
         if index.kind == "sharded":
             yield Span(chunk.name, chunk.box, [(place.begin, place.bytes)])
         else:
             item = layout.ITEM_BYTES[chunk.dtype]
             runs = layout.runs(place.shape, chunk.box, item)
             yield Span(chunk.name, chunk.box, [(place.begin + offset, length) for offset, length in runs])
+
+
+def check_headers(files: Files, name: str, writer: int) -> None:
+    """CheckpointCorrupted where a file does not hold what the index says a rank wrote into it. Reads its header."""
+    for _ in spans(files, name, writer):
+        pass
 
 
 def hash_file(

@@ -114,6 +114,9 @@ def _facts(found: "Checkpoint") -> dict[str, Any]:
         }
         for section, entries in found.index.sections.items()
     }
+    if found.apart:
+        own = [file.bytes for name, file in record.files.items() if name.startswith("own/")]
+        facts["own"] = {"of": found.apart, "files": len(own), "bytes": sum(own)}
     return facts
 
 
@@ -150,6 +153,9 @@ def _facts_in_words(facts: dict[str, Any]) -> list[str]:
                 f"{_size(part['bytes'])}, {_count(part['tensors'], 'tensor')}, {part['elements']:,} elements, {kinds}"
             )
             lines.append(f"  {section:<9} {size}{tied}")
+    if own := facts.get("own"):
+        files = f", {_count(own['files'], 'file')} of {_size(own['bytes'])}" if own["files"] else ""
+        lines.append(f"  own       {', '.join(own['of'])}, differently on each rank{files}")
     for section, entries in facts.get("tensors", {}).items():
         lines += [
             f"  {section}: {name}  {e['dtype']} {e['shape']} {' '.join(e['placements'])}" for name, e in entries.items()

@@ -14,8 +14,8 @@ from shardkit.distributed import control
 from shardkit.errors import UsageError
 
 
-def generator_of(loader: DataLoader) -> torch.Generator | None:
-    """The generator that the user gave to the loader or to its sampler."""
+def generator_of(loader: Any) -> torch.Generator | None:
+    """The generator that the user gave to the loader, prepared or not, or to its sampler."""
     batches = loader.batch_sampler
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     return next((found for one in holders if (found := getattr(one, "generator", None)) is not None), None)

@@ -34,6 +34,8 @@ class Loop:
     """One iteration over a prepared loader, up to the batch that is out."""
 
     position: Position
+    outer: "Loop | None" = None
+    """The loop over the same loader that it was begun in."""
     batch_samples: int = 0
     """Samples in the global batch that is out, padding not counted."""
     is_last: bool = False
@@ -42,21 +44,23 @@ class Loop:
     is_open: bool = True
     is_finished: bool = False
     """Whether it came to the end of its epoch; the position is that of the next one then."""
-    has_stepped: bool = False
-    """Whether an optimizer has stepped while this was the newest loop."""
+    is_unused: bool = False
+    """Whether no step has used the batch that is out."""
+    steps: int = 0
+    """Optimizer steps that used its batches."""
+    newest_at_step: int = 0
+    """`last_yield` of the newest batch of any loader, when a step last used one of this loop's."""
     inner: int = 0
     """Loops that were begun inside this one."""
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether it ended before it had a batch."""
-        return not self.last_yield and not self.is_finished
+    has_inner_ended: bool = False
+    """Whether one of them came to its end after the batch that is out was given."""
 
     def take(self, piece: Piece) -> None:
         """This batch is out now."""
         before = self.position
         self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
         self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
+        self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)
 
 
@@ -104,7 +108,7 @@ class PreparedLoader:
         """Called when the loop comes back for more: all that belongs to the batch before is done. Weak: a loader that
         is in no cycle ends its workers as soon as nobody refers to it."""
         self._source = source
-        self.users = users
+        self._users = users
         self._rank = rank
         self._device = device
         self._seed = seed
@@ -116,22 +120,22 @@ class PreparedLoader:
         self._facts = facts_of(source.dataset, source.dataset_length, source.split)
 
     def __iter__(self) -> Iterator[Any]:
-        outer = self._loop
-        is_moved, start = self._is_positioned, self._begin()
-        loop = self._loop = Loop(start)
+        is_moved = self._is_positioned
+        loop = self._loop = self._begin()
+        epoch = loop.position.epoch
         try:
-            for piece in self._source.pieces(self._seed, start, is_moved):
+            for piece in self._source.pieces(self._seed, loop.position, is_moved):
                 loop.take(piece)
                 self._loop = loop  # loops over one loader may take turns
                 yield to_device(piece.batch, self._device)
                 if self.after_batch is not None and (after_batch := self.after_batch()) is not None:
                     after_batch(self)
-            loop.position, loop.is_finished = Position(start.epoch + 1), True
+            loop.position, loop.is_finished = Position(epoch + 1), True
         finally:
-            self._end(loop, outer)
+            self._end(loop)
 
-    def _begin(self) -> Position:
-        """Where the iteration starts that is begun now."""
+    def _begin(self) -> Loop:
+        """A loop from where the position is."""
         outer, start = self._loop, self._next
         if self._is_positioned:
             self._is_positioned = self._is_restored = False
@@ -140,21 +144,24 @@ class PreparedLoader:
             start = Position(outer.position.epoch + outer.inner)
         elif start.samples:  # the last loop was left there
             start = Position(start.epoch + 1)
+        if outer is not None and outer.has_inner_ended:
+            outer = None  # an iterator that somebody keeps: whole loops pass without a batch from it
         if outer is None:
             self._next = self._used = start
-        return start
+        return Loop(start, outer)
 
-    def _end(self, loop: Loop, outer: Loop | None) -> None:
+    def _end(self, loop: Loop) -> None:
         """The loop is over, or left. A loop inside another that no step was made in leaves that one as it was found."""
-        loop.is_open = False
+        loop.is_open, outer = False, loop.outer
         if self._loop is not loop:
             return
-        if outer is not None and outer.is_open and not loop.has_stepped:
-            self._loop = outer
+        if outer is not None and outer.is_open and not loop.steps:
+            self._loop, outer.has_inner_ended = outer, loop.is_finished
             return
         self._loop = None
         if not self._is_positioned and loop.position.epoch >= self._next.epoch:
-            self._next, self._is_positioned = loop.position, loop.is_unused
+            has_failed = not loop.last_yield and not loop.is_finished
+            self._next, self._is_positioned = loop.position, has_failed
         if loop.is_finished:
             self._used = self._next
 
@@ -204,12 +211,12 @@ class PreparedLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.users, name)
+        return getattr(self._users, name)
 
     @property
     def batch_size(self) -> int | None:
         """Samples in this rank's batches; None where the dataset or a batch sampler of the user's makes them."""
-        size = batch_size_of(self.users)
+        size = batch_size_of(self._users)
         return None if size is None else self._source.layout.global_batch // self._source.layout.world_size
 
     @property
@@ -238,14 +245,17 @@ class PreparedLoader:
         if self._loop is None:
             self._used = position
 
-    def note_step(self) -> None:
-        """An optimizer has stepped in a loop over a prepared loader: all batches that are out are used.
+    def note_step(self, newest: int = 0) -> None:
+        """An optimizer has stepped in a loop over a prepared loader; `newest` is the `last_yield` of the loop's batch.
 
-        Several loops may be running (`zip` of two loaders): a step uses what all of them gave.
+        Several loops may be running (`zip` of two loaders): a step uses what each of them has given since the step
+        before. One that gave a batch before the first step, and none after it, is kept by somebody and no training.
         """
-        if self._loop is not None:
-            self._purpose, self._used, self._loop.has_stepped = "training", self._now, True
-        elif self._purpose is None:
+        loop = self._loop
+        if loop is not None and loop.is_unused:
+            self._purpose, self._used = "training", self._now
+            loop.is_unused, loop.steps, loop.newest_at_step = False, loop.steps + 1, newest
+        elif self._purpose is None or (loop is not None and loop.steps == 1 and newest > loop.newest_at_step):
             self._purpose = "evaluation"
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def order_of(state: Mapping[str, Any]) -> str:
 def facts_of(dataset: Any, length: int | None, split: tuple[int, int] | None) -> dict[str, Any]:
     """What a position in the data depends on, JSON-able."""
     return {
-        "dataset_length": length,
+        "dataset_length": length if split is None else None,
         "split": None if split is None else split[1],
         "shuffle": hugging_face.shuffle_digest(dataset),
     }

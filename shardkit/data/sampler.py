@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any
 
 import torch
@@ -106,9 +106,8 @@ class Drawn:
 
     def take(self, count: int) -> list[Any]:
         """The next so many items; fewer at the end."""
-        while len(self._ready) < count and (more := self._draw(count - len(self._ready))):
-            self.first += more[: self._keep - len(self.first)]
-            self._ready += more
+        while len(self._ready) < count and self._draw(count - len(self._ready)):
+            pass
         return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
 
     def skip(self, count: int) -> int:
@@ -121,18 +120,16 @@ class Drawn:
     def skip_samples(self, count: int) -> int:
         """Leaves out so many samples of items that are batches; how many there were. Of a batch that straddles the
         place, the rest comes next."""
-        skipped = 0
-        while skipped < count and (batches := self.take(BATCHES_SKIPPED_AT_ONCE)):
-            while batches and skipped < count:
-                batch = batches.pop(0)
-                kept = list(batch)[count - skipped :]
-                skipped += len(batch) - len(kept)
-                batches[:0] = [kept] if kept else []
-            self._ready.extendleft(reversed(batches))
-        return skipped
+        left = count
+        while left and (self._ready or self._draw(BATCHES_SKIPPED_AT_ONCE)):
+            batch = list(self._ready.popleft())
+            if left < len(batch):
+                self._ready.appendleft(batch[left:])
+            left -= min(left, len(batch))
+        return count - left
 
-    def _draw(self, count: int) -> list[Any]:
-        """About so many more items; none at the end. Shares of ranks are dealt out in turn."""
+    def _draw(self, count: int) -> bool:
+        """Makes about so many more items ready; False at the end. Shares of ranks are dealt out in turn."""
         each = -(-count // len(self._shares))
         drawn = [share.take(each if self._are_different else max(each, COMPARED)) for share in self._shares]
         if not self._are_different and drawn[0]:
@@ -142,10 +139,10 @@ class Drawn:
                     f"data: {self.name} yields one rank's share and does not tell the others' (its "
                     "rank is fixed when it is made); hand over a loader with an ordinary sampler, shardkit shards it."
                 )
-        return [item for items in zip_longest(*drawn, fillvalue=_NOTHING) for item in items if item is not _NOTHING]
-
-
-_NOTHING = object()
+        more = [share[number] for number in range(max(map(len, drawn))) for share in drawn if number < len(share)]
+        self.first += more[: self._keep - len(self.first)]
+        self._ready += more
+        return bool(more)
 
 
 class _Share:

@@ -165,20 +165,20 @@ class StreamSource:
         _say_how_it_is_read(loader.dataset, self.split, layout.world_size)
         self.total_batch_size = layout.global_batch
         self.dataset_length = self.units = sampler.length_of(loader.dataset)
-        self.stream = Stream(loader.dataset, self.layout)
+        self.stream, self._is_moved = Stream(loader.dataset, self.layout), False
         collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
         size = None if loader.batch_size is None else own_size
         self.loader = _rebuilt(loader, self.stream, batch_size=size, collate_fn=collate)
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
+        self._is_moved |= is_moved
         if start.dataset == EPOCH_IS_OVER:
             return
         seed_of_rank = _seed_of_rank(seed, start.epoch, self._rank)
         self.loader.generator.manual_seed(seed_of_rank)
-        self.stream.start_at(
-            stream_seed(seed, start.epoch), seed_of_rank, start.epoch, start.samples // self._parts, is_moved
-        )
-        self.stream.saved = start.dataset
+        own_samples = start.samples // self._parts
+        self.stream.start_at(stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved)
+        self.stream.saved, self._is_moved = start.dataset, False
         if start.samples and start.dataset is None:
             log.info(f"data: reading past {start.samples:,} samples of the stream, to where the position is.")
         # The snapshot is taken between a batch and the look-ahead to the next, so it belongs to that batch.

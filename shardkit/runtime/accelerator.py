@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardkit.config.schema import Config, DistributedType
 from shardkit.data import loader as data
 from shardkit.data.loader import PreparedLoader
-from shardkit.distributed import collectives, process
+from shardkit.distributed import buffers, collectives, process
 from shardkit.distributed.seed import set_seed
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.tensors import is_fsdp, unwrapped
 from shardkit.distributed.watch import Watch
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -42,7 +41,7 @@ from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
-from shardkit.sharding import fsdp_unit, gradient_sync, precision
+from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding.mesh import build_mesh
 
 __all__ = ["Accelerator", "ProjectConfiguration"]
@@ -83,6 +82,7 @@ class Accelerator:
         self.origins = chosen.chosen
         self.mesh = build_mesh(self.config, self.process)
         self.project = _project(project_dir, project_config)
+        self.saving: Any = None  # what saving and loading keep over the run, from their first use on
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.split_batches, self.even_batches = split_batches, even_batches
         self.watch: Watch | None = None
@@ -158,7 +158,7 @@ class Accelerator:
 
     def register_for_checkpointing(self, *registered: Any) -> None:
         """save_state and load_state take these objects along: each has state_dict() -> JSON-able values or tensors,
-        and load_state_dict(state)."""
+        and load_state_dict(state). What ranks have differently comes back to each, on as many ranks as saved it."""
         bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
         if bad:
             kinds = ", ".join(type(one).__name__ for one in bad)
@@ -176,6 +176,10 @@ class Accelerator:
 
         The counters go on: what is saved afterwards is newer than what was saved before.
         """
+        if self.saving is not None:
+            from shardkit.runtime import saving
+
+            saving.forget(self)
         self._start_empty(self.counters)
         boundary.watch(self)
         boundary.collect_garbage()
@@ -198,7 +202,9 @@ class Accelerator:
         for name in names:
             if not callable(getattr(model, name, None)):
                 raise UsageError(f"register_forward_method: {type(model).__name__} has no method {name}.")
-            if isinstance(model, FSDPModule):
+            if is_fsdp(model):
+                from shardkit.sharding import fsdp_unit
+
                 fsdp_unit.enter_by(model, name)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -294,7 +300,9 @@ class Accelerator:
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
     ) -> Path:
-        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective."""
+        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective.
+
+        CheckpointError on all ranks, and nothing changed; or StateIncomplete where a disk failed half-way."""
         from shardkit.runtime import saving
 
         self.is_resumed = True
@@ -403,6 +411,11 @@ class Accelerator:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
         yield turns.part_of(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def reduce_buffers(self, model: nn.Module, reduction: buffers.Reduction = "mean") -> list[str]:
+        """Makes the buffers equal that each rank's forward has updated for itself (running statistics, codebooks): the
+        mean over ranks, or rank 0's ("rank0"); their names. Integers take rank 0's. Collective."""
+        return buffers.reduce_buffers(model, reduction)
 
     def print(self, *values: Any, **arguments: Any) -> None:
         """Prints on each machine's first rank."""

@@ -209,7 +209,7 @@ class Accumulation:
         self._boundary_loader = active_loader(self._loaders)
         if self._boundary_loader is not None:
             for loader in self._loaders:
-                loader.note_step()
+                loader.note_step(self._boundary_loader.last_yield)
         if was_skipped:
             return
         if id(optimizer) in self._stepped:

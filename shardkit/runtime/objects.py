@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint import paths
 from shardkit.distributed.control import words
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointSaveError, UsageError
 
 
@@ -20,15 +21,16 @@ def prepared(value: Any) -> Any:
     """The object with sharded tensors whole. Collective where there are any."""
     if isinstance(value, Mapping):
         return {key: prepared(item) for key, item in value.items()}
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 def save(value: Any, path: str | Path) -> None:
     """Write a dict of tensors as safetensors, or anything JSON-able as JSON; the file appears whole or not at all.
+    A link is followed: the file lies where it leads, and the link stays.
 
     Raises UsageError where the object is neither, CheckpointSaveError where the file cannot be written.
     """
-    path = Path(path)
+    path = paths.named(path, "save")
     if path.is_dir():
         raise UsageError(f"save: {path}: a folder has this name; give the name of a file.")
     if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):

@@ -2,27 +2,26 @@
 
 import atexit
 import uuid
-from dataclasses import dataclass
-from os import PathLike
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import folder, locate, lock, manifest, read, state, write
+from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.lock import Lock
-from shardkit.checkpoint.read import Loaded
+from shardkit.checkpoint.read import Loaded, Unfinished
 from shardkit.checkpoint.snapshot import Background
-from shardkit.checkpoint.state import Live
-from shardkit.checkpoint.write import Request
+from shardkit.checkpoint.state import Captured, Live, capture
+from shardkit.checkpoint.write import Prepared, Request
 from shardkit.config import files
 from shardkit.config.schema import StateDictType
-from shardkit.distributed import control, progress
+from shardkit.distributed import control, meeting, progress
 from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 
@@ -34,7 +33,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class Session:
-    """What saving and loading keep over a run."""
+    """What saving and loading keep over a run; the Accelerator holds it."""
 
     control: ControlGroup
     run_id: str
@@ -42,46 +41,59 @@ class Session:
     background: Background | None = None
     lock: Lock | None = None
     parent: str | None = None
-    last: tuple[Path, int] | None = None
-
-
-_sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
+    last: Path | None = None
+    """What this run saved last, and has loaded nothing since."""
+    unfinished: Unfinished = field(default_factory=Unfinished)
+    has_told_of_buffers: bool = False
 
 
 def session_of(accelerator: "Accelerator") -> Session:
     """This run's session. Collective on first use, and where the process group is a new one."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    found = _sessions.get(accelerator)
+    found = accelerator.saving
     if found is None or found.group is not group:
         agreed = control.start(accelerator.config.shardkit.checkpoint.timeout_s)
-        found = _sessions[accelerator] = Session(agreed, agreed.share(uuid.uuid4().hex), group)
+        unfinished = Unfinished() if found is None else found.unfinished
+        found = Session(agreed, agreed.share(uuid.uuid4().hex), group, unfinished=unfinished)
+        accelerator.saving = found
     return found
+
+
+def _met(accelerator: "Accelerator", call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
+    """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective."""
+    step = accelerator.counters.step
+    progress.post(phase, step)
+    meeting.meet(call, accelerator.config.shardkit.checkpoint.timeout_s, error)
+    session = session_of(accelerator)
+    session.control.tick = lambda: progress.post(phase, step)
+    return session
 
 
 def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, blocking: bool | None = None) -> Path:
     """The folder with the whole training state. Collective; CheckpointSaveError on all ranks where one fails.
 
     Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole, and
-    stays as it is until the new one is committed. With `blocking` False the state is copied aside and written beside
-    training; where such a save fails, the next call raises on every rank, unless it says `blocking` True.
+    stays as it is until the new one is committed; where it was saved by this run and nothing changed since, to the
+    byte, it is left. With `blocking` False the state is copied aside and written beside training; where such a save
+    fails, the next call raises on every rank, unless it says `blocking` True.
     """
-    session = session_of(accelerator)
+    final = _final(accelerator, output)
+    session = _met(accelerator, "save_state", "save", CheckpointSaveError)
     _settle(accelerator, is_last_chance=blocking is True)
-    request = _request(accelerator, session, output)
-    if _is_saved_already(request, session):
-        return request.final
+    request = _request(accelerator, session, final, output)
     _warn_of_open_window(accelerator)
-    progress.post("save", request.step)
-    session.control.tick = lambda: progress.post("save", request.step)
-    if request.in_series:
-        _lock(session, request.final.parent)
-    if accelerator.config.shardkit.checkpoint.blocking if blocking is None else blocking:
-        write.save(live_of(accelerator), _kind(accelerator), request, session.control)
+    prepared = write.ready(lambda: _captured(accelerator, session), request, session.control)
+    if prepared is None:
+        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, final)
+    elif accelerator.config.shardkit.checkpoint.blocking if blocking is None else blocking:
+        _warn_of_buffers(session, prepared.drifted)
+        write.finish(prepared, session.control)
         _committed(session, request)
-        progress.post("saved", request.step)
     else:
-        _save_beside(accelerator, session, request)
-    return request.final
+        _warn_of_buffers(session, prepared.drifted)
+        _save_beside(accelerator, session, request, prepared)
+    progress.post("saved", request.step)
+    return final
 
 
 def _settle(accelerator: "Accelerator", is_last_chance: bool) -> None:
@@ -94,18 +106,40 @@ def _settle(accelerator: "Accelerator", is_last_chance: bool) -> None:
         logger.error("%s", error)
 
 
-def _save_beside(accelerator: "Accelerator", session: Session, request: Request) -> None:
+def _captured(accelerator: "Accelerator", session: Session) -> Captured:
+    if session.unfinished.parts:
+        raise CheckpointError(
+            f"the state is incomplete since loading {session.unfinished.path} failed half-way; load a checkpoint first"
+        )
+    agreed = session.control
+    return capture(live_of(accelerator), _kind(accelerator), agreed.rank, agreed.world_size)
+
+
+def _warn_of_buffers(session: Session, drifted: list[str]) -> None:
+    if not drifted:
+        return
+    session.has_told_of_buffers = True
+    if session.control.rank == 0:
+        more = f" and {len(drifted) - 5} more" if len(drifted) > 5 else ""
+        logger.warning(
+            "checkpoint: buffers differ between ranks (%s%s), and rank 0's are saved; "
+            "accelerator.reduce_buffers(model) before a save makes them equal on all.",
+            ", ".join(drifted[:5]),
+            more,
+        )
+
+
+def _save_beside(accelerator: "Accelerator", session: Session, request: Request, prepared: Prepared) -> None:
     if session.background is None:
         beside = control.start_beside(accelerator.config.shardkit.checkpoint.timeout_s)
         session.background = Background(beside)
         atexit.register(session.background.last_words)
-    live = live_of(accelerator)
-    prepared = write.prepare(live, _kind(accelerator), request, session.control)
-    session.background.start(prepared, live.optimizers, lambda: _committed(session, request))
+    optimizers = [item.optimizer for item in accelerator.optimizers]
+    session.background.start(prepared, optimizers, lambda: _committed(session, request))
 
 
 def _committed(session: Session, request: Request) -> None:
-    session.last = (request.final, request.step)
+    session.last = request.final
     if request.in_series:
         progress.committed(request.step)
 
@@ -119,26 +153,48 @@ def wait(accelerator: "Accelerator") -> None:
 
 def close(accelerator: "Accelerator") -> None:
     """Finish the save in flight and leave the folder to other runs. Collective, where anything was saved or loaded."""
-    if accelerator not in _sessions:
+    session = accelerator.saving
+    if session is None:
         return
     try:
         wait(accelerator)
     finally:
-        session = _sessions.pop(accelerator)
+        accelerator.saving = None
         if session.lock is not None:
             session.lock.release()
 
 
-def _request(accelerator: "Accelerator", session: Session, output: str | Path | None) -> Request:
+def forget(accelerator: "Accelerator") -> None:
+    """What is prepared is given up: nothing of it is kept here, and what is saved next is a state of its own.
+
+    Not collective. A save in flight goes on; this waits until it has its copy.
+    """
+    session = accelerator.saving
+    if session is None:
+        return
+    if session.background is not None:
+        session.background.forget()
+    session.parent, session.last, session.has_told_of_buffers = None, None, False
+    session.unfinished = Unfinished()
+
+
+def _final(accelerator: "Accelerator", output: str | Path | None) -> Path:
+    """Where the checkpoint is to lie."""
+    if output is None:
+        return folder.step_folder(root_of(accelerator), accelerator.counters.step)
+    final = paths.named(output, "save_state")
+    paths.refuse_working_folder(final, "save_state", output)
+    return final
+
+
+def _request(accelerator: "Accelerator", session: Session, final: Path, output: str | Path | None) -> Request:
     section, project = accelerator.config.shardkit.checkpoint, accelerator.project
-    step = accelerator.counters.step
-    in_series = output is None
-    final = folder.step_folder(root_of(accelerator), step) if output is None else _named(output, "save_state")
     loaders = accelerator.loaders
     return Request(
         final=final,
-        step=step,
+        step=accelerator.counters.step,
         run_id=session.run_id,
+        name=str(final if output is None else output),
         epoch=loaders[0].epoch if loaders else 0,
         samples_seen=accelerator.accumulation.state_dict()["samples_seen"],
         parent=session.parent,
@@ -146,18 +202,28 @@ def _request(accelerator: "Accelerator", session: Session, output: str | Path | 
         digest=section.digest,
         config_text=files.dump(accelerator.config),
         mesh=_mesh(accelerator),
-        in_series=in_series,
+        in_series=output is None,
         keep_last=project.total_limit or section.keep_last,
         keep_every=section.keep_every,
+        unless_equal=session.last == final,
+        compare_buffers=not session.has_told_of_buffers,
+        claim=partial(_claim, session, final.parent) if output is None else _nothing,
     )
 
 
-def _named(output: Any, caller: str) -> Path:
-    """The folder that a script names; UsageError where that is none."""
-    if not isinstance(output, (str, PathLike)) or not str(output):
-        raise UsageError(f"{caller}: the folder has no name (got {output!r}); name one.")
-    path = Path(output)
-    return path if path.name else path.resolve()  # "." has no name that a temporary folder beside it could bear
+def _nothing() -> None: ...
+
+
+def _claim(session: Session, root: Path) -> None:
+    """One run a folder. On rank 0; CheckpointSaveError where another run holds it."""
+    if session.lock is not None and session.lock.path.parent == root:
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    if session.lock is not None:
+        session.lock.release()
+        session.lock = None
+    session.lock = lock.acquire(root, session.run_id)
+    atexit.register(session.lock.release)  # for scripts that end without end_training()
 
 
 def _mesh(accelerator: "Accelerator") -> dict[str, Any]:
@@ -179,21 +245,7 @@ def root_of(accelerator: "Accelerator") -> Path:
             "checkpoint: no folder is given (got None); give one, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
-    return Path(project.project_dir) / locate.SERIES
-
-
-def _is_saved_already(request: Request, session: Session) -> bool:
-    """Whether this run itself saved this step in this folder a moment ago: a step is written once."""
-    mine = False
-    if request.in_series and session.control.rank == 0 and session.last == (request.final, request.step):
-        try:
-            mine = folder.inspect(request.final).run_id == session.run_id
-        except (CheckpointError, OSError):
-            mine = False
-    mine = session.control.share(mine)
-    if mine:
-        logger.info("checkpoint: step %d is saved already in %s", request.step, request.final)
-    return mine
+    return Path(project.project_dir).expanduser() / locate.SERIES
 
 
 def _warn_of_open_window(accelerator: "Accelerator") -> None:
@@ -205,26 +257,6 @@ def _warn_of_open_window(accelerator: "Accelerator") -> None:
             done,
             accelerator.gradient_accumulation_steps,
         )
-
-
-def _lock(session: Session, root: Path) -> None:
-    """One run a folder. Collective: all ranks raise where another run holds it."""
-    problem = None
-    if session.control.rank == 0 and (session.lock is None or session.lock.path.parent != root):
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            if session.lock is not None:
-                session.lock.release()
-                session.lock = None
-            session.lock = lock.acquire(root, session.run_id)
-            atexit.register(session.lock.release)  # for scripts that end without end_training()
-        except CheckpointSaveError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"checkpoint: {root}: cannot be written ({error.strerror}); nothing was saved."
-    problem = session.control.share(problem)
-    if problem:
-        raise CheckpointSaveError(problem)
 
 
 def live_of(accelerator: "Accelerator") -> Live:
@@ -252,18 +284,15 @@ def load_state(
     """
     if path is None:
         root = root_of(accelerator)
-        found = _load_newest(accelerator, root, data_position=data_position, strict=strict)
+        found = _load_newest(accelerator, "load_state", root, data_position=data_position, strict=strict)
         if found is None:
             raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
         return found
-    session = _begin_load(accelerator)
-    path = Path(path)
+    path = paths.named(path, "load_state")
+    session = _begin_load(accelerator, "load_state")
     _refuse_series(path, session)
-    verify = accelerator.config.shardkit.checkpoint.verify
-    loaded = read.load(
-        live_of(accelerator), path, session.control, verify=verify, strict=strict, data_position=data_position
-    )
-    return _loaded(accelerator, session, loaded)
+    how = _how(accelerator, session, data_position, strict)
+    return _loaded(accelerator, session, read.load(live_of(accelerator), path, session.control, **how))
 
 
 def resume(accelerator: "Accelerator") -> bool:
@@ -272,25 +301,26 @@ def resume(accelerator: "Accelerator") -> bool:
     Where every one is damaged, that is a CheckpointError, and never a fresh start.
     """
     accelerator.is_resumed = True
-    return _load_newest(accelerator, root_of(accelerator)) is not None
+    return _load_newest(accelerator, "resume", root_of(accelerator)) is not None
 
 
 def _load_newest(
-    accelerator: "Accelerator", root: Path, data_position: bool = True, strict: bool = True
+    accelerator: "Accelerator", call: str, root: Path, data_position: bool = True, strict: bool = True
 ) -> Path | None:
-    session = _begin_load(accelerator)
-    verify = accelerator.config.shardkit.checkpoint.verify
-    loaded = read.load_newest(
-        live_of(accelerator), root, session.control, verify=verify, strict=strict, data_position=data_position
-    )
+    session = _begin_load(accelerator, call)
+    how = _how(accelerator, session, data_position, strict)
+    loaded = read.load_newest(live_of(accelerator), root, session.control, **how)
     return None if loaded is None else _loaded(accelerator, session, loaded)
 
 
-def _begin_load(accelerator: "Accelerator") -> Session:
-    session, step = session_of(accelerator), accelerator.counters.step
+def _how(accelerator: "Accelerator", session: Session, data_position: bool, strict: bool) -> dict[str, Any]:
+    verify = accelerator.config.shardkit.checkpoint.verify
+    return {"verify": verify, "strict": strict, "data_position": data_position, "unfinished": session.unfinished}
+
+
+def _begin_load(accelerator: "Accelerator", call: str) -> Session:
+    session = _met(accelerator, call, "load")
     wait(accelerator)
-    progress.post("load", step)
-    session.control.tick = lambda: progress.post("load", step)
     return session
 
 
@@ -322,17 +352,22 @@ def save_model(
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
-    session, step = session_of(accelerator), accelerator.counters.step
-    progress.post("save", step)
-    session.control.tick = lambda: progress.post("save", step)
-    exporting.save(model, _named(folder, "save_model"), session.control, max_shard_size, dtype)
+    path = paths.named(folder, "save_model")
+    session = _met(accelerator, "save_model", "save", CheckpointSaveError)
+    if session.unfinished.parts:
+        raise CheckpointSaveError(
+            f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
+            "load a checkpoint first."
+        )
+    compare = not session.has_told_of_buffers
+    _warn_of_buffers(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
 
 
 def get_state_dict(accelerator: "Accelerator", model: torch.nn.Module) -> dict[str, Any]:
     """The model's whole state dict in host memory, on rank 0; empty elsewhere. Collective: tensor by tensor."""
     whole: dict[str, Any] = {}
     for name, tensor in state.model_tensors(model).items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if is_dtensor(tensor) else tensor
         if accelerator.process.rank == 0:
-            whole[name] = full.cpu() if isinstance(tensor, DTensor) else full.detach().cpu().clone()
+            whole[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
     return whole

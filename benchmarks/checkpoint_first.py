@@ -1,0 +1,205 @@
+"""The first load of a training state in a fresh process: seconds, and memory beyond what the state itself takes.
+
+    python -m benchmarks.checkpoint_first [--layers 240] [--ranks 2] [--rounds 5] [--output first.json]
+
+The state is that of 1024 x 1024 layers with AdamW, on CPU ranks: 240 layers are 3 GB. Every measurement has ranks of
+its own, whose model has its memory and whose optimizer has no state yet; files are in the system's cache for all.
+
+sharded   FSDP2: shardkit beside torch.distributed.checkpoint (DCP)
+full      every rank holds all of it: shardkit beside torch.load(mmap=True) and load_state_dict, which leaves the
+          optimizer's state in the file until the first step; with that step, too
+
+Extra memory is rank 0's anonymous memory at its peak, less what it was before and less the optimizer's state.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as multiprocessing
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks import interleaved
+from benchmarks.checkpoint import WIDTH, free_port, peak_of
+from shardkit.checkpoint import read, write
+from shardkit.checkpoint.state import Live
+from shardkit.distributed import control
+
+# Ours, the other, and what the project promises of the ratio (None: nothing).
+COMPARED: dict[str, list[tuple[str, str, float | None]]] = {
+    "sharded": [("shardkit load", "DCP load", 1.2)],
+    "full": [
+        ("shardkit load", "torch.load load", 4.0),
+        ("shardkit load and step", "torch.load load and step", None),
+    ],
+}
+EXTRA_MEMORY_MIB = 256
+
+
+def main() -> None:
+    """Measure, print tables, write JSON where it is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=240)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--family", action="append", choices=list(COMPARED), help="repeatable; by default both")
+    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    result = {**interleaved.surroundings(), "ranks": options.ranks, "layers": options.layers}
+    for family in options.family or COMPARED:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            result[family] = measure(family, options.ranks, options.layers, options.rounds, Path(name))
+        _show(family, result[family])
+    if options.output:
+        interleaved.write(options.output, result)
+
+
+def measure(family: str, ranks: int, layers: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Saves once, then loads in turn; what the JSON holds of one family."""
+    _in_fresh_ranks(save_all, ranks, family, layers, folder)
+    extra_mib: dict[str, list[float]] = {}
+
+    def timed(name: str) -> float:
+        _read_all(folder)
+        _in_fresh_ranks(load_one, ranks, family, layers, folder, name)
+        found = json.loads((folder / "result.json").read_text())
+        extra_mib.setdefault(name, []).append(found["extra_mib"])
+        return float(found["wall_s"])
+
+    names = dict.fromkeys(name for pair in COMPARED[family] for name in pair[:2])
+    wall_s = interleaved.measure({name: partial(timed, name) for name in names}, rounds)
+    ratios = [interleaved.ratio(wall_s, ours, other) for ours, other, _ in COMPARED[family]]
+    return {
+        **interleaved.summary(wall_s, ratios),
+        "targets": {f"{ours} / {other}": target for ours, other, target in COMPARED[family] if target is not None},
+        "extra_mib": {name: max(values) for name, values in extra_mib.items()},
+        "extra_mib_target": EXTRA_MEMORY_MIB,
+    }
+
+
+def _in_fresh_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    multiprocessing.spawn(_rank, (ranks, free_port(), function, arguments), nprocs=ranks)
+
+
+def _rank(rank: int, ranks: int, port: int, function: Callable[..., None], arguments: Any) -> None:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    function(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _read_all(folder: Path) -> None:
+    """Brings every file into the system's cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 24):
+                    pass
+
+
+def built(family: str, layers: int, value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model with its memory, every weight of one value, and an optimizer without state."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+    if family == "sharded":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def save_all(family: str, layers: int, folder: Path) -> None:
+    """One checkpoint of each contestant. Collective."""
+    model, optimizer = built(family, layers, 0.01)
+    _step(model, optimizer)
+    request = write.Request(folder / "shardkit", 1, "benchmark")
+    write.save(Live([model], [optimizer]), "sharded" if family == "sharded" else "full", request, control.start(600))
+    if family == "sharded":
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=str(folder / "DCP"))
+    elif dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, folder / "state.pt")
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.zeros(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load_one(family: str, layers: int, folder: Path, name: str) -> None:
+    """One measured load; rank 0 leaves result.json. Collective."""
+    model, optimizer = built(family, layers, 0.5)
+    load = {"shardkit": _load_ours, "DCP": _load_dcp, "torch.load": _load_torch}[name.split()[0]]
+    act = partial(load, model, optimizer, folder)
+    if name.endswith("step"):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        act = partial(_and_step, act, optimizer)
+    dist.barrier()
+    began = time.perf_counter()
+    extra_mib = peak_of(act)
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    expected = sum(p.numel() * p.element_size() for p in map(_local, model.parameters())) * 2 / 2**20
+    if dist.get_rank() == 0:
+        found = {"wall_s": seconds, "extra_mib": max(0.0, extra_mib - expected)}
+        (folder / "result.json").write_text(json.dumps(found))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _and_step(load: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
+    load()
+    optimizer.step()
+
+
+def _load_ours(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    read.load(Live([model], [optimizer]), folder / "shardkit", control.start(600))
+
+
+def _load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optim": state}, checkpoint_id=str(folder / "DCP"))
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def _load_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    found = torch.load(folder / "state.pt", mmap=True, weights_only=True)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optim"])
+
+
+def _show(family: str, found: dict[str, Any]) -> None:
+    ratios = [interleaved.Ratio(**one) for one in found["ratios"]]
+    print(f"{family.upper()}\n{interleaved.table(found['rounds'], ratios, 's')}")
+    print(f"  targets: {', '.join(f'{pair} at most {target}' for pair, target in found['targets'].items())}")
+    for name, mib in found["extra_mib"].items():
+        print(f"  extra memory of rank 0, {name}: {mib:.0f} MiB (target of ours: at most {EXTRA_MEMORY_MIB})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Reads saved tensors into memory: straight into a tensor's own where that is possible, else through one small block.
+
+    saved.fill(section, name, tensor)            into a live tensor, in place
+    saved.new(section, name, like, device)       into a new one, which is part of the state from then on
+
+Extra memory is one block, whatever the size of the tensors.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.checkpoint import disk, layout, tensors
+from shardkit.checkpoint.layout import Box, Entry, Stored
+from shardkit.checkpoint.verify import Files, Piece
+from shardkit.distributed.tensors import local_part, sharded_like
+from shardkit.errors import CheckpointCorrupted
+
+# Runs of a tensor that are shorter are read with what lies between them: a call costs as much as so many bytes.
+RUN_BYTES = 64 << 10
+
+
+def entry_of_parameter(index: layout.Index, fqn: str) -> Entry | None:
+    """What the index says of the parameter that an optimizer's state calls so; None where it has none."""
+    number, colon, name = fqn.partition(":")
+    section, name = (f"model_{number}", name) if colon and number.isdigit() else ("model", fqn)
+    name = index.aliases.get(section, {}).get(name, name)
+    return index.sections.get(section, {}).get(name)
+
+
+class Saved:
+    """The tensors of a checkpoint, and those that one rank of it had for itself (`own_rank`; None: of no rank)."""
+
+    def __init__(self, files: Files, own_rank: int | None = None, tick: Callable[[], None] = lambda: None) -> None:
+        self.files, self.tick = files, tick
+        own = "" if own_rank is None else layout.own_file(own_rank, files.checkpoint.manifest.world_size)
+        self._own = own if files.has(own) else ""
+
+    @property
+    def index(self) -> layout.Index:
+        return self.files.checkpoint.index
+
+    def names(self, section: str) -> Iterable[str]:
+        """All tensors of a section that are not a rank's own, in file order."""
+        return self.index.sections.get(section, {})
+
+    def entry(self, section: str, name: str) -> Entry:
+        """What the checkpoint says of a tensor. CheckpointCorrupted where it has none of this name."""
+        own = self._own_stored(section, name)
+        if own is not None:
+            return Entry(own.shape, own.dtype, 0, ())
+        found = self.index.sections.get(section, {}).get(name)
+        if found is None:
+            where = self.files.checkpoint.path
+            raise CheckpointCorrupted(f"{where}: {section}: {name} is missing; the checkpoint is damaged.")
+        return found
+
+    def refuse(self, name: str) -> torch.Tensor:
+        """What stands for a tensor where there can be none."""
+        raise CheckpointCorrupted(f"{self.files.checkpoint.path}: {name}: no tensor belongs here; it is damaged.")
+
+    def new(
+        self, section: str, name: str, like: torch.Tensor | None = None, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """The tensor, sharded as `like` where that is sharded and has its shape; else whole, on the device (CPU)."""
+        entry = self.entry(section, name)
+        dtype = tensors.TORCH_DTYPES[entry.dtype]
+        if isinstance(like, DTensor) and tuple(like.shape) == entry.shape and self._own_stored(section, name) is None:
+            found = _empty_like(like, dtype)
+        else:
+            found = torch.empty(entry.shape, dtype=dtype, device=device or "cpu")
+        self.fill(section, name, found)
+        return found
+
+    def fill(self, section: str, name: str, tensor: torch.Tensor) -> None:
+        """Read what this rank holds of the tensor into it, in place. Its shape and dtype are those that were saved."""
+        self.tick()
+        into, box = local_part(tensor), tensors.held_box(tensor)
+        with torch.no_grad():
+            for piece in self._pieces(section, name, box):
+                part = box.overlap(piece.box)
+                if part is not None:
+                    self._fill_part(piece, part.inside(piece.box), tensors.narrow(into, part.inside(box)))
+        if not into.is_inference():
+            torch.autograd.graph.increment_version(into)
+
+    def _pieces(self, section: str, name: str, box: Box) -> Iterable[Piece]:
+        own = self._own_stored(section, name)
+        if own is None:
+            return self.files.pieces(section, name, box)
+        return [Piece(self._own, Box((0,) * len(own.shape), own.shape), own)]
+
+    def _own_stored(self, section: str, name: str) -> Stored | None:
+        return self.files.header(self._own).get(f"{section}:{name}") if self._own else None
+
+    def _fill_part(self, piece: Piece, source: Box, into: torch.Tensor) -> None:
+        """Copy a box of a stored tensor; straight into memory where both are one stretch."""
+        descriptor, where = self.files.descriptor(piece.file), self.files.where(piece.file)
+        run = layout.only_run(piece.stored.shape, source, layout.ITEM_BYTES[piece.stored.dtype])
+        if run is not None and into.is_cpu and into.is_contiguous():
+            for low in range(0, run[1], disk.BLOCK_BYTES):
+                block = tensors.memory(into)[low : low + disk.BLOCK_BYTES]
+                disk.read_into(descriptor, block, piece.stored.begin + run[0] + low, where)
+                self.tick()
+        elif into.ndim:
+            self._by_rows(descriptor, where, piece.stored.begin, piece.stored, source, into)
+        else:
+            one = Stored(piece.stored.dtype, (1,), piece.stored.begin, piece.stored.bytes)
+            self._by_rows(descriptor, where, one.begin, one, Box((0,), (1,)), into.view(1))
+
+    def _by_rows(
+        self, descriptor: int, where: str, begin: int, stored: Stored, source: Box, into: torch.Tensor
+    ) -> None:
+        """Read whole rows of dim 0, as many as fit the block, and take what is wanted; of long rows, part by part."""
+        row_bytes = max(1, stored.bytes // stored.shape[0])
+        inner = Box(source.offsets[1:], source.sizes[1:])
+        run = layout.only_run(stored.shape[1:], inner, layout.ITEM_BYTES[stored.dtype])
+        is_sparse = run is not None and RUN_BYTES <= run[1] < row_bytes
+        if len(stored.shape) > 1 and (is_sparse or row_bytes > disk.BLOCK_BYTES):
+            row = Stored(stored.dtype, stored.shape[1:], 0, row_bytes)
+            for number in range(source.sizes[0]):
+                at = begin + (source.offsets[0] + number) * row_bytes
+                self._by_rows(descriptor, where, at, row, inner, into[number])
+            return
+        at_once = max(1, disk.BLOCK_BYTES // row_bytes)
+        for first in range(0, source.sizes[0], at_once):
+            count = min(at_once, source.sizes[0] - first)
+            block = self._block(stored.dtype, (count, *stored.shape[1:]))
+            at = begin + (source.offsets[0] + first) * row_bytes
+            disk.read_into(descriptor, tensors.memory(block), at, where)
+            box = Box((0, *source.offsets[1:]), (count, *source.sizes[1:]))
+            into[first : first + count].copy_(tensors.narrow(block, box))
+            self.tick()
+
+    def _block(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The one block, as a tensor of this shape."""
+        size = layout.ITEM_BYTES[dtype]
+        for length in shape:
+            size *= length
+        return self._memory[:size].view(tensors.TORCH_DTYPES[dtype]).view(shape)
+
+    @cached_property
+    def _memory(self) -> torch.Tensor:
+        return torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _empty_like(like: DTensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sharded tensor of this dtype, its values not set, on the device on which the other one is."""
+    local = local_part(like)
+    if local.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
+        return torch.empty_like(like.detach(), dtype=dtype)
+    return sharded_like(torch.empty(local.shape, dtype=dtype, device=local.device), like)

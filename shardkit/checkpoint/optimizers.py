@@ -1,0 +1,383 @@
+"""Between a torch optimizer and what a checkpoint holds of it: everything by fqn, nothing by number.
+
+An optimizer whose class overrides `state_dict` or `load_state_dict` is asked by them: some keep more there than
+`state` and `param_groups` (wrapped optimizers, slow weights). Where their dict has parameters' numbers, as torch's own
+has, also in dicts below, names are saved; numbers come back in the order that the optimizer has when it is loaded.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardkit.checkpoint import tensors, values
+from shardkit.checkpoint.fill import Saved, entry_of_parameter
+from shardkit.checkpoint.layout import Entry
+from shardkit.checkpoint.values import ParameterName
+from shardkit.distributed.tensors import local_part
+from shardkit.errors import CheckpointError
+from shardkit.log import get_logger
+
+logger = get_logger(__name__)
+
+# How an optimizer computes, not what it remembers: these stay as the run that loads has them.
+RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
+_STANDARD = ("state", "param_groups")
+
+
+@dataclass(frozen=True)
+class Description:
+    """An optimizer's whole state: (fqns, settings) of each group; what it keeps of each parameter, and of none."""
+
+    groups: list[tuple[list[str], dict[str, Any]]]
+    rows: dict[str, dict[str, Any]]
+    globals: dict[str, Any]
+    """What stands in `optimizer.state` under text."""
+    extra: dict[str, Any]
+    """What its own state_dict() holds besides."""
+    sharded: set[str]
+    """Parameters of which every rank holds another part."""
+    is_whole: bool = False
+    """Whether `extra` is all that its own state_dict() gives, since that has not torch's form."""
+
+
+def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> Description:
+    """The state now, sharing memory. CheckpointError where a parameter has no name."""
+    members = [
+        [named(parameter, names, f"{section}.param_groups[{number}]") for parameter in group["params"]]
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = {names[id(parameter)] for parameter in parameters if _is_sharded(parameter)}
+    if _overrides(optimizer, "state_dict"):
+        return _described_by_itself(optimizer, members, sharded, section)
+    rows = {names[id(parameter)]: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
+    rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    groups = [(those, _settings(group)) for those, group in zip(members, optimizer.param_groups, strict=True)]
+    return Description(groups, rows, _with_text_keys(rest, f"{section}: state"), {}, sharded)
+
+
+def named(parameter: torch.Tensor, names: Mapping[int, str], where: str) -> str:
+    """The fqn of an optimizer's parameter; CheckpointError where no model has it."""
+    if id(parameter) not in names:
+        shape = list(parameter.shape)
+        raise CheckpointError(f"{where}: a parameter of shape {shape} is in no prepared model; prepare its model too.")
+    return names[id(parameter)]
+
+
+def is_of_no_parameter(section: str, name: str) -> bool:
+    """Whether a saved tensor of an optimizer belongs to no parameter: a setting such as a learning rate, or its own."""
+    return name.startswith((f"{section}.param_groups[", f"{section}.globals.", f"{section}.extra."))
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
+
+
+def _overrides(optimizer: Optimizer, method: str) -> bool:
+    return method in vars(optimizer) or getattr(type(optimizer), method, None) is not getattr(Optimizer, method)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in RUN_SETTINGS}
+
+
+def _with_text_keys(found: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    for key in found:
+        if not isinstance(key, str):
+            raise CheckpointError(f"{where}[{key!r}]: a key of type {type(key).__name__} cannot be saved; use text.")
+    return dict(found)
+
+
+def _described_by_itself(
+    optimizer: Optimizer, members: list[list[str]], sharded: set[str], section: str
+) -> Description:
+    told = _with_text_keys(optimizer.state_dict(), f"{section}: state_dict()")
+    numbers = _numbers(told, members)
+    if numbers is None:
+        bare: list[tuple[list[str], dict[str, Any]]] = [(those, {}) for those in members]
+        return Description(bare, {}, {}, with_names(told, members), sharded, is_whole=True)
+    rows = {numbers[key]: dict(row) for key, row in told["state"].items() if key in numbers}
+    rest = {key: value for key, value in told["state"].items() if key not in numbers}
+    groups = [(those, _settings(group)) for those, group in zip(members, told["param_groups"], strict=True)]
+    extra = {key: with_names(value, members) for key, value in told.items() if key not in _STANDARD}
+    return Description(groups, rows, _with_text_keys(rest, f"{section}: state"), extra, sharded)
+
+
+def _numbers(value: Any, members: list[list[str]]) -> dict[int, str] | None:
+    """{number: fqn} where a dict is formed as torch's state_dict() is, over these parameters; else None."""
+    if not (isinstance(value, Mapping) and isinstance(value.get("state"), Mapping)):
+        return None
+    groups = value.get("param_groups")
+    if not (isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)):
+        return None
+    params = [group.get("params") or [] for group in groups]
+    if [*map(len, params)] != [*map(len, members)]:
+        return None
+    numbers = [number for those in params for number in those]
+    if not all(type(number) is int for number in numbers) or len({*numbers}) < len(numbers):
+        return None
+    return dict(zip(numbers, (fqn for those in members for fqn in those), strict=True))
+
+
+def with_names(value: Any, members: list[list[str]]) -> Any:
+    """The value, with a ParameterName for each number in dicts of torch's form, at any depth."""
+    numbers = _numbers(value, members)
+    if isinstance(value, Mapping):
+        found = {key: with_names(item, members) for key, item in value.items()}
+        if numbers is not None:
+            found["state"] = {_name_of(numbers, key): item for key, item in found["state"].items()}
+            for group in found["param_groups"]:
+                group["params"] = [ParameterName(numbers[number]) for number in group["params"]]
+        return found
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_names(item, members) for item in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def _name_of(numbers: Mapping[int, str], key: Any) -> Any:
+    return ParameterName(numbers[key]) if key in numbers else key
+
+
+def _with_numbers(value: Any, members: list[list[str]]) -> Any:
+    """What `_with_names` was given, with the numbers that parameters have in the groups of now."""
+    order = {fqn: number for number, fqn in enumerate(fqn for those in members for fqn in those)}
+    if isinstance(value, ParameterName):
+        if value.fqn not in order:
+            raise CheckpointError(f"{value.fqn}: a parameter of the saved optimizer, and none of this one.")
+        return order[value.fqn]
+    if isinstance(value, Mapping):
+        return {_with_numbers(key, members): _with_numbers(item, members) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_numbers(item, members) for item in _in_present_order(value, members))
+    return value
+
+
+def _in_present_order(value: Sequence[Any], members: list[list[str]]) -> Sequence[Any]:
+    """A saved group's parameters in the order of now: torch pairs them with the optimizer's by their position."""
+    saved = {item.fqn for item in value if isinstance(item, ParameterName)}
+    if not saved or len(saved) < len(value):
+        return value
+    return next(([ParameterName(fqn) for fqn in those] for those in members if {*those} == saved), value)
+
+
+# ---- loading ----
+
+
+def problems_with(
+    optimizer: Optimizer, names: Mapping[int, str], section: str, saved: Mapping[str, Any], strict: bool
+) -> list[str]:
+    """What of the saved optimizer does not fit this one."""
+    mine = parameters_by_name(optimizer, names, section)
+    theirs = {name for group in saved["groups"] for name in group["params"]}
+    problems = _unmatched_groups(optimizer, names, saved["groups"], section)
+    if strict:
+        problems += listed(section, "in the optimizer, not in the checkpoint", sorted({*mine} - theirs))
+        problems += listed(section, "in the checkpoint, not in the optimizer", sorted(theirs - {*mine}))
+    return problems
+
+
+def listed(section: str, what: str, names: list[str]) -> list[str]:
+    """One line with the first names of many; none where there are none."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [f"{section}: {what}: {', '.join(names[:5])}{more}"] if names else []
+
+
+def parameters_by_name(optimizer: Optimizer, names: Mapping[int, str], section: str) -> dict[str, torch.Tensor]:
+    """fqn -> parameter, in the order of the groups."""
+    return {
+        named(parameter, names, section): parameter for group in optimizer.param_groups for parameter in group["params"]
+    }
+
+
+def _unmatched_groups(
+    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
+) -> list[str]:
+    """A live group must lie within one saved group, or nobody knows its learning rate."""
+    owner = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    problems = []
+    for number, group in enumerate(optimizer.param_groups):
+        owners = {owner[name] for name in (names[id(p)] for p in group["params"]) if name in owner}
+        if len(owners) > 1:
+            text = "its parameters were in several groups when saved; group them as they were"
+            problems.append(f"{section}: param_groups[{number}]: {text}")
+    return problems
+
+
+def restore(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    section: str,
+    state: Mapping[str, Any],
+    saved: Saved,
+    left_out: Collection[str] = (),
+) -> None:
+    """Give the optimizer its state; `state` is what common.json says of it. Tensors that it has are filled in place.
+
+    The state of the parameters in `left_out` starts anew. Where this raises, the optimizer's state is of no use.
+    """
+    loading = _Loading(optimizer, names, section, state, saved, left_out)
+    if not _overrides(optimizer, "load_state_dict"):
+        loading.in_place()
+        return
+    now = describe(optimizer, names, section)
+    missing = [key for key in now.extra if key not in state.get("extra", {})]
+    if missing or now.is_whole != state.get("is_whole", False):  # saved before shardkit asked for it
+        logger.warning("checkpoint: %s: saved without %s, which stays as it is.", section, ", ".join(missing) or "it")
+        loading.in_place()
+    else:
+        loading.by_itself(now)
+
+
+def _tensors_of(now: Description, section: str) -> dict[str, torch.Tensor]:
+    """The tensors that belong to no parameter, by the names that they have in a checkpoint."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(path: str, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        found[path] = value
+        return path
+
+    for kind, told in (("globals", now.globals), ("extra", now.extra)):
+        for key, value in told.items():
+            values.encode(value, f"{section}.{kind}.{key}", note)
+    return found
+
+
+class _Loading:
+    """An optimizer that is being given its state."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        section: str,
+        state: Mapping[str, Any],
+        saved: Saved,
+        left_out: Collection[str],
+    ) -> None:
+        self.optimizer, self.section, self.state, self.saved = optimizer, section, state, saved
+        self.mine = parameters_by_name(optimizer, names, section)
+        self.members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.left_out = left_out
+        referenced = {*values.tensors_in(dict(state))}
+        self.bare: dict[str, list[str]] = {fqn: [] for fqn in self.mine}
+        """The tensors that are kept of a parameter, by key."""
+        for path in saved.names(section):
+            fqn, _, key = path.rpartition("/")
+            if path not in referenced and fqn in self.mine:
+                self.bare[fqn].append(key)
+
+    def in_place(self) -> None:
+        groups = self.optimizer.param_groups
+        for group, settings in zip(groups, self._saved_settings(), strict=True):
+            group.update(settings)
+        group_of = {fqn: group for those, group in zip(self.members, groups, strict=True) for fqn in those}
+        for fqn, parameter in self.mine.items():
+            before = self.optimizer.state.pop(parameter, {})  # what is not filled anew is given up at once
+            row = self._row(fqn, before if isinstance(before, Mapping) else {}, group_of[fqn])
+            if row:
+                self.optimizer.state[parameter] = row
+        for key, value in self._decoded("globals", {}).items():
+            self.optimizer.state[key] = value  # type: ignore[index]
+
+    def by_itself(self, now: Description) -> None:
+        """As its own load_state_dict() takes it. Its tensors are new ones: nobody knows what becomes of the old."""
+        live = _tensors_of(now, self.section)
+        state = _with_numbers(self._decoded("extra", live), self.members)
+        if not now.is_whole:
+            state = self._in_torch_form(live) | state
+        self.optimizer.load_state_dict(state)
+
+    def _in_torch_form(self, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        order = {fqn: number for number, fqn in enumerate(self.mine)}
+        rows: dict[Any, Any] = {}
+        groups = []
+        for those, group, settings in zip(
+            self.members, self.optimizer.param_groups, self._saved_settings(), strict=True
+        ):
+            groups.append({**group, **settings, "params": [order[fqn] for fqn in those]})
+            rows.update({order[fqn]: self._row(fqn, {}, groups[-1]) for fqn in those})
+        rows = {number: row for number, row in rows.items() if row} | self._decoded("globals", live)
+        return {"state": rows, "param_groups": groups}
+
+    def _saved_settings(self) -> list[dict[str, Any]]:
+        """What was saved of each live group's settings; nothing where the checkpoint knows none of its parameters."""
+        owner = {fqn: group for group in self.state["groups"] for fqn in group["params"]}
+        found = []
+        for those, group in zip(self.members, self.optimizer.param_groups, strict=True):
+            source = next((owner[fqn] for fqn in those if fqn in owner), None)
+            settings = {} if source is None else source["settings"]
+            found.append(values.decode(settings, self._setting_loader(group)))
+        return found
+
+    def _setting_loader(self, group: Mapping[str, Any]) -> Callable[[str], torch.Tensor]:
+        def load(name: str) -> torch.Tensor:
+            now = group.get(name.rpartition(".")[2])
+            return self.saved.new(self.section, name, None, now.device if isinstance(now, torch.Tensor) else None)
+
+        return load
+
+    def _decoded(self, kind: str, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What was saved beside parameters' states, sharded as the tensors of now are, or as their parameter is."""
+
+        def load(name: str) -> torch.Tensor:
+            fqn = next((fqn for fqn in self.mine if f"[{ParameterName(fqn)!r}]" in name), None)
+            like = live.get(name, None if fqn is None else self.mine[fqn])
+            device = None if like is None else local_part(like).device
+            return self.saved.new(self.section, name, like, device)
+
+        return {key: values.decode(value, load) for key, value in self.state.get(kind, {}).items()}
+
+    def _row(self, fqn: str, before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+        """What is kept of a parameter, in tensors of `before` where they fit, else in new ones."""
+        if fqn in self.left_out:
+            return {}
+        parameter = self.mine[fqn]
+        row = {}
+        for key, value in self.state["plain"].get(fqn, {}).items():
+            device = _device_of(key, parameter, group)
+            row[key] = values.decode(value, partial(self._beside, parameter, device))
+        for key in self.bare[fqn]:
+            row[key] = self._tensor(fqn, key, before.get(key), group)
+        return row
+
+    def _beside(self, parameter: torch.Tensor, device: torch.device | None, name: str) -> torch.Tensor:
+        return self.saved.new(self.section, name, parameter, device)
+
+    def _tensor(self, fqn: str, key: str, before: Any, group: Mapping[str, Any]) -> torch.Tensor:
+        name, parameter = f"{fqn}/{key}", self.mine[fqn]
+        entry = self.saved.entry(self.section, name)
+        if _is_room_for(entry, before):
+            self.saved.fill(self.section, name, before)
+            return before
+        like = parameter if self._is_kept_as_parameter(fqn, key, entry, before) else None
+        return self.saved.new(self.section, name, like, _device_of(key, parameter, group))
+
+    def _is_kept_as_parameter(self, fqn: str, key: str, entry: Entry, before: Any) -> bool:
+        """Whether a tensor is sharded as its parameter is: as it is now, or was when it was saved."""
+        if isinstance(before, torch.Tensor) and tuple(before.shape) == entry.shape:
+            return isinstance(before, DTensor)
+        if key == "step" or entry.shape != tuple(self.mine[fqn].shape):
+            return False
+        was = entry_of_parameter(self.saved.index, fqn)
+        return was is None or not was.is_sharded or entry.is_sharded
+
+
+def _is_room_for(entry: Entry, before: Any) -> bool:
+    """Whether a saved tensor can be read into one that is there."""
+    if not isinstance(before, torch.Tensor) or tuple(before.shape) != entry.shape:
+        return False
+    return tensors.DTYPES.get(before.dtype) == entry.dtype and tensors.has_memory(before)
+
+
+def _device_of(key: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device | None:
+    """Where torch's optimizers keep it: beside the parameter, but a `step` in host memory unless fused or captured."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return None
+    return local_part(parameter).device

@@ -1,0 +1,105 @@
+"""Buffers that each rank has updated for itself (running statistics, codebooks), made equal on all ranks."""
+
+import ctypes
+from typing import Literal
+
+import torch
+import xxhash
+from torch import nn
+
+from shardkit.distributed import collectives, control
+from shardkit.distributed.tensors import clean_name, is_dtensor, unwrapped
+from shardkit.errors import UsageError
+
+Reduction = Literal["mean", "rank0"]
+
+
+def reduce_buffers(model: nn.Module, reduction: Reduction = "mean") -> list[str]:
+    """The names of the buffers that ranks held differently, and now hold alike: the mean over ranks, or rank 0's.
+
+    Integers and booleans take rank 0's in either case; so does nothing that was equal, to the bit. Sharded buffers are
+    left alone. In place. Collective: every rank calls it with the same model. UsageError on all ranks where their
+    buffers are not the same ones.
+    """
+    if reduction not in ("mean", "rank0"):
+        raise UsageError(f"reduce_buffers: unknown reduction (got {reduction!r}); use mean or rank0.")
+    mine, everyone = _plain_buffers(model), control.start()
+    kinds = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in mine.items()}
+    summary = [_digest_of(str(kinds).encode()), _digest_of(*map(_bytes, mine.values()))]
+    same_kinds, same_values = everyone.decide(
+        summary, lambda told: [len({*one}) == 1 for one in zip(*told, strict=True)]
+    )
+    if not same_kinds:
+        raise UsageError(everyone.decide(kinds, _difference))
+    if same_values:
+        return []
+    digests = [_digest_of(_bytes(buffer)) for buffer in mine.values()]
+    names = everyone.decide(digests, lambda told: _differing(list(mine), told))
+    chosen = [mine[name] for name in names]
+    with torch.no_grad():
+        _average([one for one in chosen if reduction == "mean" and _has_mean(one)])
+        _take_rank_0s([one for one in chosen if reduction != "mean" or not _has_mean(one)])
+    return names
+
+
+def _plain_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All that are whole on every rank, each once."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"reduce_buffers: not a model (got {type(model).__name__}); give what prepare() returned.")
+    found = {clean_name(name): buffer for name, buffer in unwrapped(model).named_buffers()}
+    return {name: b for name, b in found.items() if not is_dtensor(b) and not b.is_meta and b.numel()}
+
+
+def _has_mean(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _difference(told: list[dict[str, str]]) -> str:
+    rank, other = next((rank, kinds) for rank, kinds in enumerate(told) if kinds != told[0])
+    shown = ", ".join(f"{name} {kind}" for name, kind in sorted({*other.items()} ^ {*told[0].items()})[:3])
+    return f"reduce_buffers: rank {rank} has other buffers than rank 0 (got {shown}); give equal models."
+
+
+def _differing(names: list[str], told: list[list[str]]) -> list[str]:
+    return [name for name, digests in zip(names, zip(*told, strict=True), strict=True) if len({*digests}) > 1]
+
+
+def _digest_of(*parts: bytes) -> str:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _bytes(buffer: torch.Tensor) -> bytes:
+    data = buffer.detach().to("cpu").contiguous()
+    return ctypes.string_at(data.data_ptr(), data.numel() * data.element_size())
+
+
+def _average(buffers: list[torch.Tensor]) -> None:
+    """The mean over all ranks, in fp32 at least, of all that share device and precision in one reduction."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        groups.setdefault((buffer.device, _precision(buffer.dtype)), []).append(buffer)
+    for (_, dtype), group in groups.items():
+        parts = [buffer.to(dtype).reshape(-1) for buffer in group]
+        mean = collectives.reduce(torch.cat(parts), "mean")
+        for buffer, part in zip(group, mean.split([part.numel() for part in parts]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
+
+
+def _precision(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return dtype
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _take_rank_0s(buffers: list[torch.Tensor]) -> None:
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        groups.setdefault(buffer.device, []).append(buffer)
+    for group in groups.values():
+        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in group]
+        first = collectives.broadcast(torch.cat(parts))
+        for buffer, part in zip(group, first.split([part.numel() for part in parts]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

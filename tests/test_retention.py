@@ -1,0 +1,75 @@
+"""Issue 9, line 20: after a commit only what is needed is looked at, however many checkpoints are kept."""
+
+import os
+import shutil
+
+import pytest
+
+from shardkit.checkpoint import folder, manifest, retention
+from tests import checkpoints
+from tests.test_faults_save import prepared
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Steps 1 to 8 of one line."""
+    live = prepared("plain")
+    for step in range(1, 9):
+        checkpoints.save(live, folder.step_folder(tmp_path, step), step)
+    return tmp_path
+
+
+class Looks:
+    """Counts what is read of manifests and looked at of folders, by checkpoint."""
+
+    def __init__(self, monkeypatch):
+        self.read, self.walked = [], []
+        real_read, real_below = manifest.read, manifest._below
+        monkeypatch.setattr(manifest, "read", lambda path: (self.read.append(path.name), real_read(path))[1])
+        monkeypatch.setattr(manifest, "_below", lambda path: (self.walked.append(path.name), real_below(path))[1])
+
+    def forget(self):
+        self.read, self.walked = [], []
+
+
+def steps_in(found):
+    return [item.step for item in found]
+
+
+def test_files_are_looked_at_once_and_only_of_those_that_count_or_go(root, monkeypatch):
+    looks = Looks(monkeypatch)
+    assert steps_in(retention.expendable(root, 3, keep_every=2)) == [1, 3, 5]
+    assert sorted(set(looks.walked)) == [f"step-{step:08d}" for step in (1, 3, 5, 6, 7, 8)], "2 and 4 are kept anyway"
+    looks.forget()
+    assert steps_in(retention.expendable(root, 3, keep_every=2)) == [1, 3, 5]
+    assert looks.read == looks.walked == [], "nothing has changed"
+    checkpoints.save(prepared("plain"), folder.step_folder(root, 9), 9)
+    looks.forget()
+    assert steps_in(retention.expendable(root, 3, keep_every=2)) == [1, 3, 5]
+    assert set(looks.walked) == {"step-00000009"} and set(looks.read) == {"step-00000009"}
+
+
+def test_a_checkpoint_that_was_replaced_is_looked_at_again(root):
+    assert steps_in(retention.expendable(root, 7)) == [1]
+    shutil.rmtree(root / "step-00000001")
+    checkpoints.save(prepared("plain"), folder.step_folder(root, 1), 1)
+    assert steps_in(retention.expendable(root, 7)) == [2], "it was committed last now"
+
+
+def test_what_is_damaged_does_not_count_and_does_not_go(root):
+    for step in (2, 8):
+        next((root / f"step-{step:08d}" / "model").iterdir()).unlink()
+    os.truncate(root / "step-00000004" / manifest.NAME, 10)
+    retention.pin(root / "step-00000003")
+    assert steps_in(retention.expendable(root, 2)) == [1, 5]
+    assert [path.name for path in retention.apply(root, 2)] == ["step-00000001", "step-00000005"]
+    assert retention.apply(root, 2) == []
+
+
+def test_one_look_at_each_file_tells_whether_a_checkpoint_is_whole(root, monkeypatch):
+    path = root / "step-00000001"
+    looked = []
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda where: (looked.append(where), real(where))[1])
+    assert manifest.check_sizes(path, manifest.read(path)) == []
+    assert len(looked) == len({*looked}) == 1 + sum(item.is_dir() for item in path.iterdir())
