@@ -71,7 +71,13 @@ def test_imports_go_one_way(module):
 
 
 TORCH_FREE = ["shardkit", "shardkit.config", "shardkit.convert", "shardkit.wizard", "shardkit.model.tree"]
-TORCH_FREE += ["shardkit.model.units", "shardkit.cli.main", "shardkit.model.sources", "shardkit.model.comment"]
+TORCH_FREE += [
+    "shardkit.model.blocks",
+    "shardkit.model.cut",
+    "shardkit.cli.main",
+    "shardkit.model.sources",
+    "shardkit.model.comment",
+]
 TORCH_FREE += [*PLAN_WITHOUT_TORCH, "shardkit.plan.report", "shardkit.plan.plot", "shardkit.cli.plan"]
 
 TORCH_FREE += [

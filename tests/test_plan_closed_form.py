@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardkit.config.schema import Config, FsdpConfig, MeshConfig, PrecisionConfig, ShardingStrategy, ShardkitConfig
-from shardkit.errors import ModelError, UsageError
+from shardkit.errors import ConfigError, ModelError, UsageError
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
@@ -111,7 +111,7 @@ def test_hybrid_shards_inside_machines():
 def test_a_given_mesh_decides_the_hybrid_axes():
     config = configuration(4).model_copy(update={"shardkit": ShardkitConfig(mesh=MeshConfig(replicate_size=4))})
     assert planned(model(), config, world_size=16).axes.shards == 4
-    with pytest.raises(UsageError, match="6 ranks are not a whole number of copies"):
+    with pytest.raises(ConfigError, match=r"4 copies x 1 ranks are not the number of ranks \(got 6\)"):
         planned(model(), config, world_size=6)
 
 

@@ -253,7 +253,7 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
 
 def _answer(request: "Request", question: str | None) -> "Answer":
     """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
-    from shardkit.model.units import missing_blocks
+    from shardkit.model.cut import missing_blocks
     from shardkit.plan.answer import Answer, configured_strategy, possible_strategies, row
     from shardkit.plan.search import find
     from shardkit.plan.suggest import changes, suggest_from

@@ -1,13 +1,16 @@
 """What follows from a configuration: how ranks are arranged, when units are freed, which dtypes are used.
 
-Pure functions of a Config (and of the world, where that matters), for checks, launch, plan and runtime alike. The engine
-is `Config.mode`.
+Pure functions of a Config (and of the world, where that matters), for checks, launch, plan and runtime alike. Which
+engine runs is `Config.mode`.
 """
 
 from dataclasses import dataclass
 
-from shardkit.config.schema import Config, Dtype, FsdpConfig
+from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig
 from shardkit.errors import ConfigError
+
+# Gradients of these are added up as they are, whatever the configuration says.
+WIDE = {"float64", "complex64", "complex128"}
 
 _IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 
@@ -24,7 +27,7 @@ class MeshSizes:
 class Dtypes:
     """The dtypes of a run. `param` is that of compute, None where parameters compute as they are.
 
-    `reduce` is what gradients are added up in, but for wider ones (fp64, complex), which stay as they are.
+    `reduce` is what gradients are added up in, but for WIDE ones, which stay as they are.
     """
 
     param: Dtype | None
@@ -46,13 +49,18 @@ def mesh_sizes(config: Config, world_size: int, ranks_per_node: int) -> MeshSize
         return MeshSizes(world_size, 1)
     if not config.fsdp.sharding_strategy.is_hybrid:
         return MeshSizes(1, world_size)
-    given = config.shardkit.mesh
-    shard = given.shard_size or (world_size // given.replicate_size if given.replicate_size else ranks_per_node)
+    return given_sizes(config.shardkit.mesh, world_size, ranks_per_node)
+
+
+def given_sizes(given: MeshConfig, world_size: int, ranks_per_node: int) -> MeshSizes:
+    """The sizes of a hybrid strategy; one that is not given follows from the other, or from the machines."""
+    per_node = min(ranks_per_node, world_size)
+    shard = given.shard_size or (world_size // given.replicate_size if given.replicate_size else per_node)
     replicate = given.replicate_size or world_size // max(1, shard)
     if replicate * shard != world_size:
         raise ConfigError(
-            f"shardkit.mesh: replicate_size x shard_size must be the number of ranks (got {replicate} x {shard} on "
-            f"{world_size} ranks); set one of them and leave the other 0."
+            f"shardkit.mesh: {replicate} copies x {shard} ranks are not the number of ranks (got {world_size}); "
+            "give one of the two sizes, a divisor of it, or both, with this product."
         )
     return MeshSizes(replicate, shard)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shardkit.model.tree import ModuleNode
 
+
 @dataclass(frozen=True)
 class BlockClass:
     """A class that occurs in a model: how often, how large each, and its share of all parameters."""

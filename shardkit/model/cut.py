@@ -1,4 +1,4 @@
-"""How a model is cut into FSDP units: decided here alone, on the module tree, for training, simulation and closed form."""
+"""How a model is cut into FSDP units: decided here alone, on the module tree, for training, simulation and formulas."""
 
 import re
 from collections import Counter
@@ -89,22 +89,23 @@ def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
             f"name one in fsdp_transformer_layer_cls_to_wrap. {candidates_text(tree)}"
         )
     aliases = {node.fqn for node in tree.walk() if node.alias_of}
-    found = set(_by_class(tree, names)) - aliases
-    return [fqn for fqn in sorted(found) if not any(_lies_in(fqn, other) for other in found)]
+    return outermost([fqn for fqn in sorted(_by_class(tree, names)) if fqn not in aliases])
 
 
 def as_trained(tree: ModuleNode, compute: Dtype | None) -> ModuleNode:
-    """The tree with the dtypes that parameters have when training starts under mixed precision."""
+    """The tree with the dtypes that parameters have when training starts; `compute` is that of mixed precision."""
+    if compute is None:
+        return tree
     return replace(
         tree,
-        parameters=tuple(replace(p, dtype=trained_dtype(p.dtype, p.trainable, compute)) for p in tree.parameters),
+        parameters=tuple(replace(p, dtype=trained_dtype(p.dtype, p.trainable)) for p in tree.parameters),
         children=tuple(as_trained(child, compute) for child in tree.children),
     )
 
 
-def trained_dtype(dtype: str, trainable: bool, compute: Dtype | None) -> str:
-    """Mixed precision keeps trainable 16-bit parameters in fp32 for the optimizer."""
-    return "float32" if compute and trainable and dtype in ("float16", "bfloat16") else dtype
+def trained_dtype(dtype: str, is_trainable: bool) -> str:
+    """What a parameter has under mixed precision: a trainable 16-bit one is kept in fp32 for the optimizer."""
+    return "float32" if is_trainable and dtype in ("float16", "bfloat16") else dtype
 
 
 def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
@@ -247,7 +248,13 @@ def _ignored(tree: ModuleNode, pattern: str | None) -> tuple[str, ...]:
             f"fsdp_ignored_modules: no module name matches in full (got {pattern!r}); "
             f"names look like {', '.join(all_names[:3])}."
         )
-    return tuple(fqn for fqn in names if not any(_lies_in(fqn, other) for other in names))
+    return tuple(outermost(names))
+
+
+def outermost(names: Sequence[str]) -> list[str]:
+    """Those that lie in none of the others, in the order given."""
+    chosen = set(names)
+    return [fqn for fqn in names if not any(fqn[:end] in chosen for end, c in enumerate(fqn) if c == ".")]
 
 
 def _lies_in(fqn: str, around: str) -> bool:
@@ -300,7 +307,8 @@ def _dissolve_for_shared(area: _Area, chosen: set[str]) -> set[str]:
             common = _common(chains)
             below = [chain[: chain.index(common)] for chain in chains]
             if all(below):
-                chosen = chosen - set(min(below, key=lambda inner: sum(numel[fqn] for fqn in inner)))
+                sizes = [sum(numel[fqn] for fqn in inner) for inner in below]
+                chosen = chosen - set(below[sizes.index(min(sizes))])
     return chosen
 
 

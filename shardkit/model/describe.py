@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.model.blocks import BlockClass, block_classes, repeated_classes
+from shardkit.model.tree import ModuleNode, Parameter
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model, children first and the root last; modules that are not sharded; what every rank holds whole.
+    """The units of a model, children first and the root last, and what is in none of them.
 
-    `cut` is the decision that they follow.
+    `ignored` modules are not sharded; every rank holds `replicated` parameters whole. `cut` is the decision behind.
     """
 
     cut: Cut

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
-from shardkit.model.describe import Description
 from shardkit.model.blocks import BlockClass
+from shardkit.model.describe import Description
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from shardkit.config.keys import all_keys
 from shardkit.config.schema import ShardingStrategy, read_count, read_names
 from shardkit.config.texts import text_of
+from shardkit.model.cut import select_units
 from shardkit.model.describe import count_text
-from shardkit.model.units import select_units
 from shardkit.wizard import numbers
 from shardkit.wizard.model import check_spec
 from shardkit.wizard.prompter import Option
