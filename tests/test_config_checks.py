@@ -40,11 +40,11 @@ def complaint(text: str) -> str:
         (
             "num_processes: 8\nfsdp_config: {fsdp_sharding_strategy: 4}\n"
             "shardkit: {mesh: {replicate_size: 2, shard_size: 3}}\n",
-            "3:35: shardkit.mesh.replicate_size: 2 copies x 3 ranks are not the number of ranks (got 8); give one of",
+            "3:35: shardkit.mesh.replicate_size: 2 copies x 3 ranks are not the number of ranks (got 8)",
         ),
         (
             "num_processes: 8\nfsdp_config: {fsdp_sharding_strategy: 4}\nshardkit: {mesh: {shard_size: 3}}\n",
-            "3:31: shardkit.mesh.shard_size: 2 copies x 3 ranks are not the number of ranks (got 8); give one of",
+            "3:31: shardkit.mesh.shard_size: does not divide the number of ranks (got 3 of 8); choose a divisor.",
         ),
         (
             "num_processes: 8\nfsdp_config: {fsdp_sharding_strategy: 1}\nshardkit: {mesh: {replicate_size: 2}}\n",
@@ -123,7 +123,7 @@ def test_no_rule_judges_by_a_number_of_processes_that_nobody_gave():
     text = "num_machines: 2\nmain_process_ip: a\nfsdp_config: {fsdp_sharding_strategy: 4}\n"
     text += "shardkit: {mesh: {shard_size: 8}}\n"
     assert files.read_text(text).notes == []
-    with pytest.raises(ConfigError, match="does not divide num_processes"):
+    with pytest.raises(ConfigError, match="does not divide the number of ranks"):
         files.read_text(text + "num_processes: 4\n")
 
 

@@ -58,10 +58,12 @@ def given_sizes(given: MeshConfig, world_size: int, ranks_per_node: int) -> Mesh
     shard = given.shard_size or (world_size // given.replicate_size if given.replicate_size else per_node)
     replicate = given.replicate_size or world_size // max(1, shard)
     if replicate * shard != world_size:
-        raise ConfigError(
-            f"shardkit.mesh: {replicate} copies x {shard} ranks are not the number of ranks (got {world_size}); "
-            "give one of the two sizes, a divisor of it, or both, with this product."
-        )
+        if given.replicate_size and given.shard_size:
+            text = f"{replicate} copies x {shard} ranks are not the number of ranks (got {world_size}); give one size"
+        else:
+            alone = given.replicate_size or shard
+            text = f"does not divide the number of ranks (got {alone} of {world_size}); choose a divisor"
+        raise ConfigError(f"shardkit.mesh: {text}.")
     return MeshSizes(replicate, shard)
 
 
