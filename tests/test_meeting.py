@@ -95,6 +95,7 @@ def in_different_calls(project):
         pytest.raises(CheckpointError, match=r"has not come \(rank . (waits in|has given up)"),
     ):
         run[0].save_state() if dist.get_rank() == 0 else run[0].load_state(path)
+    run[0].wait_for_everyone()  # else one's next load could meet the other's first
     run[0].load_state(path)
     saving.close(run[0])
     return lines
