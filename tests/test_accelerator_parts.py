@@ -468,7 +468,38 @@ def different_configurations() -> str:
 def test_ranks_with_different_configurations_all_stop(ranks):
     first, second = ranks.run(2, different_configurations)
     assert first == second
-    assert first.startswith("configuration: ranks have different ones (got ") and " on ranks 0, " in first
+    assert first.startswith(
+        "Accelerator: ranks have different configurations (got shardkit.gradient_accumulation_steps: 1 on rank 0, "
+        "2 on rank 1); give every machine the same file"
+    )
+
+
+def test_a_missing_attribute_inside_a_property_is_named():
+    class Mine(Accelerator):
+        @property
+        def rate(self) -> float:
+            return self.config.no_such_setting
+
+    with pytest.raises(AttributeError, match="no_such_setting"):
+        _ = Mine(config={"use_cpu": True}).rate
+
+
+def test_a_config_object_passes_the_checks_that_a_file_passes():
+    wrong = Config(fsdp={"sharding_strategy": 3, "offload_params": True, "ignored_modules": "["}, num_machines=2)
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(config=wrong)
+    text = str(caught.value)
+    assert "Accelerator(config=...): fsdp.offload_params: needs a strategy that shards (got NO_SHARD)" in text
+    assert "fsdp.ignored_modules: is not a regular expression" in text and "num_processes: is fewer than one" in text
+
+
+def address_spelled_otherwise() -> int:
+    address = ("localhost", "127.0.0.1")[dist.get_rank()]
+    return Accelerator(config=FULL | {"num_machines": 2, "main_process_ip": address}).num_processes
+
+
+def test_machines_may_spell_the_address_of_machine_0_each_in_their_way(ranks):
+    assert ranks.run(2, address_spelled_otherwise) == [2, 2]
 
 
 def other_world() -> tuple[str, int]:

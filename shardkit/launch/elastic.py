@@ -94,7 +94,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),
-        names.CONFIG_DIGEST: files.digest(config.model_copy(update={"main_process_ip": None})),
+        names.CONFIG_DIGEST: files.digest(config),
         names.PROGRESS_DIR: str(folder),
         names.LOG_DIR: str(log_dir.resolve()),
         names.LAUNCHER_PID: str(os.getpid()),

@@ -77,7 +77,6 @@ class Accelerator:
         chosen = settings.settings(config, mixed_precision, gradient_accumulation_steps, cpu)
         launched = process.check_world(chosen.config, chosen.chosen)
         self.process = process.start(launched)
-        settings.compare(launched, self.process.control)
         self.config = precision.supported(launched, self.process.device)
         self.origins = chosen.chosen
         self.mesh = build_mesh(self.config, self.process)
@@ -116,6 +115,8 @@ class Accelerator:
         self._trigger = False
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property of ours, inside of which an attribute is missing
+            return object.__getattribute__(self, name)
         raise AttributeError(unsupported.attribute_text(name))
 
     # ---- what is prepared ----
