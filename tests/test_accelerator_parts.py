@@ -481,7 +481,7 @@ def test_a_missing_attribute_inside_a_property_is_named():
             return self.config.no_such_setting
 
     with pytest.raises(AttributeError, match="no_such_setting"):
-        _ = Mine(config={"use_cpu": True}).rate
+        _ = Mine(config={"use_cpu": True, "distributed_type": "NO"}).rate
 
 
 def test_a_config_object_passes_the_checks_that_a_file_passes():
