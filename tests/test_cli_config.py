@@ -52,8 +52,8 @@ def test_defaults_and_settings_write_a_file_and_print_the_command_for_it(capsys)
 
 def test_without_a_terminal_nothing_is_asked_and_the_flags_are_named(capsys):
     _, error = shardkit(capsys, "config", code=2)
-    assert error.startswith("config: needs answers, and stdin is not a terminal; give them by flags: --defaults, --set")
-    assert "for example: shardkit config --defaults --set num_processes=8" in error
+    assert error.startswith("config: cannot ask its questions (stdin is not a terminal); give flags: --defaults, --set")
+    assert "for example: shardkit config --defaults --set mixed_precision=bf16" in error
     _, error = shardkit(capsys, "config", "--no-input", code=2)
     assert "--no-input was given" in error
     shardkit(capsys, "config", "--set", "num_processes=2", "--no-input")
