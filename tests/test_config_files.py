@@ -195,7 +195,7 @@ def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
     )
     for position, words in enumerate(
         [
-            "shardkit.yaml:1:1: deepspeed_config: DeepSpeed is not run here; use fsdp_config",
+            "shardkit.yaml:1:1: deepspeed_config: DeepSpeed is not run here (got {'zero_stage': '3'}); use fsdp_config",
             "shardkit.yaml:3:1: parallelism_config: tp_size is not done here (got 2); only data parallelism is.",
             "shardkit.yaml:5:1: dynamo_config: this backend is not supported (got aot_eager); use INDUCTOR.",
             "shardkit.yaml:7:22: compute_environment: is not supported (got 'AMAZON_SAGEMAKER'); SageMaker jobs are",
@@ -264,7 +264,7 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         ("fsdp_config:\n  fsdp_wrap_policy: NO_WRAP\n  fsdp_auto_wrap_policy: NO_WRAP\n", "says the same as"),
         ("fsdp_config:\n  fsdp_sharding_strategy: 1\n  fsdp_reshard_after_forward: no\n", "means SHARD_GRAD_OP, but"),
         ("lr: 0.1\n", "shardkit.yaml:1:1: lr: unknown key; it belongs into your training script"),
-        ("megatron_amp_O2: no\n", "unknown key; it is NeMo's; convert the file: shardkit config convert FILE"),
+        ("megatron_amp_O2: no\n", "unknown key; it is NeMo's; convert the file with: shardkit config convert shardkit.yaml"),
     ],
 )
 def test_what_is_refused_says_where_and_why(text, words, tmp_path):

@@ -158,7 +158,7 @@ def checked(
     if command:
         problems += preflight.script_problems(command[0], is_module)
     else:
-        problems.append(Problem("launch: no script is named; write: shardkit launch SCRIPT [ARGUMENTS]..."))
+        problems.append(Problem("launch: no script is named; write: shardkit launch SCRIPT.py"))
     try:
         loaded = files.resolve(path, settings)
     except ConfigError as error:

@@ -140,7 +140,7 @@ def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str)
         if foreign.is_foreign(section, key):
             _take_foreign(layer, section, key, key_node, node, name)
         elif path is None:
-            hint = foreign.hint(section, key) or suggestion(key, section)
+            hint = foreign.hint(section, key, name) or suggestion(key, section)
             layer.problems.append(f"{where}: {document.shortened(written, 80)}: unknown key; {hint}")
         elif path in sections():
             _read_section(layer, node, path, name, written)
