@@ -264,7 +264,10 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         ("fsdp_config:\n  fsdp_wrap_policy: NO_WRAP\n  fsdp_auto_wrap_policy: NO_WRAP\n", "says the same as"),
         ("fsdp_config:\n  fsdp_sharding_strategy: 1\n  fsdp_reshard_after_forward: no\n", "means SHARD_GRAD_OP, but"),
         ("lr: 0.1\n", "shardkit.yaml:1:1: lr: unknown key; it belongs into your training script"),
-        ("megatron_amp_O2: no\n", "unknown key; it is NeMo's; convert the file with: shardkit config convert shardkit.yaml"),
+        (
+            "megatron_amp_O2: no\n",
+            "unknown key; it is NeMo's; convert the file with: shardkit config convert shardkit.yaml",
+        ),
     ],
 )
 def test_what_is_refused_says_where_and_why(text, words, tmp_path):

@@ -20,15 +20,7 @@ PLAN_WITHOUT_TORCH = [
 
 # The lowest layer first. A module imports from its own layer and from those above it in this list, never from below.
 LAYERS = [
-    [
-        "shardkit",
-        "shardkit.errors",
-        "shardkit.env",
-        "shardkit.leaving",
-        "shardkit.log",
-        "shardkit.templates",
-        "shardkit.waiting",
-    ],
+    ["shardkit", *(f"shardkit.{n}" for n in ("errors", "env", "leaving", "log", "sizes", "templates", "waiting"))],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch", *PLAN_WITHOUT_TORCH],
     ["shardkit.distributed"],

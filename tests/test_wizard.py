@@ -201,7 +201,7 @@ def test_with_a_model_memory_fit_and_traffic_stand_beside_each_strategy(folder, 
     shown = capsys.readouterr().out
     rows = {line.split()[1]: line for line in shown.splitlines() if line.strip()[:3] in {"1. ", "2. ", "3. "}}
     assert "NO" in rows["NO_SHARD"] and "GiB  yes" in rows["FULL_SHARD"]
-    assert "<- suggested (default)" in rows["SHARD_GRAD_OP"]
+    assert "(suggested) (default)" in rows["SHARD_GRAD_OP"]
     assert "least traffic over the slowest link among those that fit with 20% to spare" in " ".join(shown.split())
     assert "NOT activations" in shown
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardkit.cli import HELP
 from shardkit.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from shardkit.config.schema import Config
     from shardkit.convert.report import Conversion
 
-app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists; the old one is kept as .bak.")]

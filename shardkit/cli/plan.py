@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardkit.cli import HELP
+
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
     from shardkit.plan.answer import Answer, Request
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 _XLA_NOTES = ("PyTorch/XLA schedules its collectives by itself: buffers and traffic are those of torch's FSDP.",)
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkit.errors import ModelError
+from shardkit.model.describe import Description
 from shardkit.wizard import when
 from shardkit.wizard.answers import answer_of, settle, typed
 from shardkit.wizard.model import ModelReader
@@ -72,10 +73,9 @@ def ask_one(session: Session, key: str) -> None:
         _say_what_followed(session, former, usual)
 
 
-def read_model(session: Session) -> None:
-    """Know the model that is given, or none. Raises ModelError, and forgets it, where it cannot be read."""
+def read_model(session: Session) -> str:
+    """Know the model that is given, or none; in words. Raises ModelError, and forgets it, where it cannot be read."""
     spec = session.given.get("model")
-    had = session.start.model
     try:
         found = None if spec is None else _read(session, spec)
     except ModelError:
@@ -84,11 +84,10 @@ def read_model(session: Session) -> None:
         session.start = replace(session.start, model=None)
         raise
     session.start = replace(session.start, model=found)
-    if found is not None and found is not had:
-        session.prompter.say(f"  {found.text}")
+    return found.text if found is not None else ""
 
 
-def _read(session: Session, spec: str) -> Any:
+def _read(session: Session, spec: str) -> Description:
     if session.reader.knows(spec):
         return session.reader.read(spec)
     with session.prompter.waiting(f"reading the model {spec}"):
@@ -162,15 +161,15 @@ def ask(session: Session, question: Question) -> None:
     is_model = question.key == "model"
     value = _put(session, question, situation, session.model_problem if is_model else "")
     session.given[question.key] = value
-    note = question.note(situation, value)
-    session.prompter.say(f"  {question.name}: {shown(question, situation, value)}" + (f" ({note})" if note else ""))
     if is_model:
         try:
-            read_model(session)
+            found = read_model(session)
             session.model_problem = ""
         except ModelError as error:
             session.model_problem = str(error)
             return ask(session, question)
+    note = found if is_model else question.note(situation, value)
+    session.prompter.say(f"  {question.name}: {shown(question, situation, value)}" + (f" ({note})" if note else ""))
     if question.key == "details" and value == "suggested":
         _forget_details(session)
     session.on_answer(session.given)

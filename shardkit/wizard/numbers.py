@@ -12,6 +12,7 @@ from shardkit.plan import devices
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import suggest
+from shardkit.sizes import in_words
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 
@@ -19,11 +20,6 @@ GIB = 2**30
 HEAD = f"{'memory':>11}  {'fits':<4}  traffic a step"
 LABEL_WIDTH = 24
 """Blanks before the table's head: number, longest strategy name, and the gaps between."""
-
-
-def gib(count: int) -> str:
-    """Bytes in GiB, or in MiB where there are few."""
-    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
 def device_of(s: Situation) -> Device:
@@ -53,7 +49,7 @@ def cells(found: Estimate, device: Device) -> str:
     fits = {None: "-", True: "yes", False: "NO"}[device.fits(peak)]
     unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (2**20, "MiB")
     between = f" + {sent.between_bytes / unit:,.1f}" if sent.between_bytes else ""
-    return f"{gib(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
+    return f"{in_words(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
 
 
 def strategy_lines(s: Situation) -> Sequence[str]:
@@ -61,9 +57,9 @@ def strategy_lines(s: Situation) -> Sequence[str]:
     if s.model is None:
         return () if s.on_tpu else ("With a model (--model), memory and traffic are shown for each strategy.",)
     device = device_of(s)
-    has = f" of {gib(device.memory_bytes)}" if device.memory_bytes else ""
+    has = f" (it has {in_words(device.memory_bytes)})" if device.memory_bytes else ""
     what = f"Memory of one rank{has}: weights, gradients, AdamW state, gathered units; NOT activations."
-    kept = f" {gib(device.reserve_bytes)} are reserved for the driver." if has and device.reserve_bytes else ""
+    kept = f" {in_words(device.reserve_bytes)} are reserved for the driver." if has and device.reserve_bytes else ""
     between = " Traffic + traffic between machines." if s.machines > 1 else ""
     return (what + kept + between, " " * LABEL_WIDTH + HEAD)
 
@@ -97,8 +93,8 @@ def offload_texts(s: Situation) -> tuple[str, str]:
     host = with_offload.memory.host.total * s.per_machine
     room = "" if not s.gpus or host <= s.hardware.memory_bytes else ", more than this machine has"
     return (
-        f"{gib(without.memory.peak.total)} of GPU memory, fastest steps",
-        f"{gib(with_offload.memory.peak.total)}, and {gib(host)} of host memory on each machine{room}; slower",
+        f"{in_words(without.memory.peak.total)} of GPU memory, fastest steps",
+        f"{in_words(with_offload.memory.peak.total)}, and {in_words(host)} of each machine's host memory{room}; slower",
     )
 
 
@@ -110,15 +106,15 @@ def review_lines(s: Situation, config: Config) -> Sequence[str]:
     if found is None:
         return ()
     device, peak, host = device_of(s), found.memory.peak.total, found.memory.host.total
-    has = f" of {gib(device.memory_bytes)}" if device.memory_bytes else ""
+    has = f" of {in_words(device.memory_bytes)}" if device.memory_bytes else ""
     kind = f" ({device.name})" if s.planned_device else ""
     lines = [
-        f"Memory of each rank: {gib(peak)}{has}{kind}, without activations (an estimate, as shardkit plan makes it)."
+        f"Memory of each rank: {in_words(peak)}{has}{kind}, without activations (an estimate, as in shardkit plan)."
     ]
     if device.fits(peak) is False:
         lines.append("! This does not fit. Use more machines, a strategy that shards more, or CPU offload.")
     elif config.fsdp.offload_params and host:
-        lines.append(f"CPU offload is on: {gib(host * s.per_machine)} of host memory on each machine.")
+        lines.append(f"CPU offload is on: {in_words(host * s.per_machine)} of host memory on each machine.")
     return tuple(lines)
 
 
@@ -142,7 +138,7 @@ def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[
     shown = []
     for option in options:
         found = _estimate(s.model, _with_details(s, field, option.value), s)
-        peak = f"{gib(found.memory.peak.total)}; " if found else ""
+        peak = f"{in_words(found.memory.peak.total)}; " if found else ""
         shown.append(replace(option, consequence=peak + option.consequence))
     return shown
 

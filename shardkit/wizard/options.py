@@ -7,6 +7,7 @@ from shardkit.config.schema import ShardingStrategy
 from shardkit.model.cut import select_units
 from shardkit.model.describe import count_text
 from shardkit.plan import devices
+from shardkit.sizes import in_words
 from shardkit.wizard import defaults, numbers
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import show
@@ -49,7 +50,7 @@ def gpus(s: Situation) -> Sequence[Option]:
     """The devices that `shardkit plan` knows, and any other by its memory."""
     known = {key: device for key, device in devices.DEVICES.items() if key not in {"cpu", "tpu-v5e"}}
     listed = [
-        Option(key, device.name, f"{numbers.gib(device.memory_bytes or 0)} of memory") for key, device in known.items()
+        Option(key, device.name, f"{in_words(device.memory_bytes or 0)} of memory") for key, device in known.items()
     ]
     return (
         *listed,
@@ -81,7 +82,7 @@ def strategies(s: Situation) -> Sequence[Option]:
             text = ""
         elif strategy in estimates:
             text = numbers.cells(estimates[strategy], device)
-            text += "  <- suggested" if strategy.value == suggested else ""
+            text += "  (suggested)" if strategy.value == suggested else ""
         options.append(Option(strategy.value, strategy.value, text, reason))
     return options
 

@@ -145,7 +145,9 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
 def _read_named_model(session: Session, is_edited: bool) -> None:
     """Read the model that the command line, the file or the stopped run names; say at once where it cannot be."""
     try:
-        read_model(session)
+        found = read_model(session)
+        if found:
+            session.prompter.say(f"  model: {found}")
     except ModelError as error:
         session.model_problem = str(error)
         if is_edited:
