@@ -1,6 +1,6 @@
 """Numbers of bytes as a person reads them: in GiB, everywhere."""
 
-_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def in_words(size_bytes: int) -> str:

@@ -184,7 +184,7 @@ def test_convert(capsys):
     Path("typo.yaml").write_text("num_procesess: 2\nnum_machines: 2\nnum_processes: 3\n")
     _, error = shardkit(capsys, "config", "--from", "typo.yaml", code=2)
     assert "\ntypo.yaml:1:1: num_procesess: unknown key; did you mean num_processes?" in error
-    assert "typo.yaml:3:1: num_processes: does not divide over the machines" in error
+    assert "typo.yaml:3:1: num_processes: is not divisible by the number of machines" in error
     out, _ = shardkit(capsys, "config", "convert", "nemo.yaml", "-o", "x.yaml", "--drop")
     assert out == "x.yaml\n" and files.read(Path("x.yaml")).config.mode == "fsdp"
     out, lost = shardkit(capsys, "config", "convert", "x.yaml", "--to", "accelerate")

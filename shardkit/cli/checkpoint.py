@@ -273,9 +273,8 @@ def convert(
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
         return 0
-    print(
-        f"{done.path}: step {done.step}, {words.count(done.models, 'model')}, {words.count(done.optimizers, 'optimizer')}"
-    )
+    parts = f"{words.count(done.models, 'model')}, {words.count(done.optimizers, 'optimizer')}"
+    print(f"{done.path}: step {done.step}, {parts}")
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0

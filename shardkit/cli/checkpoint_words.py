@@ -30,8 +30,8 @@ def facts(facts: dict[str, Any]) -> list[str]:
     for section, part in facts["sections"].items():
         if part["tensors"]:
             kinds, tied = ", ".join(part["dtypes"]), f"; {len(part['tied'])} tied" if part["tied"] else ""
-            size = f"{sizes.in_words(part['bytes'])}, {count(part['tensors'], 'tensor')}, {part['elements']:,} elements, {kinds}"
-            lines.append(f"  {section:<9} {size}{tied}")
+            held = f"{sizes.in_words(part['bytes'])}, {count(part['tensors'], 'tensor')}"
+            lines.append(f"  {section:<9} {held}, {part['elements']:,} elements, {kinds}{tied}")
     if own := facts.get("own"):
         files = f", {count(own['files'], 'file')} of {sizes.in_words(own['bytes'])}" if own["files"] else ""
         lines.append(f"  own       {', '.join(own['of'])}, differently on each rank{files}")

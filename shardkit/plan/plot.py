@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from shardkit.errors import MachineError, UsageError
 from shardkit.plan.answer import Answer, Row
 from shardkit.plan.closed_form import Memory
+from shardkit.sizes import in_words
 
 GIB = 2**30
 CATEGORIES = [field.name for field in fields(Memory)]
@@ -66,9 +68,9 @@ def _save_svg(answer: Answer, path: Path) -> None:
 
 
 def _save_html(answer: Answer, path: Path) -> None:
-    title = escape(_title(answer))
-    body = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title></head><body>"
-    path.write_text(f"{body}\n{svg(answer)}\n</body></html>\n", encoding="utf-8")
+    from shardkit.plan.page import page
+
+    path.write_text(page(answer, _title(answer)), encoding="utf-8")
 
 
 def svg(answer: Answer) -> str:
@@ -177,7 +179,9 @@ def _area(low: Sequence[float], high: Sequence[float], step: float, vertical: Ax
 
     outline = corners(high) + corners(low)[::-1]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
-    return f'<polygon points="{points}" fill="url(#{name})" stroke="black" stroke-width="0.5"/>'
+    most = max(top - bottom for bottom, top in zip(low, high, strict=True))
+    hover = f"<title>{NAMES[name]}: up to {in_words(int(most))}</title>"
+    return f'<polygon points="{points}" fill="url(#{name})" stroke="black" stroke-width="0.5">{hover}</polygon>'
 
 
 def _ruler(vertical: Axis, top: float) -> list[str]:
@@ -224,22 +228,27 @@ def _limit_across(answer: Answer, vertical: Axis) -> list[str]:
     if not limit or limit > vertical.maximum:
         return []
     y = vertical.at(limit)
-    name = f"{answer.request.device.name}: {_amount(limit)}"
+    name = f"{answer.request.device.name}: {in_words(limit)}"
     return [
         f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="black" stroke-width="2" '
         'stroke-dasharray="9 5"/>',
-        _text(_LEFT + 8, y - 6, name, weight="bold"),
+        _over(_text(_LEFT + 8, y - 6, name, weight="bold")),
     ]
 
 
 def _peak_mark(row: Row, index: int, step: float, vertical: Axis) -> list[str]:
     x, y = _LEFT + (index + 0.5) * step, vertical.at(row.memory.peak.total)
     anchor = "start" if x < _WIDTH / 2 else "end"
-    text = f"peak {_amount(row.memory.peak.total)}, {row.memory.moment}"
+    text = f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}"
     return [
         f'<path d="M{x:.1f} {y:.1f}l-6 -11h12z" fill="black"/>',
-        _text(x + (10 if anchor == "start" else -10), y - 6, text, anchor=anchor, weight="bold"),
+        _over(_text(x + (10 if anchor == "start" else -10), y - 12, text, anchor=anchor, weight="bold")),
     ]
+
+
+def _over(text: str) -> str:
+    """A text with a white edge, readable over whatever lies below."""
+    return f'<g paint-order="stroke" stroke="white" stroke-width="5">{text}</g>'
 
 
 def _bars(answer: Answer, top: float) -> list[str]:
@@ -255,7 +264,7 @@ def _bars(answer: Answer, top: float) -> list[str]:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8:.1f}" y2="{bottom:.1f}" stroke="black" stroke-width="2" '
             'stroke-dasharray="9 5"/>'
         )
-        name = f"{answer.request.device.name}: {_amount(limit)}"
+        name = f"{answer.request.device.name}: {in_words(limit)}"
         parts.append(_text(x, bottom + 16, name, anchor="middle" if x > _LEFT + 80 else "start", weight="bold"))
     for index, row in enumerate(answer.rows):
         parts += _bar_labels(answer, row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
@@ -270,7 +279,8 @@ def _bar(row: Row, horizontal: Axis, y: float) -> list[str]:
         if end > x:
             parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{end - x:.1f}" height="{_BAR_HEIGHT}" '
-                f'fill="url(#{name})" stroke="black" stroke-width="0.5"/>'
+                f'fill="url(#{name})" stroke="black" stroke-width="0.5">'
+                f"<title>{NAMES[name]}: {in_words(size)}</title></rect>"
             )
         done += size
     end = horizontal.at(min(done, horizontal.maximum))
@@ -289,9 +299,7 @@ def _bar_labels(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[st
     end = horizontal.at(min(peak, horizontal.maximum))
     return [
         _text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight),
-        '<g paint-order="stroke" stroke="white" stroke-width="5">',
-        _text(end + 8, middle, f"{_amount(peak)}{mark}", weight=weight),
-        "</g>",
+        _over(_text(end + 8, middle, f"{in_words(peak)}{mark}", weight=weight)),
     ]
 
 
@@ -299,10 +307,6 @@ def _cut_mark(x: float, y: float) -> str:
     """Two slanted white lines near the end of a bar that is longer than drawn."""
     strokes = "".join(f"M{x - back:.1f} {y + _BAR_HEIGHT + 3:.1f}l8 {-_BAR_HEIGHT - 6}" for back in (26, 16))
     return f'<path d="{strokes}" stroke="white" stroke-width="5"/>'
-
-
-def _amount(count: int) -> str:
-    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
 def _save_png(answer: Answer, path: Path) -> None:
@@ -328,31 +332,42 @@ def _draw_timeline(answer: Answer, axes: Any) -> None:
     areas = axes.stackplot(range(len(moments)), series, colors=COLOURS, step="post", labels=list(NAMES.values()))
     for area, hatch in zip(areas, _HATCHES, strict=True):
         area.set(hatch=hatch, edgecolor="white")
-    axes.set(title=_subtitle(answer), ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
+    axes.set_title("\n".join(wrap(_subtitle(answer), 90)), fontsize="medium")
+    axes.set(ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
     at = max(range(len(moments)), key=lambda index: moments[index].memory.total)
     peak = row.memory.peak.total / GIB
     axes.plot([at + 0.5], [peak], marker="v", color="black")
-    text = f"peak {_amount(row.memory.peak.total)}, {row.memory.moment}  "
+    text = f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}  "
     axes.annotate(text, (at + 0.5, peak), va="bottom", ha="left" if at < len(moments) / 2 else "right")
     axes.margins(y=0.12)
-    if answer.request.device.memory_bytes:
-        axes.axhline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
+    axes.set_ylim(0, _maximum(answer) / GIB)
+    limit = answer.request.device.memory_bytes
+    if limit and limit <= _maximum(answer):
+        axes.axhline(limit / GIB, color="black", linestyle="--")
+        name = f" {answer.request.device.name}: {in_words(limit)}"
+        axes.annotate(name, (0, limit / GIB), va="bottom", ha="left", fontweight="bold")
     axes.figure.legend(loc="outside lower center", ncols=len(CATEGORIES), fontsize="small")
 
 
 def _draw_bars(answer: Answer, axes: Any) -> None:
     names = [f"{row.strategy.number} {row.strategy.value}" for row in answer.rows]
+    most = _bars_maximum(answer) / GIB
     left = [0.0] * len(names)
     for name, colour, hatch in zip(CATEGORIES, COLOURS, _HATCHES, strict=True):
         sizes = [getattr(row.memory.peak, name) / GIB for row in answer.rows]
+        sizes = [min(size, most - start) for size, start in zip(sizes, left, strict=True)]
         axes.barh(names, sizes, left=left, color=colour, hatch=hatch, edgecolor="white")
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    if answer.request.device.memory_bytes:
-        axes.axvline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
+    limit = answer.request.device.memory_bytes
+    shows_limit = bool(limit and limit <= 1.25 * _bars_maximum(answer))
+    if limit and shows_limit:
+        axes.axvline(limit / GIB, color="black", linestyle="--")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * _bars_maximum(answer) / GIB)
+    axes.set_xlim(0, 1.25 * most)
     for row in answer.rows:
         end = min(row.memory.peak.total, _bars_maximum(answer)) / GIB
         name = f"{row.strategy.number} {row.strategy.value}"
-        axes.annotate(f"  {_amount(row.memory.peak.total)}", (end, name), va="center", backgroundcolor="white")
-    axes.set(xlabel=f"GiB a rank; dashed: {answer.request.device.name}")
+        cut = " (cut off)" if row.memory.peak.total > _bars_maximum(answer) else ""
+        text = f"{in_words(row.memory.peak.total)}{cut}"
+        axes.annotate(text, (end, name), xytext=(6, 0), textcoords="offset points", va="center")
+    axes.set(xlabel=f"GiB a rank; dashed line: {answer.request.device.name}" if shows_limit else "GiB a rank")
