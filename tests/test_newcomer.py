@@ -1,6 +1,8 @@
 """Issue 11: what a newcomer met in the wizard and in the commands, by its rows (1: test_printed_commands)."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -438,3 +440,65 @@ def test_8_sizes_have_one_unit():
     for path in package.rglob("*.py"):
         if str(path.relative_to(package)) not in theirs:
             assert "1e6:.1f} MB" not in path.read_text() and "%.1f MB" not in path.read_text(), path
+
+
+# --- 9: one suggestion ---
+
+
+def test_9_pages_wizard_and_plan_suggest_by_the_same_rule(folder, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "concepts" / "strategies.md").read_text()
+    said = " ".join(page.split())
+    assert "nothing is faster" not in said
+    assert (
+        "the one with the least traffic over the slowest link" in said and "fit with 20% of the memory to spare" in said
+    )
+    model = "gpt:layers=32,hidden=4096,heads=32"
+    assert talk_plainly(["", "", "", "", "", "save"], model=model) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert run(["plan", "--world", "8", "--device", "h100-80", "--per-machine", "8"]) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    assert "Default: SHARD_GRAD_OP (least traffic over the slowest link among those that fit" in shown
+    assert "Suggested: 2 SHARD_GRAD_OP (least traffic over the slowest link among those that fit" in planned
+
+
+# --- 11: what README and tutorial print ---
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-run.md"])
+def test_11_every_plan_in_order_in_a_fresh_folder_is_as_printed(page, folder, capsys):
+    """The commands of a page, one after the other: what was configured before does not change what is printed."""
+    (folder / ".git").mkdir()
+    for name in ("gpt.py", "train.py"):
+        shutil.copy(templates.folder() / name, folder)
+    text = (Path(__file__).parent.parent / page).read_text()
+    compared = 0
+    command: list[str] = []
+    for language, block in re.findall(r"^```(sh|text)\n(.*?)^```", text, re.M | re.S):
+        joined = block.replace("\\\n", " ")
+        if language == "text" and joined.startswith("$ shardkit plan"):
+            command = shlex.split(joined.splitlines()[0])[2:]
+            joined = joined.partition("\n")[2]
+        elif language == "sh":
+            for line in joined.splitlines():
+                words = shlex.split(line, comments=True)[1:]
+                if words and words[0] in {"plan", "config"}:
+                    capsys.readouterr()
+                    assert run(words) == 0, line
+                    command = words
+            continue
+        if not command or command[0] != "plan":
+            continue
+        capsys.readouterr()
+        assert run(command) == 0
+        printed = capsys.readouterr().out
+        for part in joined.split("...\n"):
+            assert part.strip() in printed, f"{page}: {part}"
+        compared, command = compared + 1, []
+    assert compared == 1
+
+
+def test_11_there_is_an_install_section_and_claims_have_a_date():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    assert "## Install" in text and "pip install ." in text
+    section = text.partition("## Beside the others")[2]
+    assert section.startswith("\n\nAs of November 2026") and "LitData" in section
