@@ -353,7 +353,7 @@ def test_5_accelerates_own_file_is_mentioned_and_not_read(folder, accelerates_ow
 
 def test_5_the_order_in_which_files_are_looked_for_is_in_the_docs():
     text = (Path(__file__).parent.parent / "docs" / "how-to" / "configure.md").read_text()
-    places = ["--config", "$SHARDKIT_CONFIG", *files.NAMES[:1], files.ACCELERATE_NAMES[-1], "config.yaml"]
+    places = ["--config", "$SHARDKIT_CONFIG", *files.NAMES[:1], files.ACCELERATE_NAMES[-1], "shardkit/config.yaml"]
     section = text.partition("## Which file is used")[2]
     assert section and sorted(section.find(place) for place in places) == [section.find(place) for place in places]
 

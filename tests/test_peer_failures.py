@@ -113,7 +113,7 @@ def test_11_answers_about_tpus_are_real_values():
 
 def test_12_words_of_yaml_and_empty_files():
     assert files.read_text("mixed_precision: no\n").config.mixed_precision == "no"
-    assert refused("") == "shardkit.yaml: is empty; write one with: shardkit config --defaults -o shardkit.yaml"
+    assert refused("") == "shardkit.yaml: is empty; write one with: shardkit config --defaults --force -o shardkit.yaml"
     assert refused("distributed_type: FSPD\n") == (
         "shardkit.yaml:1:19: distributed_type: is not one of the choices (got 'FSPD'); did you mean FSDP?"
     )

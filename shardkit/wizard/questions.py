@@ -29,7 +29,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=defaults.where,
         help_text="What was found on this machine is not asked for. Another machine: the file is written here for "
         "GPUs that are elsewhere. Several machines: each gets the same file, and the launch command is typed on each. "
-        "SLURM: srun types it, once for each machine.",
+        "SLURM: srun runs it once on each machine.",
     ),
     Question(
         key="num_machines",
