@@ -23,7 +23,7 @@ from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
 
 if TYPE_CHECKING:
-    from shardkit.runtime.saving import Session
+    from shardkit.runtime.session import Session
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import atexit
 import uuid
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
-from shardkit.checkpoint.lock import Lock
 from shardkit.checkpoint.read import Loaded, Unfinished
 from shardkit.checkpoint.snapshot import Background
 from shardkit.checkpoint.state import Captured, Live, capture
@@ -20,29 +18,13 @@ from shardkit.checkpoint.write import Prepared, Request
 from shardkit.config import files
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, meeting, progress
-from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime.run import Run
+from shardkit.runtime.session import Session
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class Session:
-    """What saving and loading keep over a run; the Accelerator holds it."""
-
-    control: ControlGroup
-    run_id: str
-    group: Any
-    background: Background | None = None
-    lock: Lock | None = None
-    parent: str | None = None
-    last: Path | None = None
-    """What this run saved last, and has loaded nothing since."""
-    unfinished: Unfinished = field(default_factory=Unfinished)
-    has_told_of_buffers: bool = False
 
 
 def session_of(run: Run) -> Session:
