@@ -334,6 +334,9 @@ class LaunchConfig(Section):
     show: str = "all"
     """Whose output reaches the screen: all, or ranks with commas."""
 
+    start: Annotated[Literal["auto", "fork", "exec"], BeforeValidator(read_word)] = "auto"
+    """How ranks start: fork (from a process that has loaded torch), exec (each a new Python), auto (fork if it can)."""
+
     threads_per_rank: Count = Field(0, ge=0)
     """OMP_NUM_THREADS of every rank; 0: cores divided by ranks on this machine."""
 

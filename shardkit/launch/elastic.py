@@ -1,12 +1,11 @@
 """Starts the ranks through torch elastic, in this process, and stays until the last one has ended.
 
-run(spec)           log folder, ranks, restarts; returns after success, raises what the run ended with
+run(spec)           log folder, torch, ranks, restarts; returns after success, raises what the run ended with
 run_once(spec, ..)  the ranks, once
 start_ranks(..)     torch elastic itself: rendezvous, processes, who failed
 """
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -22,12 +21,13 @@ from pathlib import Path
 from shardkit import env
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, names, records
+from shardkit.launch import diagnosis, names, records, ways
 from shardkit.launch.diagnosis import Outcome
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, headline
 from shardkit.launch.watch import Hang, Watch
+from shardkit.launch.ways import Start
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,18 @@ def run(spec: LaunchSpec) -> Path:
     say(headline(spec, _short(log_dir)))
     began_s = time.monotonic()
     restarts = Restarts(spec.launch.max_restarts)
-    while True:
-        error = run_attempt(spec, log_dir, restarts)
-        if error is None:
-            say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
-            return log_dir
-        restarts.count(error)
-        say(restarts.announcement())
+    with ways.prepared(spec) as start:
+        keep_in_file(logging.getLogger("torch.distributed.elastic"), log_dir / "launcher.log")
+        while True:
+            error = run_attempt(spec, start, log_dir, restarts)
+            if error is None:
+                say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
+                return log_dir
+            restarts.count(error)
+            say(restarts.announcement())
 
 
-def run_attempt(spec: LaunchSpec, log_dir: Path, restarts: Restarts) -> ShardkitError | None:
+def run_attempt(spec: LaunchSpec, start: Start, log_dir: Path, restarts: Restarts) -> ShardkitError | None:
     """None after success; the error where the ranks may be started again; raises it where they may not."""
     with tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -73,7 +75,7 @@ def run_attempt(spec: LaunchSpec, log_dir: Path, restarts: Restarts) -> Shardkit
         )
         output.start()
         try:
-            attempt = run_once(spec, folder, log_dir, restarts.number)
+            attempt = run_once(spec, start, folder, log_dir, restarts.number)
         finally:
             output.close()
         restarts.saw_checkpoint(attempt.committed_step)
@@ -101,18 +103,18 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
     }
 
 
-def run_once(spec: LaunchSpec, folder: Path, log_dir: Path, restart: int) -> Attempt:
+def run_once(spec: LaunchSpec, start: Start, folder: Path, log_dir: Path, restart: int) -> Attempt:
     """Starts the ranks and waits for the last one."""
     watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
     started_s = time.monotonic()
     watch.start()
     try:
         with signals_to(watch):
-            failures = start_ranks(spec, log_dir, restart)
+            codes = start_ranks(spec, start, folder, restart)
     finally:
         watch.close()
-    outcomes = outcomes_of(watch, failures, records.read_errors(folder))
-    return Attempt(outcomes, watch, started_s, bool(failures))
+    outcomes = outcomes_of(watch, codes, records.read_errors(folder))
+    return Attempt(outcomes, watch, started_s, any(codes.values()))
 
 
 @contextlib.contextmanager
@@ -142,67 +144,39 @@ def signals_to(watch: Watch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start_ranks(spec: LaunchSpec, log_dir: Path, restart: int) -> dict[int, int]:
-    """Exit codes of the ranks that failed, by rank, negative for signals; empty after success."""
-    with without_collection():
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def start_ranks(spec: LaunchSpec, start: Start, folder: Path, restart: int) -> dict[int, int]:
+    """Exit codes of this machine's ranks, by rank, negative for signals: 0 for all after success."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    keep_in_file(logging.getLogger("torch.distributed.elastic"), log_dir / "launcher.log")
-    is_alone, meeting = spec.num_machines == 1, spec.rendezvous
-    config = LaunchConfig(
-        min_nodes=spec.num_machines,
-        max_nodes=spec.num_machines,
-        nproc_per_node=spec.ranks_here,
-        run_id=f"shardkit-{restart}",
-        rdzv_backend=meeting.backend,
-        rdzv_endpoint=meeting.endpoint,
-        rdzv_configs=rendezvous_settings(spec),
-        local_addr="localhost" if is_alone else None,
+    from shardkit.launch import rendezvous
+    from shardkit.launch.agent import Agent
+
+    meeting = rendezvous.handler(spec, restart)
+    worker = WorkerSpec(
+        role="default",
+        local_world_size=spec.ranks_here,
+        entrypoint=spec.script,
+        rdzv_handler=meeting,
         max_restarts=0,
-        monitor_interval=0.1,
-        signals_to_handle="SIGQUIT",  # the others are ours: see signals_to
-        logs_specs=DefaultLogsSpecs(),
+        monitor_interval=0.02,
     )
+    agent = Agent(worker, start, folder, restart, spec.launch.max_restarts)
     try:
-        elastic_launch(config, sys.executable)(*spec.command[1:])
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+        agent.run()
     except (RuntimeError, OSError, TimeoutError) as error:
         raise MachineError(_no_meeting(spec, error)) from error
-    return {}
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage collection inside: importing torch makes a million objects that stay, and looking through them again
-    and again is a tenth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
-        if was_on:
-            gc.enable()
+        meeting.shutdown()
+    return agent.exit_codes()
 
 
-def rendezvous_settings(spec: LaunchSpec) -> dict[str, object]:
-    """torch elastic's own settings for the way in which the machines meet."""
-    if spec.rendezvous.backend == "static":
-        return {"rank": spec.machine_rank}
-    return {"is_host": str(spec.machine_rank == 0).lower()} if spec.rendezvous.backend == "c10d" else {}
-
-
-def outcomes_of(watch: Watch, failures: dict[int, int], errors: dict[int, records.RankError]) -> tuple[Outcome, ...]:
-    """What torch elastic, the watch and the ranks themselves know of each rank, put together."""
+def outcomes_of(watch: Watch, codes: dict[int, int], errors: dict[int, records.RankError]) -> tuple[Outcome, ...]:
+    """What their parent, the watch and the ranks themselves know of each rank, put together."""
     outcomes = []
-    others_failed = {code for code in failures.values() if code != -signal.SIGTERM}
-    for rank in sorted({*failures, *watch.ranks, *errors}):
+    others_failed = any(code not in (0, -signal.SIGTERM) for code in codes.values())
+    for rank in sorted({*codes, *watch.ranks, *errors}):
         known = watch.ranks.get(rank)
-        code = failures.get(rank, known.exit_code if known else None)
-        if code is None and known is not None and known.is_gone:
-            code = 0  # torch elastic saw it end, and does not call it a failure
+        code = codes.get(rank)
         outcomes.append(
             Outcome(
                 rank=rank,
@@ -211,7 +185,7 @@ def outcomes_of(watch: Watch, failures: dict[int, int], errors: dict[int, record
                 ended_s=known.ended_s if known else None,
                 error=errors.get(rank),
                 was_killed=(known is not None and known.place.pid in watch.killed)
-                or (code == -signal.SIGTERM and bool(others_failed)),
+                or (code == -signal.SIGTERM and others_failed),
                 phase=known.place.phase if known else "",
                 step=known.place.step if known else 0,
             )
