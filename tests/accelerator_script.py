@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import torch
 
@@ -28,6 +29,8 @@ while loader.epoch < 2:
             optimizer.zero_grad()
         if accelerator.sync_gradients and accelerator.counters.step == stop_at and accelerator.process_index == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
+        if accelerator.counters.step >= stop_at:
+            time.sleep(0.8)  # ranks agree within about a second
 accelerator.save(dict(model.named_parameters()), f"{folder}/weights.safetensors")
 accelerator.print(f"trained {accelerator.counters.step} steps, {accelerator.counters.samples_seen} samples")
 accelerator.end_training()

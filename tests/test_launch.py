@@ -179,7 +179,7 @@ def test_a_signal_ends_in_one_save_at_the_same_step_everywhere(tmp_path, to):
     saved = re.findall(r"saving (\d+)", launched.text())
     assert len(saved) == 2
     assert len(set(saved)) == 1
-    assert "told to stop; the state is saved" in launched.text()
+    assert f"launch: told to stop after step {saved[0]}." in launched.text()
 
 
 @pytest.mark.fault_row(33)

@@ -48,7 +48,7 @@ def test_the_examples_run_in_one_process(tmp_path: Path):
     script.write_text("import torch\nimport torch.nn as nn\nfrom shardkit import fsdp\n" + "".join(EXAMPLES.values()))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["torch.float32", "DTensor"]
+    assert done.stdout.split() == ["torch.float32", "ShardedParameter"]
     assert "TransformerBlock.__init__ does not call super().__init__()" in done.stderr
 
 

@@ -96,9 +96,9 @@ def end(accelerator: "Accelerator") -> None:
     from shardkit.runtime import saving
 
     saving.close(accelerator)
-    if accelerator.watch is not None:
-        accelerator.watch.close()
     wait_for_everyone()
+    if accelerator.watch is not None:
+        accelerator.watch.close()  # not before: a rank that is behind may wait at a boundary for all to answer
     if measure.is_asked_for():
         measure.report(accelerator, accelerator.started_bytes)
     progress.pause("done", accelerator.counters.step)

@@ -5,14 +5,20 @@ import os
 import torch.distributed as dist
 
 from shardkit.distributed import progress
+from shardkit.distributed.watch import Watch
+from shardkit.errors import Preempted
 from shardkit.runtime import preemption
+from shardkit.runtime.same_modules import noticed_late
 
 dist.init_process_group("gloo")
 preemption.install()
+watch = Watch(preemption.is_requested_here, noticed_late)
 print(f"pid {os.getpid()} of rank {dist.get_rank()}")
 for step in range(10**9):
     progress.post("step", step)
     dist.barrier()
     if step == 2:
         print("step 2")
-    preemption.stop_if_requested(lambda step=step: print(f"saving {step}"))
+    if watch.pass_boundary():
+        print(f"saving {step}")
+        raise Preempted(f"launch: told to stop after step {step}.")
