@@ -47,7 +47,8 @@ RANDOM = """
 import random, os, uuid
 import numpy, torch
 from pathlib import Path
-Path(os.environ["RANK"]).write_text(repr([random.random(), numpy.random.rand(), str(uuid.uuid4())]))
+drawn = [random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed(), str(uuid.uuid4())]
+Path(os.environ["RANK"]).write_text(repr(drawn))
 """
 
 

@@ -236,7 +236,7 @@ def _become_rank(
         bootstrap.die_with(launcher)
         env.replace(variables)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        forget_random_state()
+        forget_random_state(taken.modules)
         sys.orig_argv = python_command(bootstrap.__name__, arguments)
         sys.meta_path.insert(0, Preloaded(taken, sys.orig_argv))
         code = bootstrap.main(arguments)
@@ -249,8 +249,9 @@ def _become_rank(
         os._exit(1)
 
 
-def forget_random_state() -> None:
+def forget_random_state(modules: Mapping[str, Any]) -> None:
     """Each rank has random numbers of its own, as a fresh interpreter has; Python's `random` sees to that itself."""
+    modules["torch"].default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
