@@ -144,3 +144,8 @@ def test_a_fork_that_was_asked_for_and_cannot_be_is_refused(tmp_path):
         "launch: start: the ranks cannot be forked: train.py or a module beside it sets OMP_NUM_THREADS" in done.stderr
     )
     assert launch(tmp_path, "-n", "1", "train.py").returncode == 0
+
+
+def test_what_a_library_has_opened_or_started_is_found():
+    assert forking.why_not_with_torch(forking.count_threads()) is None
+    assert "has started threads" in (forking.why_not_with_torch(forking.count_threads() - 1) or "")

@@ -82,14 +82,25 @@ def why_not_now(folder: Path, expected_threads: int) -> str | None:
     hidden = hidden_by(folder)
     if hidden:
         return f"{hidden[0]} beside the script has the name of a module that the launcher has loaded"
-    if count_threads() > expected_threads:
-        return "a library that torch loads has started threads, which a forked process would miss"
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is not None and cuda.is_initialized():
-        return "CUDA is in use already, and does not work in a forked process"
     if not (adopt_orphans(True) and adopt_orphans(False)):
         return "the kernel does not let the launcher adopt its ranks"
-    return None
+    return why_not_with_torch(expected_threads)
+
+
+def why_not_with_torch(expected_threads: int) -> str | None:
+    """What the libraries of this process have done that a fork would break; None where nothing."""
+    if count_threads() > expected_threads:
+        return "a library that torch loads has started threads, which a forked process would miss"
+    devices = open_devices()
+    return f"{devices[0]} is in use already, which does not work in a forked process" if devices else None
+
+
+def open_devices() -> list[str]:
+    """Accelerators that this process has opened, as CUDA's and ROCm's drivers do when they are first used."""
+    with suppress(OSError):
+        links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+        return sorted(link for link in links if link.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")))
+    return []
 
 
 def adopt_orphans(is_wanted: bool) -> bool:
@@ -103,11 +114,13 @@ def adopt_orphans(is_wanted: bool) -> bool:
 class Template:
     """The process that ranks are forked from, until `close`. Only for a process without threads of its own."""
 
-    def __init__(self, modules: Sequence[str], before: Before) -> None:
+    def __init__(self, modules: Sequence[str], before: Before, expected_threads: int) -> None:
         """`modules`: what ranks will import anyway; loaded in the template, beside the launcher's own work.
 
         `before`: how this process was before it loaded torch, and how a rank is before its script does.
+        `expected_threads`: see `why_not_now`.
         """
+        self._problem: str | None = "not known yet"
         ours, its = socket.socketpair()
         launcher = os.getpid()
         sys.stdout.flush()
@@ -115,22 +128,29 @@ class Template:
         self.pid = fork()
         if self.pid == 0:
             ours.close()
-            _serve(its, launcher, modules, before)
+            _serve(its, launcher, modules, before, expected_threads)
         its.close()
         self._stream = ours.makefile("rwb")
         ours.close()
 
+    def problem(self) -> str | None:
+        """Why no rank can be forked after all, now that the modules are loaded; None where it can be."""
+        if self._problem == "not known yet":
+            self._problem = self._read()["problem"]
+        return self._problem
+
     def start(self, arguments: Sequence[str], shared: Mapping[str, str], own: Sequence[Mapping[str, str]]) -> list[int]:
         """The processes of ranks that run these bootstrap arguments, each with the shared variables and its own.
 
-        They are children of this process. Raises MachineError where they could not be forked; then there are none.
+        For after `problem` was None. They are children of this process. Raises MachineError where they could not be
+        forked; then there are none.
         """
         request = {"arguments": list(arguments), "shared": dict(shared), "own": [dict(one) for one in own]}
         adopt_orphans(True)  # the ranks and nobody else: what a rank leaves behind is none of ours
         try:
             self._stream.write(json.dumps(request).encode() + b"\n")
             self._stream.flush()
-            answer = json.loads(self._stream.readline() or b'{"problem": "the process they are forked from has died"}')
+            answer = self._read()
         except OSError as error:
             answer = {"problem": error.strerror}
         finally:
@@ -141,6 +161,9 @@ class Template:
                 "give the machine room for them, or try --start exec."
             )
         return list(answer["pids"])
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self._stream.readline() or b'{"problem": "the process they are forked from has died"}')
 
     def close(self) -> None:
         """End the template. Ranks are not affected."""
@@ -175,7 +198,9 @@ def fork() -> int:
         return os.fork()
 
 
-def _serve(connection: socket.socket, launcher: int, modules: Sequence[str], before: Before) -> NoReturn:
+def _serve(
+    connection: socket.socket, launcher: int, modules: Sequence[str], before: Before, expected_threads: int
+) -> NoReturn:
     try:
         os.setsid()  # Ctrl-C in a terminal goes to the launcher alone
         bootstrap.die_with(launcher)
@@ -183,6 +208,8 @@ def _serve(connection: socket.socket, launcher: int, modules: Sequence[str], bef
         for module in modules:
             with suppress(Exception):  # the rank that needs it says what is wrong
                 importlib.import_module(module)
+        greeting = {"problem": why_not_with_torch(expected_threads)}
+        connection.sendall(json.dumps(greeting).encode() + b"\n")
         taken = preloaded.take_out(before)
         gc.freeze()  # else the first collection in every rank writes to, and so copies, all pages of torch's objects
         stream = connection.makefile("rb")

@@ -32,20 +32,35 @@ Start = Callable[[Sequence[Mapping[str, str]]], Sequence[Process]]
 def prepared(spec: LaunchSpec) -> Iterator[Start]:
     """How to start ranks, any number of times; inside, torch is loaded, with the variables that the ranks will have."""
     env.update(spec.environment)
-    reason = "" if spec.launch.start == "exec" else forking.why_not(spec.script, spec.is_module, spec.device)
     before = preloaded.before()
+    reason = "" if spec.launch.start == "exec" else forking.why_not(spec.script, spec.is_module, spec.device)
     expected_threads = load_torch()
-    folder = preloaded.folder_of(spec.script, spec.is_module)
-    if reason is None and (reason := forking.why_not_now(folder, expected_threads)) is None:
-        template = forking.Template(modules_of(spec), before)
-        try:
-            yield lambda own: [forking.Forked(pid) for pid in template.start(spec.rank_arguments, env.copy(), own)]
-        finally:
-            template.close()
+    if reason is None:
+        reason = forking.why_not_now(preloaded.folder_of(spec.script, spec.is_module), expected_threads)
+    if reason is not None:
+        refuse_if_asked_for(spec, reason)
+        yield lambda own: start_each(spec.command, own)
         return
+    template = forking.Template(modules_of(spec), before, expected_threads)
+    try:
+        yield lambda own: start_forked(spec, template, own)
+    finally:
+        template.close()
+
+
+def refuse_if_asked_for(spec: LaunchSpec, reason: str) -> None:
+    """Raises MachineError where the ranks were to be forked, whatever it takes."""
     if spec.launch.start == "fork":
         raise MachineError(f"launch: start: the ranks cannot be forked: {reason}; give --start auto or exec.")
-    yield lambda own: start_each(spec.command, own)
+
+
+def start_forked(spec: LaunchSpec, template: forking.Template, own: Sequence[Mapping[str, str]]) -> Sequence[Process]:
+    """Every rank forked from the template, or a Python of its own if it turns out that it cannot be."""
+    reason = template.problem()
+    if reason is not None:
+        refuse_if_asked_for(spec, reason)
+        return start_each(spec.command, own)
+    return [forking.Forked(pid) for pid in template.start(spec.rank_arguments, env.copy(), own)]
 
 
 def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list[Process]:
