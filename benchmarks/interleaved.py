@@ -91,8 +91,8 @@ def _version(package: str) -> str | None:
 
 
 def table(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio], unit: str = "ms") -> str:
-    """Medians with their quartiles, then ratios with their intervals; `unit` is ms or s, of values in seconds."""
-    factor = {"ms": 1000.0, "s": 1.0}[unit]
+    """Medians with their quartiles, then ratios with their intervals; `unit` is us, ms or s, of values in seconds."""
+    factor = {"us": 1e6, "ms": 1000.0, "s": 1.0}[unit]
     lines = []
     for name, values in measured.items():
         own = spread(values)

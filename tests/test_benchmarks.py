@@ -37,6 +37,19 @@ def test_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_boundary(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "benchmarks.boundary", "--ranks", "2", "--boundaries=3", "--rounds=2")
+    assert set(result["2"]["rounds"]) == {"beside", "asked", "all-reduce"}
+
+
+@pytest.mark.slow
+def test_optimizer(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "benchmarks.optimizer", "--tensors", "4", "--rounds=2")
+    for what in ("first", "later"):
+        assert {"shardkit", "kernels alone"} <= set(result["4"][what]["rounds"])
+
+
+@pytest.mark.slow
 def test_startup(tmp_path: Path) -> None:
     found = result_of(tmp_path, "benchmarks.startup", "--group", "launch", "--rounds", "1")["launch"]
     assert "shardkit launch" in found["rounds"]

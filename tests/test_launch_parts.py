@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -391,6 +392,10 @@ def test_the_words_for_a_failure():
     assert "  saved    step 5; --resume auto goes on from it" in saved
     out_of_memory = diagnosis.diagnose([Outcome(0, exit_code=1, error=error(0, kind="OutOfMemoryError"))])
     assert "  next     shardkit plan shows" in diagnosis.render(out_of_memory, 0.0, "runs/x")
+    message = "aten.mm: got mixed torch.Tensor and DTensor, need to convert all"
+    mixed = Outcome(0, exit_code=1, error=replace(error(0), message=message))
+    text = diagnosis.render(diagnosis.diagnose([mixed]), 0.0, "runs/x")
+    assert "accelerator.register_forward_method(model, name)" in text
     assert diagnosis.signal_name(9) == "SIGKILL"
     assert diagnosis.signal_name(77) == "signal 77"
 

@@ -6,10 +6,9 @@ from typing import Literal
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardkit.distributed import collectives, control
-from shardkit.distributed.tensors import clean_name, unwrapped
+from shardkit.distributed.tensors import clean_name, is_dtensor, unwrapped
 from shardkit.errors import UsageError
 
 Reduction = Literal["mean", "rank0"]
@@ -48,7 +47,7 @@ def _plain_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     if not isinstance(model, nn.Module):
         raise UsageError(f"reduce_buffers: not a model (got {type(model).__name__}); give what prepare() returned.")
     found = {clean_name(name): buffer for name, buffer in unwrapped(model).named_buffers()}
-    return {name: b for name, b in found.items() if not isinstance(b, DTensor) and not b.is_meta and b.numel()}
+    return {name: b for name, b in found.items() if not is_dtensor(b) and not b.is_meta and b.numel()}
 
 
 def _has_mean(buffer: torch.Tensor) -> bool:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from shardkit.distributed import control
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 
 
@@ -110,7 +110,7 @@ def wait_for_everyone() -> None:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     """`data`, with the same structure, and `function` applied to each tensor in it. Other leaves: UsageError."""
     if isinstance(data, torch.Tensor):
-        return function(data.full_tensor() if isinstance(data, DTensor) else data)
+        return function(data.full_tensor() if is_dtensor(data) else data)
     if isinstance(data, Mapping):
         items = {key: map_tensors(function, value) for key, value in data.items()}
         return items if type(data) is dict else _rebuilt(data, items)

@@ -1,14 +1,34 @@
-"""Models and tensors that torch has wrapped: what is inside, and which part of it this rank holds."""
+"""Models and tensors that torch has wrapped: what is inside, and which part of it this rank holds.
 
-from typing import Any
+torch's DTensor and FSDP take half a second to import, so nothing here does before it is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Wrappers that torch puts into module names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether the value is a DTensor; there is none before torch's module is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(value, getattr(module, "DTensor", ()))
+
+
+def is_fsdp(value: Any) -> bool:
+    """Whether the value is the module of a unit of FSDP2; there is none before torch's module is imported."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return isinstance(value, getattr(module, "FSDPModule", ()))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -30,14 +50,14 @@ def clean_name(name: str) -> str:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, a plain one as it is; shares its memory, and not its graph."""
     with torch.no_grad():  # else every call would build an autograd node
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def local_rows(tensor: DTensor) -> slice:
     """Which rows of the whole tensor this rank holds: dim 0 in equal chunks, the last ones shorter or empty."""
     start, stop = 0, tensor.shape[0]
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
+        if placement.is_shard():
             chunk = -(-tensor.shape[0] // tensor.device_mesh.size(axis))
             start = min(chunk * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
             stop = min(start + chunk, tensor.shape[0])
@@ -46,6 +66,8 @@ def local_rows(tensor: DTensor) -> slice:
 
 def sharded_like(part: torch.Tensor, like: Any) -> DTensor:
     """This rank's part as a tensor that is sharded as `like` is. No communication; shares the part's memory."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -110,17 +110,32 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int
     after = f", after {outcome.time_s - started_s:.1f} s" if outcome.time_s < float("inf") else ""
     step = f", at step {outcome.step} in {outcome.phase}" if outcome.phase not in {"", "starting"} else ""
     first, *more = diagnosis.cause.split("\n")
+    next_step = _next_step(outcome.error)
     lines = [f"launch: rank {diagnosis.rank} failed first: {first}{where}{after}{step}."]
     lines += [f"    {line}" for line in more]
     if diagnosis.others:
         lines.append(f"  then     {'; '.join(diagnosis.others[:4])}{_and_more(len(diagnosis.others) - 4)}")
     if saved_step >= 0:
         lines.append(f"  saved    step {saved_step}; --resume auto goes on from it")
-    if outcome.error is not None and outcome.error.kind == "OutOfMemoryError":
-        lines.append("  next     shardkit plan shows what takes the memory, and what each change would give back")
+    if next_step:
+        lines.append(f"  next     {next_step}")
     lines.append(f"  logs     {log_dir}/rank{diagnosis.rank}.log, and those of the others beside it")
     lines.append(f"  exit     {diagnosis.exit_code}")
     return "\n".join(lines)
+
+
+def _next_step(error: RankError | None) -> str:
+    """What to do about an error of torch that does not say so itself; empty where nothing is known."""
+    if error is None:
+        return ""
+    if error.kind == "OutOfMemoryError":
+        return "shardkit plan shows what takes the memory, and what each change would give back"
+    if "got mixed torch.Tensor and DTensor" in error.message:
+        return (
+            "a sharded parameter met a plain tensor: call the model by its forward, or name the method that uses its "
+            "parameters in accelerator.register_forward_method(model, name); p.full_tensor() gives a whole copy"
+        )
+    return ""
 
 
 def _is_own_failure(outcome: Outcome) -> bool:

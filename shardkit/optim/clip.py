@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
-from shardkit.distributed.tensors import local_part
+from shardkit.distributed.tensors import is_dtensor, local_part
 
 
 @torch.no_grad()
@@ -80,16 +79,16 @@ def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.devi
 
 def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
     """The ranks that hold the other parts of this gradient."""
-    if isinstance(gradient, DTensor):
+    if is_dtensor(gradient):
         for axis, placement in enumerate(gradient.placements):
-            if isinstance(placement, Shard):
+            if placement.is_shard():
                 return gradient.device_mesh.get_group(axis)
     return None
 
 
 def _mesh_device(gradient: torch.Tensor) -> torch.device:
     """Where the ranks that share the gradient talk: an offloaded one lies on the CPU, where NCCL does not reach."""
-    kind = gradient.device_mesh.device_type if isinstance(gradient, DTensor) else gradient.device.type
+    kind = gradient.device_mesh.device_type if is_dtensor(gradient) else gradient.device.type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 

@@ -17,13 +17,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_rows, sharded_like
+from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
 from shardkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -54,7 +56,7 @@ class Stepper(Protocol):
 
 def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
     """How this optimizer steps on the parameters that it has now. UsageError where it cannot."""
-    is_sharded = any(isinstance(p, DTensor) for p in _parameters(optimizer))
+    is_sharded = any(is_dtensor(p) for p in _parameters(optimizer))
     _refuse(optimizer)
     choose_kernels(optimizer)
     if is_sharded and kind_of(optimizer) in ELEMENTWISE:
@@ -71,7 +73,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
-    has_parts = any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in _parameters(optimizer))
+    has_parts = any(is_dtensor(p) and p.device_mesh.size() > 1 for p in _parameters(optimizer))
     if has_parts and isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "prepare: LBFGS treats all parameters as one vector, which no rank holds (got sharded parameters); use "
@@ -142,7 +144,7 @@ class LocalStep:
         for parameter in parameters:
             part = known.get(id(parameter))
             if part is None or part.local is not part.parameter._local_tensor:
-                if not isinstance(parameter, DTensor):
+                if not is_dtensor(parameter):
                     found.append(parameter)
                     continue
                 part = known[id(parameter)] = _Part(parameter, parameter._local_tensor)
@@ -193,7 +195,7 @@ class LocalStep:
         self._is_ahead = False
 
     def _part_of_state(self, value: Any) -> Any:
-        if not isinstance(value, DTensor):
+        if not is_dtensor(value):
             return value
         pair = self._pairs.get(id(value))
         if pair is None or pair[1] is not value:
@@ -260,7 +262,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
 
 def _like_parameter(gradient: torch.Tensor, parameter: Any) -> DTensor:
     """The gradient, sharded as its parameter is."""
-    if not isinstance(gradient, DTensor):
+    if not is_dtensor(gradient):
         raise UsageError(
             f"optimizer step: the gradient of a sharded parameter of shape {tuple(parameter.shape)} is a plain tensor "
             f"(got shape {tuple(gradient.shape)}); set gradients that are sharded as the parameter is."
@@ -299,7 +301,7 @@ class WholeStep:
         self._optimizer.step()
         with torch.no_grad():
             for parameter, value in whole.items():
-                if isinstance(parameter, DTensor):
+                if is_dtensor(parameter):
                     local = local_part(parameter)
                     local.copy_(value[local_rows(parameter)].reshape(local.shape))
                 if value in own:
@@ -308,11 +310,11 @@ class WholeStep:
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter with its gradient, whole; a plain one as it is. Collective where it is sharded."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return parameter
     with torch.no_grad():
         value = parameter.full_tensor().detach()
-        value.grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        value.grad = parameter.grad.full_tensor() if is_dtensor(parameter.grad) else parameter.grad
     return value
 
 

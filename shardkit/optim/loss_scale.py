@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from shardkit.config.schema import Config
-from shardkit.distributed.tensors import local_part
+from shardkit.distributed.tensors import is_dtensor, local_part
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -25,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         parts: Any = _Parts([{"params": [_part(p) for p in parameters]}])
         found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
-        if any(isinstance(p, DTensor) for p in parameters):  # whole gradients are the same on every rank
+        if any(is_dtensor(p) for p in parameters):  # whole gradients are the same on every rank
             for value in found.values():
                 dist.all_reduce(value, dist.ReduceOp.MAX)
         return found
@@ -40,7 +39,7 @@ class _Parts:
 
 def _part(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor whose gradient is this rank's part of the parameter's, in the same memory."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return parameter
     part = local_part(parameter).detach()
     part.grad = None if parameter.grad is None else local_part(parameter.grad)

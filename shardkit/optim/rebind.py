@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_rows, sharded_like, unwrapped
+from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like, unwrapped
 from shardkit.errors import ModelError
 from shardkit.optim.local_step import needs_whole_tensors
 
@@ -74,7 +73,7 @@ def _moved_state(
 
 def _like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """The value where and as the parameter is: this rank's rows of it, without communication."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return value.to(parameter.device)
     local = local_part(parameter)
     mine = value[local_rows(parameter)].detach().clone().to(local.device)

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardkit.config.schema import Config, DistributedType
 from shardkit.data import loader as data
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import buffers, collectives, process
 from shardkit.distributed.seed import set_seed
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.tensors import is_fsdp, unwrapped
 from shardkit.distributed.watch import Watch
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
@@ -42,7 +41,7 @@ from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
-from shardkit.sharding import fsdp_unit, gradient_sync, precision
+from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding.mesh import build_mesh
 
 __all__ = ["Accelerator", "ProjectConfiguration"]
@@ -203,7 +202,9 @@ class Accelerator:
         for name in names:
             if not callable(getattr(model, name, None)):
                 raise UsageError(f"register_forward_method: {type(model).__name__} has no method {name}.")
-            if isinstance(model, FSDPModule):
+            if is_fsdp(model):
+                from shardkit.sharding import fsdp_unit
+
                 fsdp_unit.enter_by(model, name)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

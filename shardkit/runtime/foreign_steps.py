@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardkit.errors import UsageError
 from shardkit.runtime.accumulate import Accumulation
-from shardkit.sharding.parameters import ReleasedParameter
+from shardkit.sharding.released import ReleasedParameter
 
 _runs: WeakSet[Accumulation] = WeakSet()
 

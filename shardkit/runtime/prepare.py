@@ -17,8 +17,7 @@ from shardkit.optim import rebind
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.sharding import precision
-from shardkit.sharding.parallelize import at_end_of_backward, parallelize
-from shardkit.sharding.parameters import ReleasedParameter
+from shardkit.sharding.released import ReleasedParameter
 
 if TYPE_CHECKING:
     from shardkit.runtime.accelerator import Accelerator
@@ -101,6 +100,8 @@ def _kinds(objects: Sequence[Any]) -> list[Kind]:
 def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | None) -> nn.Module:
     if any(model is known for known in accelerator.models):
         return model
+    from shardkit.sharding.parallelize import at_end_of_backward, parallelize
+
     names = rebind.ParameterNames.of(model)
     path = None if weights is None else Path(weights)
     precision.autocast_forward(model, accelerator.config, accelerator.device)

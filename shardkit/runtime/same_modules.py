@@ -7,7 +7,7 @@ from torch import nn
 from shardkit.distributed.control import ControlGroup, ranks_text
 from shardkit.errors import ModelError
 from shardkit.sharding.ddp import Replica
-from shardkit.sharding.fsdp_unit import trace_of
+from shardkit.sharding.trace import trace_of
 
 # So many steps are checked before the optimizer steps; then ranks compare beside training (`distributed/watch.py`).
 CHECKED_STEPS = 2

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
@@ -22,6 +21,7 @@ from shardkit.config import files
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, meeting, progress
 from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 
@@ -367,7 +367,7 @@ def get_state_dict(accelerator: "Accelerator", model: torch.nn.Module) -> dict[s
     """The model's whole state dict in host memory, on rank 0; empty elsewhere. Collective: tensor by tensor."""
     whole: dict[str, Any] = {}
     for name, tensor in state.model_tensors(model).items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if is_dtensor(tensor) else tensor
         if accelerator.process.rank == 0:
-            whole[name] = full.cpu() if isinstance(tensor, DTensor) else full.detach().cpu().clone()
+            whole[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
     return whole

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed.process import Process
-from shardkit.distributed.tensors import local_part, unwrapped
+from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
 from shardkit.runtime.settings import value_of
 from shardkit.sharding import precision
 
@@ -78,7 +77,7 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     here = sum(local_part(parameter).numel() for parameter in parameters)
     frozen_text = f", {frozen / total:.1%} frozen" if frozen else ""
     rows = [("model", f"{class_name(inner)}: {count(total)} parameters{frozen_text}; {count(here)} on this rank")]
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
         rows.append(("units", ", ".join(unit_texts(model))))
     tied = tied_groups(inner)
     if tied:
@@ -90,7 +89,7 @@ def unit_texts(model: nn.Module) -> list[str]:
     """FSDP units of a model, equal ones together: ["4 x Block (0.8M)", "root (1.2M)"]."""
     units = Counter[tuple[str, int]]()
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             size = sum(parameter.numel() for parameter in _owned(module))
             units[class_name(module) if name else "root", size] += 1
     ordered = sorted(units.items(), key=lambda unit: (unit[0][0] == "root", -unit[1]))
@@ -102,7 +101,7 @@ def unit_texts(model: nn.Module) -> list[str]:
 
 def _owned(unit: Any) -> Iterator[nn.Parameter]:
     """Parameters of the unit, without those of units inside."""
-    below: list[Any] = [module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule)]
+    below: list[Any] = [module for module in unit.modules() if module is not unit and is_fsdp(module)]
     inside = {id(parameter) for module in below for parameter in module.parameters()}
     return (parameter for parameter in unit.parameters() if id(parameter) not in inside)
 
@@ -118,7 +117,7 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 def class_name(module: Any) -> str:
     """The class as the user knows it: FSDP2 puts a class of its own in front."""
     name = type(module).__name__
-    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
+    return name.removeprefix("FSDP") if is_fsdp(module) else name
 
 
 def _precision(config: Config, models: Sequence[nn.Module]) -> str:

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.errors import ModelError
-from shardkit.sharding import fsdp_unit, parameters, precision, units
+from shardkit.sharding import fsdp_unit, hooks, parameters, precision, released, units
 from shardkit.sharding.gradient_sync import GradientMean, attach
+from shardkit.sharding.precision import Precision
+from shardkit.sharding.sharded_parameter import ShardedParameter
+from shardkit.sharding.trace import Trace
 
 
 def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
@@ -34,9 +37,9 @@ def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, of
         elsewhere = {p for p in unit.module.parameters() if managed.get(id(p), unit.fqn) != unit.fqn}
         _make_contiguous(unit.parameters.values())
         if unit.keeps_dtype:
-            policy = precision.apart_policy(mixed, _dtype_of(unit))
+            policy = _apart_policy(mixed, _dtype_of(unit))
         else:
-            policy = precision.unit_policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
+            policy = _policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
         unit.module.register_forward_hook(lambda module, args, output: fsdp_unit.without_views(output))
         fully_shard(
             unit.module,
@@ -47,11 +50,30 @@ def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, of
             offload_policy=offload_policy,
             ignored_params=left_out | elsewhere,
         )
-        parameters.release(unit.parameters)
+        released.release(unit.parameters)
     modules = [unit.module for unit in cut.units if isinstance(unit.module, FSDPModule)]
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
         reduce_unused(modules[-1])
+
+
+def _policy(mixed: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The policy of a unit with parameters of this dtype: gathered in the compute dtype, gradients reduced in theirs.
+
+    Only the root casts its outputs, so that what passes between blocks stays in the compute dtype.
+    """
+    return MixedPrecisionPolicy(
+        param_dtype=mixed.param,
+        reduce_dtype=precision.reduce_dtype(mixed.reduce, mixed.param or dtype),
+        output_dtype=mixed.output if is_root else None,
+    )
+
+
+def _apart_policy(mixed: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The policy of a unit that keeps its dtype: inputs cast to it, outputs back to the compute dtype around it."""
+    if mixed.param is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=mixed.param)
 
 
 @dataclass(frozen=True)
@@ -74,10 +96,10 @@ def finish(model: nn.Module, cut: units.Cut, carried: Carried, config: Config, c
     """What comes last, when every parameter has its values: see `fsdp_unit` and `parameters`."""
     for fqn, attributes in carried.attributes.items():
         parameter = model.get_parameter(fqn)
-        parameter.__class__ = parameters.ShardedParameter  # type: ignore[assignment]
+        parameter.__class__ = ShardedParameter  # type: ignore[assignment]
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
-            fsdp_unit.hook_whether_trained(parameter, hook)
+            hooks.hook_whether_trained(parameter, hook)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)
     means = GradientMean(cut.replicated.values(), config.shardkit.ddp_find_unused_parameters)
@@ -86,7 +108,7 @@ def finish(model: nn.Module, cut: units.Cut, carried: Carried, config: Config, c
         fsdp_unit.at_end_of_backward(model, means.parameters, partial(_reduce_replicated, means, shared))
 
 
-def _reduce_replicated(means: GradientMean, trace: fsdp_unit.Trace) -> None:
+def _reduce_replicated(means: GradientMean, trace: Trace) -> None:
     trace.add(*means.used())
     means.reduce()
 

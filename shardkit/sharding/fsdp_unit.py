@@ -9,7 +9,7 @@ torch's own behaviour suits one loop: forward, backward, step. Here, for every l
 - A unit may be entered through any of its modules: `model.embed(x)`, `model.loss(x)`, `peft_model.generate(...)`.
 - Gradients are reduced whatever forward returned: torch relies on hooks on the output's tensors.
 - A gradient of a gradient may be taken: parameters stay until the last backward.
-- What was gathered and reduced is recorded, so that ranks which used different modules are found (`Trace`).
+- What was gathered and reduced is recorded, so that ranks which used different modules are found (`trace.py`).
 
 This is the only file that uses private parts of FSDP2. Read on torch 2.11 to 2.13.
 """
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -33,16 +32,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardkit.errors import UsageError
-
-
-@dataclass
-class Trace:
-    """What a model's units have done, as one number; equal on ranks that used the same modules in the same order."""
-
-    value: int = 0
-
-    def add(self, *event: int) -> None:
-        self.value = hash((self.value, *event))
+from shardkit.sharding.hooks import hook_weakly, is_in_backward
+from shardkit.sharding.trace import Trace, attach
 
 
 @dataclass
@@ -203,6 +194,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda pa
             group.__class__ = UnitGroup
             group._state, group._number = state, number
             group._on_gathered = _Once(state, on_gathered)
+    attach(model, shared.trace)
     return shared.trace
 
 
@@ -401,11 +393,6 @@ def at_end_of_backward(model: nn.Module, parameters: Iterable[nn.Parameter], cal
         hook_weakly(parameter, root._gradient_arrived)
 
 
-def trace_of(model: nn.Module) -> Trace | None:
-    """What the units of the model have done so far; None where it has none."""
-    return _root_of(model)._pass.trace if isinstance(model, FSDPModule) else None
-
-
 def _root_of(model: nn.Module) -> Any:
     return model._get_fsdp_state()  # type: ignore[operator]
 
@@ -437,33 +424,6 @@ def parameters_of(model: nn.Module) -> Iterator[FSDPParam]:
 def is_gathered_once(parameter: FSDPParam) -> bool:
     """Whether its gathered form exists; the memory behind it may be freed."""
     return hasattr(parameter, "_unsharded_param")
-
-
-def is_in_backward() -> bool:
-    """Whether this runs inside a backward pass, as the recomputation of an activation does."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call the hook when a gradient has been added to the parameter, also where it is frozen now and trained later."""
-    is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch registers it on nothing else
-    parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_trained)
-
-
-def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
-    """As `hook_whether_trained`, with a method whose object the hook does not keep alive.
-
-    The garbage collector does not see what such hooks refer to, so a cycle through one would never be freed.
-    """
-    reference = WeakMethod(method)
-
-    def hook(gradient_of: torch.Tensor) -> None:
-        if (alive := reference()) is not None:
-            alive(gradient_of)
-
-    hook_whether_trained(parameter, hook)
 
 
 def _has_gradient(parameter: FSDPParam) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
-from shardkit.sharding import fsdp_unit
+from shardkit.sharding import hooks
 
 # Gradients are packed into buffers of this size (DDP's own default), so that reducing takes little memory.
 BUCKET_BYTES = 25 << 20
@@ -97,7 +97,7 @@ class EndOfBackward:
         self._arrived: list[torch.Tensor] = []
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
-                fsdp_unit.hook_weakly(parameter, self._note)
+                hooks.hook_weakly(parameter, self._note)
 
     def _note(self, parameter: torch.Tensor) -> None:
         number = torch._C._current_graph_task_id()  # a new number each time, so that an aborted pass leaves no trace
@@ -108,7 +108,7 @@ class EndOfBackward:
 
     def has_broken_off(self) -> bool:
         """Whether an exception ended the last backward before it was over."""
-        return self._pass != -1 and not fsdp_unit.is_in_backward()
+        return self._pass != -1 and not hooks.is_in_backward()
 
     def _end(self) -> None:
         arrived, self._arrived, self._pass = self._arrived, [], -1
@@ -151,7 +151,7 @@ def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
             stack.enter_context(_set(means, "sync", enabled))
         if isinstance(model, DistributedDataParallel):
             stack.enter_context(_set(model, "require_backward_grad_sync", enabled))
-        for group in fsdp_unit.groups_of_model(model):
+        for group in _groups_of(model):
             stack.enter_context(_set(group, "reduce_grads", enabled))
             stack.enter_context(_set(group, "all_reduce_grads", enabled))
         yield
@@ -160,24 +160,33 @@ def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
 def deferred(model: nn.Module) -> AbstractContextManager[None]:
     """For micro-batches before a window's last: DDP exchanges nothing; FSDP still reduces to its shards, or every rank
     would hold a whole model's gradients, but replicas wait with theirs."""
-    return _without_all_reduce(model) if isinstance(model, FSDPModule) else _synced(model, enabled=False)
+    return _without_all_reduce(model) if is_fsdp(model) else _synced(model, enabled=False)
 
 
 def finish_deferred(model: nn.Module) -> None:
     """Exchange what `deferred` has left on each rank, where no further micro-batch comes. Collective."""
     if isinstance(model, DistributedDataParallel):
         take_mean_([p for p in model.module.parameters() if p.requires_grad], model.find_unused_parameters)
-    if any(group._partial_reduce_output is not None for group in fsdp_unit.groups_of_model(model)):
+    if any(group._partial_reduce_output is not None for group in _groups_of(model)):
         raise UsageError(
             "optimizer step: the loop was left in the middle of a window of micro-batches, and replicas of a hybrid "
             "strategy have not exchanged its gradients; let the window end before you step."
         )
 
 
+def _groups_of(model: nn.Module) -> list[Any]:
+    """The parameter groups of the model's units, if it has any."""
+    if not any(map(is_fsdp, model.modules())):
+        return []
+    from shardkit.sharding import fsdp_unit
+
+    return fsdp_unit.groups_of_model(model)
+
+
 @contextmanager
 def _without_all_reduce(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
-        for group in fsdp_unit.groups_of_model(model):
+        for group in _groups_of(model):
             stack.enter_context(_set(group, "all_reduce_grads", False))
         yield
 

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.distributed import control
-from shardkit.distributed.tensors import local_part, local_rows
+from shardkit.distributed.tensors import is_dtensor, local_part, local_rows
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import Unit
@@ -131,20 +130,20 @@ def allocate(model: nn.Module, where: Callable[[str, torch.Tensor], torch.device
         return made[id(tensor)]
 
     for _, parameter in list(model.named_parameters()):
-        if not isinstance(parameter, DTensor) and (data := real(parameter)) is not parameter:
+        if not is_dtensor(parameter) and (data := real(parameter)) is not parameter:
             torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = real(buffer)
-    if any(isinstance(p, DTensor) and p.is_meta for p in model.parameters()):
-        model._apply(lambda tensor: real(tensor) if isinstance(tensor, DTensor) else tensor)
+    if any(is_dtensor(p) and p.is_meta for p in model.parameters()):
+        model._apply(lambda tensor: real(tensor) if is_dtensor(tensor) else tensor)
 
 
 @torch.no_grad()
 def put(target: torch.Tensor, read: Reader) -> None:
     """Copy into `target` what `read(rows)` gives: this rank's rows of a sharded tensor, else (None) the whole."""
-    if not isinstance(target, DTensor):
+    if not is_dtensor(target):
         target.copy_(read(None))
         return
     rows = local_rows(target)
@@ -167,7 +166,7 @@ def fill(
     Raises ModelError, on all ranks, naming everything that has no value or does not fit.
     """
     empty = set(empty_states(model))
-    allocate(model, lambda _, tensor: parameter_device if isinstance(tensor, DTensor) else device)
+    allocate(model, lambda _, tensor: parameter_device if is_dtensor(tensor) else device)
     problems: list[str] = []
     if weights is not None:
         loaded, problems = load(model, weights)

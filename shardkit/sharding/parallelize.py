@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config.schema import Config
 from shardkit.distributed import control
+from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
-from shardkit.sharding import fsdp_unit, precision, units
+from shardkit.sharding import precision, units
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
-from shardkit.sharding.fsdp import Carried, finish, shard
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
 from shardkit.sharding.parameters import has_gradient_hooks, post_accumulate_hooks_of
@@ -51,6 +50,8 @@ def parallelize(
     if mesh is None:
         _fill(model, cut, config, process, weights, process.device)
         return replicate(model.to(process.device), config, process)
+    from shardkit.sharding.fsdp import Carried, finish, shard
+
     home = _home(config, process)
     carried = Carried.of(cut)
     shard(model, cut, config, mesh, offloads=home != process.device)
@@ -61,7 +62,9 @@ def parallelize(
 
 def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
     """Call this when a backward through a model that `parallelize` made is over, whoever began it."""
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
+        from shardkit.sharding import fsdp_unit
+
         fsdp_unit.at_end_of_backward(model, [], call)
     elif isinstance(model, Replica):
         model.at_end_of_backward.append(call)
@@ -96,7 +99,7 @@ def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
 
 def _unfit(model: nn.Module, config: Config) -> list[str]:
     """What makes a model impossible to parallelize, in words."""
-    wrapped = next((m for m in model.modules() if isinstance(m, (FSDPModule, DistributedDataParallel))), None)
+    wrapped = next((m for m in model.modules() if is_fsdp(m) or isinstance(m, DistributedDataParallel)), None)
     if wrapped is not None:
         return [
             f"model: it is parallel already (got a {type(wrapped).__name__} in it); give the bare model, and only once."

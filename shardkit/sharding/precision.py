@@ -1,4 +1,5 @@
-"""Dtypes: what mixed precision means for FSDP2 (a policy per unit) and for DDP or one process (autocast)."""
+"""Dtypes: what mixed precision means for FSDP2 (`fsdp.py` makes a policy per unit of it) and for DDP or one process
+(autocast)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
 from shardkit.config.schema import Config
@@ -88,25 +88,6 @@ def reduce_dtype(wanted: torch.dtype, gradients: torch.dtype) -> torch.dtype:
     if gradients.is_complex or gradients is torch.float64:
         return gradients
     return wanted
-
-
-def unit_policy(precision: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The policy of a unit with parameters of this dtype: gathered in the compute dtype, gradients reduced in theirs.
-
-    Only the root casts its outputs, so that what passes between blocks stays in the compute dtype.
-    """
-    return MixedPrecisionPolicy(
-        param_dtype=precision.param,
-        reduce_dtype=reduce_dtype(precision.reduce, precision.param or dtype),
-        output_dtype=precision.output if is_root else None,
-    )
-
-
-def apart_policy(precision: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The policy of a unit that keeps its dtype: inputs cast to it, outputs back to the compute dtype around it."""
-    if precision.param is None:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=precision.param)
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager:

@@ -1,0 +1,33 @@
+"""Hooks on gradients that hold whatever is trained later, and keep nothing alive."""
+
+from collections.abc import Callable
+from weakref import WeakMethod
+
+import torch
+
+
+def is_in_backward() -> bool:
+    """Whether this runs inside a backward pass, as the recomputation of an activation does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call the hook when a gradient has been added to the parameter, also where it is frozen now and trained later."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch registers it on nothing else
+    parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+
+
+def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
+    """As `hook_whether_trained`, with a method whose object the hook does not keep alive.
+
+    The garbage collector does not see what such hooks refer to, so a cycle through one would never be freed.
+    """
+    reference = WeakMethod(method)
+
+    def hook(gradient_of: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(gradient_of)
+
+    hook_whether_trained(parameter, hook)

@@ -1,0 +1,60 @@
+"""Parameters as they were before sharding, to which a script may still refer (a list taken before `prepare`): they have
+no values any more, and say so when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.distributed.tensors import is_dtensor
+from shardkit.errors import UsageError
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter as it was before its model was sharded; it has no values any more.
+
+    Its fqn is in `shardkit_name`. Any computation with it raises: its result would be that of an empty tensor.
+    """
+
+    shardkit_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ_ONLY or getattr(func, "__name__", "") == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next((one.shardkit_name for one in _flat(args) if isinstance(one, cls)), "a parameter")
+        raise UsageError(
+            f"{name}: this parameter was taken from the model before prepare, which has put a sharded one in its place "
+            f"(got a call of {getattr(func, '__name__', func)}); take it from the prepared model: model.parameters()."
+        )
+
+
+# What tools call on every parameter without computing anything. (Attributes are read by functions named __get__.)
+_READ_ONLY: set[Any] = {torch.Tensor.__hash__, torch.Tensor.__repr__}
+_READ_ONLY |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.untyped_storage}
+_SET_GRAD: Any = torch.Tensor.grad
+_READ_ONLY |= {_SET_GRAD.__set__}  # zero_grad(set_to_none=True)
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def release(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give back the memory of whole parameters, to which an optimizer built before still refers."""
+    for fqn, parameter in parameters.items():
+        if is_dtensor(parameter):
+            continue
+        if not parameter.is_meta:
+            parameter.data = parameter.data.new_empty(0)
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ReleasedParameter
+            vars(parameter)["shardkit_name"] = fqn
