@@ -1,25 +1,28 @@
-"""Starts the ranks through torch elastic, in this process, and stays until the last one has ended.
+"""One launch from the log folder to the last word, with torch elastic's variables for the ranks.
 
-run(spec)           log folder, torch, ranks, restarts; returns after success, raises what the run ended with
-run_once(spec, ..)  the ranks, once
-start_ranks(..)     torch elastic itself: rendezvous, processes, who failed
+run(spec)             log folder, torch, machines, ranks, restarts; raises what the run ended with
+run_once(spec, ..)    the ranks, once
+together(report, ..)  what all machines know of it
 """
 
 import contextlib
 import json
-import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from shardkit import env
+from shardkit import __version__, env
 from shardkit.config import files
+from shardkit.config.schema import Config
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import diagnosis, names, records, ways
 from shardkit.launch.diagnosis import Outcome
@@ -29,20 +32,28 @@ from shardkit.launch.spec import LaunchSpec, headline
 from shardkit.launch.watch import Hang, Watch
 from shardkit.launch.ways import Start
 
+if TYPE_CHECKING:  # they load torch
+    from shardkit.launch.meeting import Meeting
+    from shardkit.launch.ranks import Ended
+
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of starting the ranks once."""
+    """What came of starting the ranks once, on all machines."""
 
     outcomes: tuple[Outcome, ...]
-    watch: Watch
     started_s: float
-    has_failed: bool
+    committed_step: int
+    """The newest step of which some rank saw a complete checkpoint; -1: none."""
+    logs: dict[int, str]
+    """Where each rank's log is."""
+    hang: str | None = None
+    stop: int | None = None
+    """The signal that ended it."""
 
     @property
-    def committed_step(self) -> int:
-        """The newest step of which some rank saw a complete checkpoint; -1: none."""
-        return max((rank.place.committed_step for rank in self.watch.ranks.values()), default=-1)
+    def has_failed(self) -> bool:
+        return any(outcome.exit_code != 0 for outcome in self.outcomes)
 
 
 def run(spec: LaunchSpec) -> Path:
@@ -55,17 +66,53 @@ def run(spec: LaunchSpec) -> Path:
     began_s = time.monotonic()
     restarts = Restarts(spec.launch.max_restarts)
     with ways.prepared(spec) as start:
-        keep_in_file(logging.getLogger("torch.distributed.elastic"), log_dir / "launcher.log")
-        while True:
-            error = run_attempt(spec, start, log_dir, restarts)
-            if error is None:
-                say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
-                return log_dir
-            restarts.count(error)
-            say(restarts.announcement())
+        from shardkit.launch import meeting
+
+        with meeting.opened(spec, greeting(spec), say) as machines:
+            while True:
+                error = run_attempt(spec, start, machines, log_dir, restarts)
+                if error is None:
+                    say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
+                    return log_dir
+                restarts.count(error)
+                say(restarts.announcement())
 
 
-def run_attempt(spec: LaunchSpec, start: Start, log_dir: Path, restarts: Restarts) -> ShardkitError | None:
+def greeting(spec: LaunchSpec) -> dict[str, Any]:
+    """What the machines of a run compare before anything starts."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "shardkit": __version__,
+        "torch": version("torch"),
+        "num_machines": spec.num_machines,
+        "num_processes": spec.world_size,
+        "config": flat(shared_config(spec.config).model_dump(mode="json", by_alias=True)),
+    }
+
+
+def shared_config(config: Config) -> Config:
+    """The configuration without what each machine has of its own."""
+    launch = config.shardkit.launch.model_copy(update={"bind_address": None})
+    own = {
+        "main_process_ip": None,
+        "machine_rank": 0,
+        "shardkit": config.shardkit.model_copy(update={"launch": launch}),
+    }
+    return config.model_copy(update=own)
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def run_attempt(
+    spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restarts: Restarts
+) -> ShardkitError | None:
     """None after success; the error where the ranks may be started again; raises it where they may not."""
     with tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -75,11 +122,11 @@ def run_attempt(spec: LaunchSpec, start: Start, log_dir: Path, restarts: Restart
         )
         output.start()
         try:
-            attempt = run_once(spec, start, folder, log_dir, restarts.number)
+            attempt = run_once(spec, start, machines, folder, log_dir, restarts.number)
         finally:
             output.close()
         restarts.saw_checkpoint(attempt.committed_step)
-        error = error_of(attempt, spec, log_dir, output) if attempt.has_failed else None
+        error = error_of(attempt, spec, output) if attempt.has_failed else None
     if error is not None and not restarts.allows(error):
         raise restarts.final(error)
     return error
@@ -96,25 +143,80 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),
-        names.CONFIG_DIGEST: files.digest(config.model_copy(update={"main_process_ip": None})),
+        names.CONFIG_DIGEST: files.digest(shared_config(config)),
         names.PROGRESS_DIR: str(folder),
         names.LOG_DIR: str(log_dir.resolve()),
         names.LAUNCHER_PID: str(os.getpid()),
     }
 
 
-def run_once(spec: LaunchSpec, start: Start, folder: Path, log_dir: Path, restart: int) -> Attempt:
-    """Starts the ranks and waits for the last one."""
+def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, log_dir: Path, restart: int) -> Attempt:
+    """Starts the ranks and waits for the last one, on all machines. Raises MachineError where one of them is lost."""
+    from shardkit.launch import ranks
+    from shardkit.launch.meeting import Lost
+
     watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
-    started_s = time.monotonic()
-    watch.start()
     try:
         with signals_to(watch):
-            codes = start_ranks(spec, start, folder, restart)
-    finally:
-        watch.close()
-    outcomes = outcomes_of(watch, codes, records.read_errors(folder))
-    return Attempt(outcomes, watch, started_s, any(codes.values()))
+            machines.gather(f"{ranks.name_of(restart)}-start", True)
+            started_s = time.monotonic()
+            watch.start()
+            try:
+                ended = ranks.run(spec, start, machines, folder, restart)
+            finally:
+                watch.close()
+        report = report_of(spec, watch, ended, records.read_errors(folder), started_s, _short(log_dir))
+        reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
+    except OSError as error:
+        raise MachineError(f"launch: the ranks could not be started: {error}") from error
+    except Lost as lost:
+        names = " and ".join(map(machines.name_of, lost.machines))
+        raise MachineError(
+            f"launch: lost {names}: no sign of life from the launcher there; the ranks here were ended. Look at that "
+            "machine and at the network, and start again with --resume auto."
+        ) from None
+    return together(reports, machines, started_s)
+
+
+def report_of(
+    spec: LaunchSpec, watch: Watch, ended: "Ended", errors: dict[int, records.RankError], started_s: float, logs: str
+) -> dict[str, Any]:
+    """What this machine tells the others of its ranks. Times are seconds since the start, which all share."""
+    hang = watch.hang
+    return {
+        "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
+        "committed_step": max((rank.place.committed_step for rank in watch.ranks.values()), default=-1),
+        "hang": _hang(hang, spec.launch.hang_timeout_s, logs) if hang is not None else None,
+        "stop": watch.stop.number if watch.stop is not None else None,
+        "logs": logs,
+    }
+
+
+def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> Attempt:
+    """The attempt, from what each machine says of it."""
+    outcomes: list[Outcome] = []
+    logs: dict[int, str] = {}
+    for machine, report in sorted(reports.items()):
+        where = report["logs"] if machine == machines.machine else f"{machines.name_of(machine)}: {report['logs']}"
+        for fields in report["outcomes"]:
+            error = records.RankError(**fields["error"]) if fields["error"] else None
+            outcomes.append(shifted(Outcome(**{**fields, "error": error}), started_s))
+            logs[fields["rank"]] = where
+    known = [report for _, report in sorted(reports.items())]
+    return Attempt(
+        tuple(outcomes),
+        started_s,
+        max(report["committed_step"] for report in known),
+        logs,
+        next((report["hang"] for report in known if report["hang"]), None),
+        next((report["stop"] for report in known if report["stop"]), None),
+    )
+
+
+def shifted(outcome: Outcome, seconds: float) -> Outcome:
+    """The outcome with its times counted from another moment."""
+    error = outcome.error and replace(outcome.error, time_s=outcome.error.time_s + seconds)
+    return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
 
 
 @contextlib.contextmanager
@@ -144,39 +246,11 @@ def signals_to(watch: Watch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start_ranks(spec: LaunchSpec, start: Start, folder: Path, restart: int) -> dict[int, int]:
-    """Exit codes of this machine's ranks, by rank, negative for signals: 0 for all after success."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    from shardkit.launch import rendezvous
-    from shardkit.launch.agent import Agent
-
-    meeting = rendezvous.handler(spec, restart)
-    worker = WorkerSpec(
-        role="default",
-        local_world_size=spec.ranks_here,
-        entrypoint=spec.script,
-        rdzv_handler=meeting,
-        max_restarts=0,
-        monitor_interval=0.02,
-    )
-    agent = Agent(worker, start, folder, restart, spec.launch.max_restarts)
-    try:
-        agent.run()
-    except (RuntimeError, OSError, TimeoutError) as error:
-        raise MachineError(_no_meeting(spec, error)) from error
-    finally:
-        meeting.shutdown()
-    return agent.exit_codes()
-
-
-def outcomes_of(watch: Watch, codes: dict[int, int], errors: dict[int, records.RankError]) -> tuple[Outcome, ...]:
-    """What their parent, the watch and the ranks themselves know of each rank, put together."""
+def outcomes_of(watch: Watch, ended: "Ended", errors: dict[int, records.RankError]) -> tuple[Outcome, ...]:
+    """What their parent, the watch and the ranks themselves know of each rank of this machine, put together."""
     outcomes = []
-    others_failed = any(code not in (0, -signal.SIGTERM) for code in codes.values())
-    for rank in sorted({*codes, *watch.ranks, *errors}):
+    for rank, code in sorted(ended.codes.items()):
         known = watch.ranks.get(rank)
-        code = codes.get(rank)
         outcomes.append(
             Outcome(
                 rank=rank,
@@ -185,7 +259,7 @@ def outcomes_of(watch: Watch, codes: dict[int, int], errors: dict[int, records.R
                 ended_s=known.ended_s if known else None,
                 error=errors.get(rank),
                 was_killed=(known is not None and known.place.pid in watch.killed)
-                or (code == -signal.SIGTERM and others_failed),
+                or (rank in ended.stopped and code in (-signal.SIGTERM, -signal.SIGKILL)),
                 phase=known.place.phase if known else "",
                 step=known.place.step if known else 0,
             )
@@ -193,20 +267,20 @@ def outcomes_of(watch: Watch, codes: dict[int, int], errors: dict[int, records.R
     return tuple(outcomes)
 
 
-def error_of(attempt: Attempt, spec: LaunchSpec, log_dir: Path, output: Output) -> ShardkitError:
+def error_of(attempt: Attempt, spec: LaunchSpec, output: Output) -> ShardkitError:
     """The error that a failed attempt ends with; shows the traceback of the rank that failed first, and no other."""
-    watch, logs = attempt.watch, _short(log_dir)
-    if watch.hang is not None:
-        return HangError(_hang(watch.hang, spec.launch.hang_timeout_s, logs, attempt.committed_step))
-    found = diagnosis.diagnose(attempt.outcomes, spec.num_machines > 1)
-    stop, root = watch.stop, found.outcome
+    if attempt.hang is not None:
+        return HangError(attempt.hang + diagnosis.saved(attempt.committed_step))
+    found = diagnosis.diagnose(attempt.outcomes)
+    stop, root, logs = attempt.stop, found.outcome, attempt.logs[found.rank]
     if root.error is not None and root.error.exit_code == EXIT_PREEMPTED:
         return Preempted(root.error.message)
-    if stop is not None and (root.was_killed or root.exit_code == -stop.number or found.exit_code == 128 + stop.number):
-        if stop.number == signal.SIGINT:
+    if stop is not None and (root.was_killed or root.exit_code == -stop or found.exit_code == 128 + stop):
+        if stop == signal.SIGINT:
             raise KeyboardInterrupt
-        name = diagnosis.signal_name(stop.number)
-        return RankFailure(f"launch: {name} ended the ranks; nothing was saved for it. logs {logs}", 128 + stop.number)
+        return RankFailure(
+            f"launch: {diagnosis.signal_name(stop)} ended the ranks; nothing was saved for it. logs {logs}", 128 + stop
+        )
     if root.error is not None and root.error.kind not in _SHOWN_WITHOUT_TRACEBACK:
         output.show(found.rank, root.error.traceback.rstrip("\n"))
     return RankFailure(diagnosis.render(found, attempt.started_s, logs, attempt.committed_step), found.exit_code)
@@ -231,14 +305,6 @@ def make_log_dir(spec: LaunchSpec) -> Path:
     raise MachineError(f"launch: {stem}: no free name for the logs; give --logs DIR.")
 
 
-def keep_in_file(logger: logging.Logger, path: Path) -> None:
-    """What torch elastic says goes into a file: what matters of it, shardkit says in its own words."""
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers = [logging.FileHandler(path, delay=True)]
-    logger.propagate = False
-
-
 def say(text: str) -> None:
     """A line of the launcher's own, to stderr."""
     with contextlib.suppress(OSError, ValueError):
@@ -257,25 +323,12 @@ def _writable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _hang(hang: Hang, timeout_s: float, logs: str, saved_step: int) -> str:
+def _hang(hang: Hang, timeout_s: float, logs: str) -> str:
     lines = [f"launch: HANG, no progress for {timeout_s:g} s", hang.table]
     lines.append(f"  First to stop: rank {hang.first}. The stacks of all ranks are in {logs}/rank*.stack.")
     if hang.all_wait:
         lines.append("  Every rank waits for its peers: their collectives do not match, or the network is in the way.")
-    if saved_step >= 0:
-        lines.append(f"  Last good checkpoint: step {saved_step}; --resume auto goes on from it.")
     return "\n".join(lines)
-
-
-def _no_meeting(spec: LaunchSpec, error: Exception) -> str:
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    if spec.num_machines == 1:
-        return f"launch: the ranks could not be started: {first}"
-    return (
-        f"launch: machine {spec.machine_rank} of {spec.num_machines} did not meet the others at "
-        f"{spec.rendezvous.endpoint} ({spec.rendezvous.backend}): {first}\n"
-        "  Start the same command on every machine, each with its own --machine-rank, and let the port through."
-    )
 
 
 def _short(path: Path) -> str:

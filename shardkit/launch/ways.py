@@ -85,7 +85,7 @@ def load_torch() -> int:
         with contextlib.suppress(ImportError):
             import numpy  # noqa: F401
         threads = forking.count_threads()
-        importlib.import_module("torch.distributed.elastic.agent.server.api")
+        importlib.import_module("torch.distributed")
     finally:
         if was_collecting:
             gc.enable()
