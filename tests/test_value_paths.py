@@ -1,4 +1,4 @@
-"""A setting's way from the file to torch is short: the files that name it are those that `docs/contributing.md` lists."""
+"""A setting's way from the file to torch is short: those files name it that `docs/contributing.md` lists."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,9 @@ MOST = 5
 
 def files_that_name(setting: str) -> set[str]:
     package = ROOT / "shardkit"
-    files = [path for place in TRAINING for path in [package / place, *(package / place).glob("*.py")] if path.is_file()]
+    files = [
+        path for place in TRAINING for path in [package / place, *(package / place).glob("*.py")] if path.is_file()
+    ]
     return {
         path.relative_to(package).as_posix()
         for path in files

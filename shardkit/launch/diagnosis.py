@@ -138,6 +138,11 @@ def _next_step(error: RankError | None) -> str:
     return ""
 
 
+def saved(step: int) -> str:
+    """A line on the newest checkpoint; empty where there is none (-1)."""
+    return f"\n  Last good checkpoint: step {step}; --resume auto goes on from it." if step >= 0 else ""
+
+
 def _is_own_failure(outcome: Outcome) -> bool:
     """Whether a rank failed by itself: not for a lost peer, and not because the launcher ended it."""
     if outcome.error is not None:
