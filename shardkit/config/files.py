@@ -31,12 +31,6 @@ ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml
 _SHOWN_PROBLEMS = 10
 _OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids"}
 _OF_A_MACHINE |= {"shardkit.launch.log_dir", "shardkit.launch.bind_address"}
-    "machine_rank",
-    "main_process_ip",
-    "gpu_ids",
-    "shardkit.launch.log_dir",
-    "shardkit.launch.bind_address",
-}
 
 
 @dataclass(frozen=True)
