@@ -137,6 +137,7 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer) -> AcceleratedOptimiz
             return known
     prepared = AcceleratedOptimizer(optimizer, run.accumulation)
     run.optimizers.append(prepared)
+    run.accumulation.note_optimizer()
     return prepared
 
 
@@ -189,7 +190,8 @@ def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
         raise UsageError(
             f"prepare: {type(optimizer.optimizer).__name__} trains parameters of no prepared model "
             f"(got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}); "
-            "prepare the model before its optimizer, or in the same call."
+            "prepare the model before its optimizer, or in the same call; a parameter of no module becomes one of the "
+            "model: model.register_parameter(name, parameter), before prepare."
         )
 
 
