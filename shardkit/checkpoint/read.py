@@ -284,6 +284,7 @@ def _plan(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) 
         _plan_optimizer(optimizer, number, names, index, strict, plan)
     if strict:
         plan.problems += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
+        plan.problems += _other_kinds(live, plan.common)
         plan.problems += _unclaimed_loaders(live, plan.common) if how.data_position else []
     plan.problems += _unusable_positions(live, plan, checkpoint.manifest.world_size)
     left = sorted(how.unfinished.parts - plan.parts)
@@ -379,6 +380,31 @@ def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[str]:
         *optimizers.listed("objects", "registered now, not in the checkpoint", missing),
         *optimizers.listed("objects", "in the checkpoint, not registered now", unexpected),
     ]
+
+
+def _other_kinds(live: Live, common: dict[str, Any]) -> list[str]:
+    """Optimizers and schedules of another kind than was saved: each has settings that the other lacks."""
+    pairs: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
+    for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
+        settings = saved["groups"][0]["settings"] if saved["groups"] else {}
+        now = {**optimizer.defaults, **(optimizer.param_groups[0] if optimizer.param_groups else {})}
+        pairs.append((section_name("optim", number), optimizer, settings, now))
+    for name, item in live.objects.items():
+        if name.startswith("scheduler.") and isinstance(saved := common["objects"].get(name), dict):
+            pairs.append((name, getattr(item, "scheduler", item), saved, item.state_dict()))
+    problems = []
+    for name, now, saved, own in pairs:
+        lost, new = sorted(saved.keys() - own.keys() - _ADDED), sorted(own.keys() - saved.keys() - _ADDED - {"params"})
+        if saved and lost and new:
+            problems.append(
+                f"{name}: saved of another kind than {type(now).__name__} (it has {', '.join(lost[:3])} in place of "
+                f"{', '.join(new[:3])}); prepare the kind that was saved, or load with strict=False"
+            )
+    return problems
+
+
+# What schedules write into an optimizer's groups.
+_ADDED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
 
 def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[str]:

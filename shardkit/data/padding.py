@@ -67,7 +67,7 @@ def _warn(size: int | None) -> None:
     if "size" not in _told:
         _told.add("size")
         log.warning(
-            "gather_for_metrics: the last batch is padded, and what was given has another length (got %s on this rank), "
-            "so nothing is cut off; give one value a sample.",
+            "gather_for_metrics: the last batch is padded, and what was given has another length (got %s on this "
+            "rank), so nothing is cut off; give one value a sample.",
             size,
         )
