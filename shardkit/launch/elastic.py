@@ -158,7 +158,7 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
     watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
     try:
         with signals_to(watch):
-            machines.gather(f"{ranks.name_of(restart)}-start", True)
+            machines.begin(ranks.name_of(restart))
             started_s = time.monotonic()
             watch.start()
             try:
