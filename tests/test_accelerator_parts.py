@@ -87,10 +87,10 @@ def counted_at_a_save(config: dict) -> list[tuple[int, int, int]]:
     for batch in loader:
         with accelerator.accumulate(model):
             one_step(accelerator, model, optimizer, batch)
-            at_step = accelerator.accumulation.state_dict()
+            at_step = accelerator._run.accumulation.state_dict()
             found.append((at_step["step"], at_step["samples_seen"], accelerator.counters.samples_seen))
-    accelerator.accumulation.load_state_dict({"step": 5, "samples_seen": 60})
-    assert accelerator.accumulation.state_dict() == {"step": 5, "samples_seen": 60}
+    accelerator._run.accumulation.load_state_dict({"step": 5, "samples_seen": 60})
+    assert accelerator._run.accumulation.state_dict() == {"step": 5, "samples_seen": 60}
     return found
 
 
@@ -468,7 +468,38 @@ def different_configurations() -> str:
 def test_ranks_with_different_configurations_all_stop(ranks):
     first, second = ranks.run(2, different_configurations)
     assert first == second
-    assert first.startswith("configuration: ranks have different ones (got ") and " on ranks 0, " in first
+    assert first.startswith(
+        "Accelerator: ranks have different configurations (got shardkit.gradient_accumulation_steps: 1 on rank 0, "
+        "2 on rank 1); give every machine the same file"
+    )
+
+
+def test_a_missing_attribute_inside_a_property_is_named():
+    class Mine(Accelerator):
+        @property
+        def rate(self) -> float:
+            return self.config.no_such_setting
+
+    with pytest.raises(AttributeError, match="no_such_setting"):
+        _ = Mine(config={"use_cpu": True, "distributed_type": "NO"}).rate
+
+
+def test_a_config_object_passes_the_checks_that_a_file_passes():
+    wrong = Config(fsdp={"sharding_strategy": 3, "offload_params": True, "ignored_modules": "["}, num_machines=2)
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(config=wrong)
+    text = str(caught.value)
+    assert "Accelerator(config=...): fsdp.offload_params: needs a strategy that shards (got NO_SHARD)" in text
+    assert "fsdp.ignored_modules: is not a regular expression" in text and "num_processes: is fewer than one" in text
+
+
+def address_spelled_otherwise() -> int:
+    address = ("localhost", "127.0.0.1")[dist.get_rank()]
+    return Accelerator(config=FULL | {"num_machines": 2, "main_process_ip": address}).num_processes
+
+
+def test_machines_may_spell_the_address_of_machine_0_each_in_their_way(ranks):
+    assert ranks.run(2, address_spelled_otherwise) == [2, 2]
 
 
 def other_world() -> tuple[str, int]:
@@ -505,7 +536,7 @@ def test_code_replaces_the_file_and_the_table_says_so(tmp_path, capsys):
     path.write_text("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: bf16\n")
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=4, config=path)
     assert accelerator.mixed_precision == "no" and accelerator.gradient_accumulation_steps == 4
-    lines = summary.text(accelerator).splitlines()
+    lines = summary.text(accelerator._run).splitlines()
     assert any(line.strip() == "Accelerator(mixed_precision=...): mixed_precision no" for line in lines)
     assert any(f"{path}:" in line for line in lines) and any("use_cpu True (line 2)" in line for line in lines)
     assert "mixed_precision: no from Accelerator(mixed_precision=...) replaces bf16 from" in capsys.readouterr().err
@@ -546,7 +577,7 @@ def table(config: dict) -> list[str]:
     model.head.requires_grad_(False)
     model.blocks[1].up.weight = model.blocks[0].up.weight
     accelerator.prepare(model, DataLoader(Points(16), batch_size=4))
-    return summary.text(accelerator).splitlines()
+    return summary.text(accelerator._run).splitlines()
 
 
 def test_the_table_says_what_runs(ranks):

@@ -456,7 +456,7 @@ def test_workers_of_a_loader_that_is_freed_end_at_once():
     (worker,) = [one for one in multiprocessing.active_children() if one not in others]
     gc.disable()
     try:
-        accelerator.loaders.clear()
+        accelerator._run.loaders.clear()
         del loader
         assert not worker.is_alive()
     finally:

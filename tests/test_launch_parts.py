@@ -12,6 +12,7 @@ import pytest
 
 from shardkit.cli import main as command_line
 from shardkit.config import files
+from shardkit.config.command import settings_from
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
 from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
@@ -96,9 +97,9 @@ def test_addresses_and_settings():
     assert flags.main_settings(":29501") == {"main_process_port": "29501"}
     with pytest.raises(UsageError, match="HOST:PORT"):
         flags.main_settings("node-a:port")
-    assert flags.settings_of(["a=1", "b=c=d"]) == {"a": "1", "b": "c=d"}
-    with pytest.raises(UsageError, match="--set: is key=value"):
-        flags.settings_of(["a"])
+    assert settings_from(["a=1", "b=c=d"]) == {"a": "1", "b": "c=d"}
+    with pytest.raises(UsageError, match="--set: is not KEY=VALUE"):
+        settings_from(["a"])
 
 
 @pytest.mark.requirement("A11")

@@ -204,7 +204,7 @@ def test_transformers_models_at_their_real_sizes(tmp_path, family):
     with torch.device("meta"):
         model = build_transformers(str(tmp_path))
     found = transformer_facts(model.config)
-    from shardkit.model.units import repeated_classes
+    from shardkit.model.blocks import repeated_classes
 
     tree = tree_of(model)
     assert (type(model).__name__, tree.numel, repeated_classes(tree)) == (name, numel, classes)

@@ -12,16 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from shardkit.config.meaning import MeshSizes, mesh_sizes
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, ModelError
-from shardkit.sharding import fsdp_unit, units
+from shardkit.sharding import fsdp_unit
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.gradient_sync import gradient_sync
-from shardkit.sharding.mesh import build_mesh, hybrid_sizes
+from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
+from shardkit.sharding.units import units_of
 from tests import models
 from tests.models import Reductions
 from tests.ranks import RankError
@@ -116,12 +118,12 @@ def test_hybrid_shards_inside_a_machine_and_replicates_across(ranks):
 
 
 def test_hybrid_sizes():
-    assert hybrid_sizes(config_for(8, 4), 8, 4) == (2, 4)
-    assert hybrid_sizes(config_for(8, 4, num_machines=4), 8, 8) == (4, 2)
-    assert hybrid_sizes(config_for(8, 4, shardkit={"mesh": {"shard_size": 2}}), 8, 8) == (4, 2)
-    assert hybrid_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 8}}), 8, 8) == (8, 1)
-    with pytest.raises(ConfigError, match=r"got 3 x 2 on 8 ranks"):
-        hybrid_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 3, "shard_size": 2}}), 8, 8)
+    assert mesh_sizes(config_for(8, 4), 8, 4) == MeshSizes(2, 4)
+    assert mesh_sizes(config_for(8, 4, shardkit={"mesh": {"shard_size": 2}}), 8, 8) == MeshSizes(4, 2)
+    assert mesh_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 8}}), 8, 8) == MeshSizes(8, 1)
+    assert mesh_sizes(config_for(8, 1), 8, 4) == MeshSizes(1, 8) and mesh_sizes(config_for(8, 3), 8, 4).replicate == 8
+    with pytest.raises(ConfigError, match=r"3 copies x 2 ranks are not the number of ranks \(got 8\)"):
+        mesh_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 3, "shard_size": 2}}), 8, 8)
 
 
 # When parameters are gathered
@@ -169,9 +171,9 @@ def test_forward_prefetch_gathers_the_next_unit(ranks):
 @pytest.mark.requirement("A3")
 def test_one_class_or_several():
     model = models.Gpt()
-    one = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block"))
+    one = units_of(model, FsdpConfig(transformer_layer_cls_to_wrap="Block"))
     assert [unit.fqn for unit in one.units] == ["blocks.0", "blocks.1", "blocks.2", ""]
-    two = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block, Embedding"))
+    two = units_of(model, FsdpConfig(transformer_layer_cls_to_wrap="Block, Embedding"))
     assert [unit.fqn for unit in two.units] == ["embed", "blocks.0", "blocks.1", "blocks.2", ""]
     assert set(two.units[0].parameters) == {"embed.weight"}
     assert set(two.units[-1].parameters) == {"norm.weight", "norm.bias", "head.weight"}
@@ -179,12 +181,12 @@ def test_one_class_or_several():
 
 def test_a_shared_parameter_belongs_to_the_unit_around_all_its_modules():
     model = models.Gpt(tied=True)
-    cut = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block,Embedding"))
-    assert cut.owner(model.embed.weight) == ""
+    cut = units_of(model, FsdpConfig(transformer_layer_cls_to_wrap="Block,Embedding"))
+    assert cut.cut.owner["embed.weight"] == ""
     # Both ends are units: the smaller one goes up, or FSDP2 would not find the parameter.
-    cut = units.cut(model, FsdpConfig(transformer_layer_cls_to_wrap="Block,Embedding,Linear"))
+    cut = units_of(model, FsdpConfig(transformer_layer_cls_to_wrap="Block,Embedding,Linear"))
     fqns = [unit.fqn for unit in cut.units]
-    assert cut.owner(model.embed.weight) == "" and not {"embed", "head"} <= set(fqns)
+    assert cut.cut.owner["embed.weight"] == "" and not {"embed", "head"} <= set(fqns)
 
 
 def shared_between_units(wrap: str) -> float:
@@ -206,7 +208,7 @@ def test_shared_parameters_and_modules_train_as_in_one_process(ranks, wrap):
 
 
 def test_a_container_is_never_a_unit():
-    cut = units.cut(models.Gpt(), FsdpConfig(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=600))
+    cut = units_of(models.Gpt(), FsdpConfig(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=600))
     assert "blocks" not in [unit.fqn for unit in cut.units]
     assert "blocks.0" in [unit.fqn for unit in cut.units]
 
@@ -249,21 +251,21 @@ def test_attention_that_uses_weights_without_calling_their_module(ranks, encoder
 def test_an_odd_dtype_becomes_a_unit_or_is_refused():
     model = models.Gpt()
     model.blocks[1].norm1.double()
-    cut = units.cut(model, FsdpConfig())
+    cut = units_of(model, FsdpConfig())
     assert [unit.fqn for unit in cut.units if unit.keeps_dtype] == ["blocks.1.norm1"]
     model.norm.weight.data = model.norm.weight.data.double()
     with pytest.raises(ModelError, match=r"unit root has trainable parameters of several dtypes .*norm.weight is"):
-        units.cut(model, FsdpConfig())
+        units_of(model, FsdpConfig())
 
 
 def test_ignored_modules_are_a_regular_expression():
-    cut = units.cut(models.Gpt(), FsdpConfig(ignored_modules=r"blocks\.0|norm"))
+    cut = units_of(models.Gpt(), FsdpConfig(ignored_modules=r"blocks\.0|norm"))
     assert set(cut.ignored) == {"blocks.0", "norm"}
     assert "norm.bias" in cut.replicated and "blocks.0" not in [unit.fqn for unit in cut.units]
     with pytest.raises(ModelError, match=r"no module name matches in full \(got 'block'\)"):
-        units.cut(models.Gpt(), FsdpConfig(ignored_modules="block"))
+        units_of(models.Gpt(), FsdpConfig(ignored_modules="block"))
     with pytest.raises(ModelError, match=r"not a regular expression \(got '\['"):
-        units.cut(models.Gpt(), FsdpConfig(ignored_modules="["))
+        units_of(models.Gpt(), FsdpConfig(ignored_modules="["))
 
 
 def wrong_class() -> None:

@@ -14,9 +14,9 @@ from shardkit import init_empty_weights
 from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.optim import local_step, rebind
-from shardkit.sharding import units
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
+from shardkit.sharding.units import units_of
 
 pytestmark = pytest.mark.slow  # every rank imports Transformers
 
@@ -89,7 +89,7 @@ def train(name: str, strategy: int, folder: Path | None, **settings: Any) -> dic
         with init_empty_weights():
             model = build(name)
     tied = [len(names) for names in _names(reference).values() if len(names) > 1]
-    cut = [unit.fqn for unit in units.cut(model, config.fsdp).units]
+    cut = [unit.fqn for unit in units_of(model, config.fsdp).units]
     optimizer = optimizer_of(model)
     names = rebind.ParameterNames.of(model)
     model = parallelize(model, config, build_mesh(config, here), here, folder)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardkit.config.schema import Config, FsdpConfig, MeshConfig, PrecisionConfig, ShardingStrategy, ShardkitConfig
-from shardkit.errors import ModelError, UsageError
+from shardkit.errors import ConfigError, ModelError, UsageError
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
@@ -111,7 +111,7 @@ def test_hybrid_shards_inside_machines():
 def test_a_given_mesh_decides_the_hybrid_axes():
     config = configuration(4).model_copy(update={"shardkit": ShardkitConfig(mesh=MeshConfig(replicate_size=4))})
     assert planned(model(), config, world_size=16).axes.shards == 4
-    with pytest.raises(UsageError, match="6 ranks are not a whole number of copies"):
+    with pytest.raises(ConfigError, match=r"does not divide the number of ranks \(got 4 of 6\)"):
         planned(model(), config, world_size=6)
 
 
@@ -219,7 +219,7 @@ def test_16_bit_parameters_are_kept_in_fp32_under_mixed_precision():
 
 @pytest.mark.requirement("B4")
 def test_batch_norm_is_a_unit_of_its_own_in_fp32():
-    norm = ModuleNode("norm", "BatchNorm2d", (Parameter("weight", (8,)), Parameter("bias", (8,))))
+    norm = ModuleNode("norm", "BatchNorm2d", (Parameter("weight", (8,)), Parameter("bias", (8,))), has_statistics=True)
     tree = ModuleNode("", "Model", children=(linear("a", 8, 8), norm))
     mixed = planned(tree, configuration(1, auto_wrap_policy="NO_WRAP"))
     assert mixed.units == 2

@@ -223,7 +223,7 @@ def test_no_model_is_refused_with_the_forms(capsys):
         (("--device", "abacus"), "use one of a100-40"),
         (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
         (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
-        (("--set", "mixed_precision"), "--set: not KEY=VALUE (got 'mixed_precision')"),
+        (("--set", "mixed_precision"), "--set: is not KEY=VALUE (got 'mixed_precision')"),
         (("--plot", "picture.bmp"), "--plot: what kind of file? (got 'picture.bmp'); end it with .svg, .html or .png."),
     ],
 )

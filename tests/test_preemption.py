@@ -6,8 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import env
+from shardkit.config.schema import Config
 from shardkit.distributed import control, progress, watch
-from shardkit.distributed.digests import compare
+from shardkit.distributed.same_config import compare
 from shardkit.errors import ConfigError, ModelError
 from shardkit.launch import records
 from shardkit.runtime import preemption
@@ -66,7 +67,7 @@ def compare_digests(digests: list[str]) -> str:
     everyone = control.start()
     env.update({"SHARDKIT_CONFIG_DIGEST": digests[dist.get_rank()]})  # the pool restores it
     try:
-        compare(everyone)
+        compare(Config(), everyone)
     except ConfigError as problem:
         return str(problem)
     return ""
@@ -77,4 +78,4 @@ def test_ranks_of_different_configurations_all_refuse(ranks):
     assert ranks.run(2, compare_digests, ["same", "same"]) == ["", ""]
     one, other = ranks.run(2, compare_digests, ["this", "that"])
     assert one == other
-    assert one.startswith("launch: the configuration of rank 1 differs")
+    assert one.startswith("launch: ranks have different configurations (got settings of the launcher alone)")

@@ -4,8 +4,9 @@ import pytest
 
 from shardkit.config.schema import FsdpConfig
 from shardkit.errors import ModelError
+from shardkit.model.blocks import repeated_classes
+from shardkit.model.cut import missing_blocks, select_units
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.model.units import missing_blocks, repeated_classes, select_units
 
 
 def linear(fqn: str, inputs: int, outputs: int) -> ModuleNode:

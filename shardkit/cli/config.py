@@ -52,7 +52,7 @@ def config(
     asks = not (defaults or no_input) and _can_ask(plain)
     if not asks and not given:
         raise UsageError(_missing_answers(no_input))
-    start = _start(source, template, _split(settings or [])) if given else None
+    start = _start(source, template, _settings(settings)) if given else None
     if asks:
         from shardkit.wizard.run import WizardOptions, run_wizard
 
@@ -104,7 +104,7 @@ def show(
     """What a launch here would run with: flags over environment over file over what suits this machine."""
     from shardkit.config.files import read, resolve
 
-    loaded = resolve(file, _split(settings or []))
+    loaded = resolve(file, _settings(settings))
     print(f"configuration: {loaded.path or 'no file; what suits this machine'}", file=sys.stderr)
     if diff is not None:
         return _print_difference(loaded.config, read(diff).config)
@@ -173,12 +173,10 @@ def _missing_answers(no_input: bool) -> str:
     )
 
 
-def _split(settings: list[str]) -> dict[str, str]:
-    """KEY=VALUE words as a mapping; a later one wins."""
-    wrong = [word for word in settings if "=" not in word]
-    if wrong:
-        raise UsageError("\n".join(f"--set {word}: has no value; write --set {word}=VALUE." for word in wrong))
-    return {key.strip(): value for key, _, value in (word.partition("=") for word in settings)}
+def _settings(words: list[str] | None) -> dict[str, str]:
+    from shardkit.config.command import settings_from
+
+    return settings_from(words or [])
 
 
 def _start(source: Path | None, template: str | None, settings: dict[str, str]) -> "Config":
@@ -193,21 +191,11 @@ def _start(source: Path | None, template: str | None, settings: dict[str, str]) 
             _report(conversion, drop=False)
         return files.overlaid(conversion.config, settings) if settings else conversion.config
     if template is not None:
-        start = files.read(_template(template)).config
+        from shardkit.templates import find
+
+        start = files.read(find(template)).config
         return files.overlaid(start, settings) if settings else start
     return files.suggest(settings).config
-
-
-def _template(name: str) -> Path:
-    from shardkit.templates import folder
-
-    if Path(name).suffix in {".yaml", ".yml"} or Path(name).is_file():
-        return Path(name)
-    path = folder() / f"{name}.yaml"
-    if path.is_file():
-        return path
-    known = ", ".join(sorted(file.stem for file in folder().glob("*.yaml")))
-    raise UsageError(f"config: there is no such template (got {name}); use one of {known}, or the path of a file.")
 
 
 def _report(conversion: "Conversion", drop: bool) -> None:

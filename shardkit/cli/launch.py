@@ -76,6 +76,7 @@ def launch(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
     """Start SCRIPT on several ranks. All that follows the script belongs to the script."""
+    from shardkit.config.command import settings_from
     from shardkit.launch import flags
 
     said = {
@@ -96,7 +97,7 @@ def launch(
         (flags.main_settings, main),
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
-        (flags.settings_of, settings),
+        (settings_from, settings),
     ):
         try:
             chosen |= read(argument) if argument else {}  # type: ignore[arg-type]

@@ -150,12 +150,9 @@ def _config_path(config: Path | None) -> Path | None:
 
 
 def _settings(pairs: list[str], strategy: str | None) -> dict[str, str]:
-    from shardkit.errors import UsageError
+    from shardkit.config.command import settings_from
 
-    wrong = [pair for pair in pairs if "=" not in pair]
-    if wrong:
-        raise UsageError("\n".join(f"--set: not KEY=VALUE (got {pair!r}); write --set KEY=VALUE." for pair in wrong))
-    given = dict(pair.split("=", 1) for pair in pairs)
+    given = settings_from(pairs)
     if strategy is not None:
         given |= {"distributed_type": "FSDP", "fsdp_config.fsdp_sharding_strategy": strategy}
     return given
@@ -253,7 +250,7 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
 
 def _answer(request: "Request", question: str | None) -> "Answer":
     """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
-    from shardkit.model.units import missing_blocks
+    from shardkit.model.cut import missing_blocks
     from shardkit.plan.answer import Answer, configured_strategy, possible_strategies, row
     from shardkit.plan.search import find
     from shardkit.plan.suggest import changes, suggest_from

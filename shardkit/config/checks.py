@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardkit.config.meaning import dtypes, given_sizes
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
+from shardkit.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ def _mesh(config: Config) -> Iterator[Finding]:
     if config.distributed_type is DistributedType.FSDP and not strategy.is_hybrid:
         what = f"sizes of a mesh are for the hybrid strategies (got {strategy.value})"
         yield Finding(keys, f"{what}; write HYBRID_SHARD or HYBRID_SHARD_ZERO2, or leave the mesh out.")
-    elif replicate and shard and replicate * shard != total:
-        what = f"{replicate} copies x {shard} ranks is {replicate * shard} (got num_processes {total})"
-        yield Finding(keys, f"{what}; their product must be num_processes.")
-    elif total % (replicate or shard):
-        yield Finding(keys, f"does not divide num_processes (got {replicate or shard} of {total}); choose a divisor.")
+        return
+    try:
+        given_sizes(config.shardkit.mesh, total, config.processes_per_machine)
+    except ConfigError as error:
+        yield Finding(keys, str(error).removeprefix("shardkit.mesh: "))
 
 
 def _offload(config: Config) -> Iterator[Finding]:
@@ -160,12 +162,10 @@ def _what_fsdp2_does(config: Config) -> Iterator[Finding]:
 
 
 def _precision(config: Config) -> Iterator[Finding]:
-    precision, mixed = config.shardkit.precision, config.mixed_precision
-    if mixed == "fp16" and (config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU):
-        yield Finding(("mixed_precision", "use_cpu"), "fp16 is slow on a CPU; bf16 needs no loss scaling.")
-    if precision.param_dtype == "fp16" and mixed != "fp16":
-        text = "fp16 without loss scaling, gradients may vanish; write mixed_precision: fp16 to have it."
-        yield Finding(("shardkit.precision.param_dtype", "mixed_precision"), text)
+    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+    if dtypes(config).scales_loss and on_cpu:
+        key = "shardkit.precision.param_dtype" if config.shardkit.precision.param_dtype else "mixed_precision"
+        yield Finding((key, "use_cpu"), "fp16 is slow on a CPU; bf16 needs no loss scaling.")
     if config.downcast_bf16 and config.mode != "xla":
         yield Finding(("downcast_bf16", "distributed_type"), "is for TPUs only; it changes nothing here.")
 

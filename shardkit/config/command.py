@@ -1,6 +1,7 @@
-"""The command line that gives a configuration again, on any machine."""
+"""Settings as words of a command line: read from them, and a configuration written as them."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -8,9 +9,18 @@ from shardkit.config.keys import Path, all_keys
 from shardkit.config.layers import NOTHING
 from shardkit.config.schema import Config
 from shardkit.config.yaml_text import quoted, scalar_text, value_at, value_text
+from shardkit.errors import UsageError
 
 # What `--defaults` takes from the machine it runs on; said in full, so that the command means the same elsewhere.
 _FROM_HARDWARE = ["distributed_type", "num_machines", "num_processes", "mixed_precision", "use_cpu"]
+
+
+def settings_from(words: Sequence[str]) -> dict[str, str]:
+    """The KEY=VALUE words of `--set`; a later one wins. UsageError names all that are none."""
+    wrong = [word for word in words if not word.partition("=")[0].strip() or "=" not in word]
+    if wrong:
+        raise UsageError("\n".join(f"--set: is not KEY=VALUE (got {word!r}); write --set KEY=VALUE." for word in wrong))
+    return {key.strip(): value for key, _, value in (word.partition("=") for word in words)}
 
 
 def command_for(config: Config, output: File | str | None = None) -> str:

@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from shardkit import env
 from shardkit.config import document, suggested, validation, yaml_text
+from shardkit.config.keys import all_keys
 from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
@@ -26,6 +29,8 @@ NAMES = ("shardkit.yaml", "shardkit.yml")
 ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml", "default_config.yaml")
 # Whoever reads a message fixes the first lines first.
 _SHOWN_PROBLEMS = 10
+_OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids"}
+_OF_A_MACHINE |= {"shardkit.launch.log_dir", "shardkit.launch.bind_address"}
 
 
 @dataclass(frozen=True)
@@ -136,11 +141,15 @@ def write_text(text: str, path: Path) -> None:
 
 
 def digest(config: Config) -> str:
-    """A fingerprint that is equal on all ranks of a run: sha256 over the canonical JSON, without what may differ from
-    machine to machine (its number, its choice of GPUs, its log folder)."""
-    values = config.model_dump(mode="json", exclude={"machine_rank": True, "gpu_ids": True})
-    del values["shardkit"]["launch"]["log_dir"]
-    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    """A fingerprint that is equal on all ranks of a run: sha256 over the canonical JSON of `shared_values`."""
+    return hashlib.sha256(json.dumps(shared_values(config), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def shared_values(config: Config) -> dict[str, Any]:
+    """Every setting by its name in Python, as JSON has it, without what may differ from machine to machine: its number,
+    how it spells the address of machine 0, its choice of GPUs, its log folder."""
+    values = {".".join(path): yaml_text.value_at(config, path) for path in all_keys()}
+    return {name: to_jsonable_python(value) for name, value in values.items() if name not in _OF_A_MACHINE}
 
 
 def text_of_file(path: Path) -> str:

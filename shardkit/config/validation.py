@@ -38,6 +38,20 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
     return config, origins
 
 
+def built_in_python(config: Config, where: str) -> tuple[Config, list[str]]:
+    """A configuration that code made, settled and checked as one that was read, and its notes. Raises ConfigError with
+    everything that is wrong; `where` stands before each line. Its number of processes is the world's."""
+    config = settled(config)
+
+    def lines(findings: list[checks.Finding]) -> list[str]:
+        return [f"{where}: {finding.keys[0]}: {finding.text}" for finding in findings]
+
+    problems = lines(checks.problems(config))
+    if problems:
+        raise ConfigError(problems)
+    return config, lines(checks.notes(config))
+
+
 def settled(config: Config) -> Config:
     """A configuration built in Python, with `reshard_after_forward` told by `sharding_strategy` alone, as in one that
     was read. Raises ConfigError where the two contradict each other."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit import env
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import control, digests
+from shardkit.distributed import control, same_config
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
@@ -104,7 +104,7 @@ def start(config: Config) -> Process:
         _join(config, ranks, device)
     everyone = control.start(config.shardkit.launch.process_group_timeout_s)
     everyone.agree(problem, error=MachineError)
-    digests.compare(everyone)
+    same_config.compare(config, everyone)
     return Process(
         rank=ranks.rank,
         local_rank=ranks.local_rank,

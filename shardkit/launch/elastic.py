@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit import __version__, env
 from shardkit.config import files
-from shardkit.config.schema import Config
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import diagnosis, names, records, ways
 from shardkit.launch.diagnosis import Outcome
@@ -87,27 +86,8 @@ def greeting(spec: LaunchSpec) -> dict[str, Any]:
         "torch": version("torch"),
         "num_machines": spec.num_machines,
         "num_processes": spec.world_size,
-        "config": flat(shared_config(spec.config).model_dump(mode="json", by_alias=True)),
+        "config": files.shared_values(spec.config),
     }
-
-
-def shared_config(config: Config) -> Config:
-    """The configuration without what each machine has of its own."""
-    launch = config.shardkit.launch.model_copy(update={"bind_address": None})
-    own = {
-        "main_process_ip": None,
-        "machine_rank": 0,
-        "shardkit": config.shardkit.model_copy(update={"launch": launch}),
-    }
-    return config.model_copy(update=own)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
 
 
 def run_attempt(
@@ -143,7 +123,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),
-        names.CONFIG_DIGEST: files.digest(shared_config(config)),
+        names.CONFIG_DIGEST: files.digest(config),
         names.PROGRESS_DIR: str(folder),
         names.LOG_DIR: str(log_dir.resolve()),
         names.LAUNCHER_PID: str(os.getpid()),

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Mapping
 
-from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
+from shardkit.config.meaning import mesh_sizes, reshards_after_forward
+from shardkit.config.schema import Config, FsdpConfig, WrapPolicy
 from shardkit.launch import names
 
 
@@ -56,15 +57,9 @@ def accelerate_variables(config: Config, device: str) -> dict[str, str]:
         variables["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
     if config.downcast_bf16:
         variables["ACCELERATE_DOWNCAST_BF16"] = "true"
-    if shards(config) and device == "cuda":
+    if config.mode == "fsdp" and device == "cuda":
         variables |= {"ACCELERATE_USE_FSDP": "true", **fsdp_variables(config.fsdp), **mesh_variables(config)}
     return variables
-
-
-def shards(config: Config) -> bool:
-    """Whether the configuration splits the model; NO_SHARD is DDP, which Accelerate picks by itself."""
-    is_fsdp = config.distributed_type is DistributedType.FSDP
-    return is_fsdp and config.fsdp.sharding_strategy is not ShardingStrategy.NO_SHARD
 
 
 def fsdp_variables(fsdp: FsdpConfig) -> dict[str, str]:
@@ -98,17 +93,11 @@ def mesh_variables(config: Config) -> dict[str, str]:
     """The hybrid strategies in Accelerate's words: a mesh of copies and shards (its FSDP version 2 only)."""
     if not config.fsdp.sharding_strategy.is_hybrid or config.fsdp.version == 1:
         return {}
-    mesh = config.shardkit.mesh
-    if mesh.replicate_size:
-        copies = mesh.replicate_size
-    elif mesh.shard_size:
-        copies = config.num_processes // mesh.shard_size
-    else:
-        copies = config.num_machines
+    sizes = mesh_sizes(config, config.num_processes, config.processes_per_machine)
     return {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(copies),
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(config.num_processes // copies),
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(sizes.replicate),
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(sizes.shard),
         "PARALLELISM_CONFIG_TP_SIZE": "1",
         "PARALLELISM_CONFIG_CP_SIZE": "1",
     }
@@ -117,7 +106,8 @@ def mesh_variables(config: Config) -> dict[str, str]:
 def cpu_note(config: Config, device: str, source: str) -> str | None:
     """What a script on Accelerate or the Trainer must know on the CPU; None where there is nothing to say."""
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
-    if device != "cpu" or not shards(config) or "shardkit" in imported or not imported & {"accelerate", "transformers"}:
+    is_theirs = "shardkit" not in imported and bool(imported & {"accelerate", "transformers"})
+    if not is_theirs or device != "cpu" or config.mode != "fsdp":
         return None
     return (
         "note: Accelerate and the Transformers Trainer do not shard on the CPU; "
@@ -128,8 +118,7 @@ def cpu_note(config: Config, device: str, source: str) -> str | None:
 def _reshard(fsdp: FsdpConfig) -> str:
     if fsdp.version == 1:
         return fsdp.sharding_strategy.value
-    chosen = fsdp.reshard_after_forward
-    return _flag(fsdp.sharding_strategy.reshards_after_forward if chosen is None else chosen)
+    return _flag(reshards_after_forward(fsdp))
 
 
 def _flag(value: bool) -> str:

@@ -38,16 +38,6 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
     return [*ours, *rest]
 
 
-def settings_of(pairs: list[str]) -> dict[str, str]:
-    """`--set key=value`, any number of times."""
-    wrong = [pair for pair in pairs if "=" not in pair or not pair.partition("=")[0].strip()]
-    if wrong:
-        raise UsageError(
-            "\n".join(f"--set: is key=value (got {pair!r}); write --set mixed_precision=bf16." for pair in wrong)
-        )
-    return {key.strip(): value for key, _, value in (pair.partition("=") for pair in pairs)}
-
-
 def fsdp_settings(text: str) -> dict[str, str]:
     """The Trainer's `--fsdp "full shard auto_wrap offload"`: a strategy, how to wrap, where to keep parameters."""
     words = "_".join(re.split(r"[\s,\-_]+", text.strip().lower()))

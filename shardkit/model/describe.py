@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardkit.model.blocks import BlockClass, block_classes, repeated_classes
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.model.units import BlockClass, block_classes, repeated_classes
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,13 @@ def _node_to_json(node: ModuleNode) -> list[Any]:
         [_node_to_json(child) for child in node.children],
         node.is_container,
         [_parameter_to_json(b) for b in node.buffers],
+        node.alias_of,
+        node.has_statistics,
     ]
 
 
 def _node_from_json(data: list[Any]) -> ModuleNode:
-    fqn, class_name, parameters, children, is_container, buffers = data
+    fqn, class_name, parameters, children, is_container, buffers, *marks = data
     return ModuleNode(
         fqn,
         class_name,
@@ -114,6 +116,7 @@ def _node_from_json(data: list[Any]) -> ModuleNode:
         tuple(_node_from_json(child) for child in children),
         is_container,
         tuple(_parameter_from_json(b) for b in buffers),
+        *marks,
     )
 
 

@@ -11,6 +11,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def tree_of(model: nn.Module) -> ModuleNode:
     """The module tree of a live module, on any device. Tied parameters carry the name of their first occurrence."""
     first_names: dict[int, str] = {}
+    modules: dict[int, str] = {}
 
     def parameter(fqn: str, name: str, tensor: torch.Tensor) -> Parameter:
         full = f"{fqn}.{name}" if fqn else name
@@ -20,6 +21,7 @@ def tree_of(model: nn.Module) -> ModuleNode:
 
     def visit(module: nn.Module, fqn: str) -> ModuleNode:
         prefix = f"{fqn}." if fqn else ""
+        first = modules.setdefault(id(module), fqn)
         return ModuleNode(
             fqn,
             type(module).__name__,
@@ -27,6 +29,8 @@ def tree_of(model: nn.Module) -> ModuleNode:
             tuple(visit(child, prefix + name) for name, child in module._modules.items() if child is not None),
             isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward,
             tuple(parameter(fqn, name, b) for name, b in module._buffers.items() if b is not None),
+            None if first == fqn else first,
+            isinstance(module, nn.modules.batchnorm._NormBase),
         )
 
     return visit(model, "")

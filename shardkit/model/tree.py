@@ -1,6 +1,6 @@
 """A model as data: modules, and the parameters that each owns. No torch: a tree can come from a live module
-(`runtime/units.py`), from a child process that built one on the meta device (`model/sources.py`), or from a formula
-(`model/gpt.py`), and all of them are cut into units by the same code (`model/units.py`)."""
+(`model/live.py`), from a child process that built one on the meta device (`model/sources.py`), or from a formula
+(`model/gpt.py`), and all of them are cut into units by the same code (`model/cut.py`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +24,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """One module. `fqn` is "" for the root; `is_container` for ModuleList, ModuleDict: they have no forward."""
+    """One module. `fqn` is "" for the root; `is_container` for ModuleList, ModuleDict: they have no forward.
+
+    `alias_of` is the first fqn of the same module, if this is a later one; `has_statistics` marks norms that keep
+    running statistics.
+    """
 
     fqn: str
     class_name: str
@@ -32,6 +36,8 @@ class ModuleNode:
     children: tuple["ModuleNode", ...] = ()
     is_container: bool = False
     buffers: tuple[Parameter, ...] = field(default=())
+    alias_of: str | None = None
+    has_statistics: bool = False
 
     def walk(self) -> Iterator["ModuleNode"]:
         """This module and all below it, parents first, in registration order."""
@@ -46,9 +52,19 @@ class ModuleNode:
         for node in self.walk():
             for parameter in node.parameters:
                 if parameter.tied_to is None:
-                    yield (f"{node.fqn}.{parameter.name}" if node.fqn else parameter.name), parameter
+                    yield node.name_of(parameter), parameter
+
+    def name_of(self, parameter: Parameter) -> str:
+        """The full name of one of this module's own parameters."""
+        return f"{self.fqn}.{parameter.name}" if self.fqn else parameter.name
 
     @property
     def numel(self) -> int:
         """Parameters here and below, tied ones once."""
         return sum(parameter.numel for _, parameter in self.owned())
+
+    @property
+    def numel_with_tied(self) -> int:
+        """As `numel`, with parameters that are tied to ones outside."""
+        own = {p.tied_to or node.name_of(p): p.numel for node in self.walk() for p in node.parameters}
+        return sum(own.values())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.distributed.tensors import is_dtensor, local_part
 
@@ -48,7 +49,6 @@ def _part(parameter: torch.Tensor) -> torch.Tensor:
 
 def make_scaler(config: Config, device: torch.device) -> GradScaler | None:
     """The loss scaler that fp16 needs, starting at the configured scale; None where compute is not fp16."""
-    section = config.shardkit.precision
-    if (section.param_dtype or config.mixed_precision) != "fp16":
+    if not dtypes(config).scales_loss:
         return None
-    return GradScaler(device.type, init_scale=section.init_scale)
+    return GradScaler(device.type, init_scale=config.shardkit.precision.init_scale)

@@ -20,12 +20,13 @@ its context, communication buffers, kernel workspaces, fragmentation (`devices.R
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from shardkit.config.meaning import dtypes
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import activations
 from shardkit.plan.activations import Activations
-from shardkit.plan.layout import Axes, Layout, Unit, compute_dtype, itemsize, layout
+from shardkit.plan.layout import Axes, Layout, Unit, itemsize, layout
 from shardkit.plan.traffic import Traffic, traffic
 
 
@@ -151,7 +152,7 @@ def known_activations(
     seq_len = seq_len or (facts.seq_len if facts else None)
     if facts is None or not batch_size or not seq_len:
         return None
-    return activations.of_transformer(facts, batch_size, seq_len, itemsize(compute_dtype(config) or "float32"))
+    return activations.of_transformer(facts, batch_size, seq_len, itemsize(dtypes(config).param or "float32"))
 
 
 def _is_offloaded(plan: Layout, config: Config) -> bool:
@@ -316,6 +317,6 @@ def _walk_ddp(plan: Layout, config: Config, kept: Activations) -> Iterator[Momen
 
 
 def _cast_bytes(plan: Layout, config: Config) -> int:
-    if compute_dtype(config) in (None, "fp32"):
+    if dtypes(config).param in (None, "fp32"):
         return 0
     return plan.root.gathered_bytes

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
+from shardkit.config.meaning import dtypes
 from shardkit.plan.answer import Answer, Request, Row
 from shardkit.plan.closed_form import Memory
-from shardkit.plan.layout import compute_dtype
 from shardkit.plan.roofline import COMPUTE_EFFICIENCY, LINK_EFFICIENCY
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def _headline(request: Request) -> str:
     where = f"{request.world_size:,} rank{'s' if request.world_size > 1 else ''}"
     if request.machines > 1:
         where += f" on {request.machines:,} machines"
-    load = [where, request.device.name, compute_dtype(config) or "fp32", request.optimizer]
+    load = [where, request.device.name, dtypes(config).param or "fp32", request.optimizer]
     facts = request.description.facts
     seq_len = request.seq_len or (facts.seq_len if facts else None)
     if request.batch_size and seq_len:

@@ -3,11 +3,11 @@ full overlap of the two. An estimate, to compare settings with; only a run tells
 
 from dataclasses import dataclass
 
+from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
 from shardkit.plan.devices import Device
-from shardkit.plan.layout import compute_dtype
 from shardkit.plan.traffic import Traffic
 
 # What well-tuned training reaches of the peaks. 0.6 of peak in matrix products is around the best published MFU of
@@ -61,7 +61,7 @@ def step_time(
 ) -> StepTime | None:
     """One rank's step, or None where the work or the device's speed is not known."""
     seq_len = seq_len or (facts.seq_len if facts else None)
-    peak = device.flops.get(compute_dtype(config) or "fp32")
+    peak = device.flops.get(dtypes(config).param or "fp32")
     if facts is None or not batch_size or not seq_len or not peak:
         return None
     if (traffic.inside_bytes and not device.link_bytes_per_s) or (

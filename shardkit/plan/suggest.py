@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.plan.answer import Change, Request, Row, configured_strategy, possible_strategies, row
@@ -87,7 +88,7 @@ def _candidates(request: Request) -> Iterator[tuple[str, Request]]:
     if not config.fsdp.activation_checkpointing:
         text = "fsdp_activation_checkpointing: true (a third more compute)"
         yield text, request.with_config(_fsdp(config, activation_checkpointing=True))
-    if config.mixed_precision == "no" and config.shardkit.precision.param_dtype is None:
+    if dtypes(config).param is None:
         yield "mixed_precision: bf16", request.with_config(config.model_copy(update={"mixed_precision": "bf16"}))
 
 

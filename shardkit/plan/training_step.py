@@ -19,9 +19,10 @@ from shardkit.errors import ModelError
 from shardkit.optim import local_step
 from shardkit.optim.local_step import Stepper
 from shardkit.plan.memory_tracker import MemoryTracker
-from shardkit.sharding import precision, units
+from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import deferred
 from shardkit.sharding.parallelize import parallelize
+from shardkit.sharding.units import blocks_of
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
@@ -145,7 +146,7 @@ def _units(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _blocks(model: nn.Module, config: Config, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     try:
-        found = {id(block) for block in units.blocks(model, config.fsdp)}
+        found = {id(block) for block in blocks_of(model, config.fsdp)}
     except ModelError:
         return {}
     return {fqn: module for fqn, module in modules.items() if id(module) in found}

@@ -18,14 +18,15 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.model import gpt
 from shardkit.model.builtin import BUILTIN
+from shardkit.model.cut import as_trained, cut
 from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers, error_text, where
 from shardkit.model.tree import ModuleNode
-from shardkit.model.units import select_units
 from shardkit.plan import batches, fake_world, repeats
 from shardkit.plan.closed_form import Moment
 from shardkit.plan.training_step import tracked_step
@@ -119,10 +120,15 @@ def _is_cut_alike(job: Job, config: Config, tree: ModuleNode, runs: list[repeats
     if config.mode != "fsdp":
         return True
     short = _short_tree(job, runs, kept)
-    found = {repeats.original_name(fqn, runs, kept)[0] for fqn in select_units(short, config.fsdp)}
-    whole = set(select_units(tree, config.fsdp))
+    found = {repeats.original_name(fqn, runs, kept)[0] for fqn in _units_of(short, config)}
+    whole = set(_units_of(tree, config))
     present = {repeats.original_name(node.fqn, runs, kept)[0] for node in short.walk()}
     return found == whole & present
+
+
+def _units_of(tree: ModuleNode, config: Config) -> list[str]:
+    compute = dtypes(config).param
+    return [unit.fqn for unit in cut(as_trained(tree, compute), config.fsdp, compute).units]
 
 
 def _shape(job: Job) -> gpt.GptShape:

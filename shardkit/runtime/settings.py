@@ -11,8 +11,7 @@ from pydantic import BaseModel
 from shardkit import env
 from shardkit.config import files
 from shardkit.config.schema import Config, MixedPrecision, read_precision
-from shardkit.config.validation import settled
-from shardkit.distributed.control import ControlGroup
+from shardkit.config.validation import built_in_python
 from shardkit.distributed.process import launched
 from shardkit.errors import ConfigError
 from shardkit.log import get_logger
@@ -59,24 +58,6 @@ def settings(
     return found
 
 
-def compare(config: Config, control: ControlGroup) -> None:
-    """Returns where all ranks have the same configuration; else raises ConfigError on all. Collective."""
-    problem = control.decide(files.digest(config), _difference)
-    if problem:
-        raise ConfigError(problem)
-
-
-def _difference(digests: list[str]) -> str | None:
-    if len(set(digests)) == 1:
-        return None
-    groups = {digest: [rank for rank, own in enumerate(digests) if own == digest] for digest in digests}
-    texts = ", ".join(f"{digest[:12]} on ranks {', '.join(map(str, ranks))}" for digest, ranks in groups.items())
-    return (
-        f"configuration: ranks have different ones (got {texts}); give every machine the same file and the same "
-        "arguments of Accelerator(...)."
-    )
-
-
 def check_accumulation(steps: int) -> None:
     """Raises ConfigError where that is no number of micro-batches."""
     if not isinstance(steps, int) or steps < 1:
@@ -116,7 +97,13 @@ def _from_outside() -> Settings:
 
 def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
     if isinstance(given, Config):
-        found = Settings(settled(given), dict.fromkeys(_set_names(given), "Accelerator(config=...)"))
+        chosen = _set_names(given)
+        if "num_processes" not in chosen:  # the rules between keys need the world
+            given = given.model_copy(update={"num_processes": launched().world_size})
+        config, notes = built_in_python(given, "Accelerator(config=...)")
+        for note in notes:
+            log.info("%s", note)
+        found = Settings(config, dict.fromkeys(chosen, "Accelerator(config=...)"))
     elif isinstance(given, Mapping):
         # The rules between keys need the world, which is the launcher's to say where the code does not.
         whole = {"num_processes": launched().world_size, **given}

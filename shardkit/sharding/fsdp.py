@@ -13,27 +13,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
-from shardkit.errors import ModelError
-from shardkit.sharding import fsdp_unit, hooks, parameters, precision, released, units
+from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
+from shardkit.errors import ModelError, UsageError
+from shardkit.sharding import fsdp_unit, hooks, parameters, precision, released
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
 from shardkit.sharding.trace import Trace
+from shardkit.sharding.units import Unit, Units
 
 
-def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
+def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
     """Split every unit's parameters over the mesh, in place. The whole parameters' memory is given back."""
     mixed = precision.of(config)
     device = _device_of(mesh)
     reshards = reshards_after_forward(config.fsdp)
     offload_policy = CPUOffloadPolicy(pin_memory=True) if offloads else OffloadPolicy()
-    left_out = set(cut.replicated.values())
+    left_out = set(units.replicated.values())
     if mixed.param is not None:
-        precision.cast_between(model, cut, mixed.param)
-    _move(cut.replicated.values(), device)
-    managed = {id(p): unit.fqn for unit in cut.units for p in unit.parameters.values()}
-    for unit in cut.units:
+        precision.cast_between(model, units, mixed.param)
+    _move(units.replicated.values(), device)
+    managed = {id(p): unit.fqn for unit in units.units for p in unit.parameters.values()}
+    for unit in units.units:
         elsewhere = {p for p in unit.module.parameters() if managed.get(id(p), unit.fqn) != unit.fqn}
         _make_contiguous(unit.parameters.values())
         if unit.keeps_dtype:
@@ -51,7 +54,7 @@ def shard(model: nn.Module, cut: units.Cut, config: Config, mesh: DeviceMesh, of
             ignored_params=left_out | elsewhere,
         )
         released.release(unit.parameters)
-    modules = [unit.module for unit in cut.units if isinstance(unit.module, FSDPModule)]
+    modules = [unit.module for unit in units.units if isinstance(unit.module, FSDPModule)]
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
         reduce_unused(modules[-1])
@@ -72,8 +75,10 @@ def _policy(mixed: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisi
 def _apart_policy(mixed: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """The policy of a unit that keeps its dtype: inputs cast to it, outputs back to the compute dtype around it."""
     if mixed.param is None:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=mixed.param)
+        return MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype(mixed.reduce, dtype), cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=precision.reduce_dtype(torch.float32, dtype), output_dtype=mixed.param
+    )
 
 
 @dataclass(frozen=True)
@@ -84,15 +89,15 @@ class Carried:
     hooks: dict[str, list[Any]]
 
     @classmethod
-    def of(cls, cut: units.Cut) -> Carried:
-        managed = {fqn: p for unit in cut.units for fqn, p in unit.parameters.items()}
+    def of(cls, units: Units) -> Carried:
+        managed = {fqn: p for unit in units.units for fqn, p in unit.parameters.items()}
         return cls(
             {fqn: parameters.attributes_of(p) for fqn, p in managed.items()},
             {fqn: parameters.post_accumulate_hooks_of(p) for fqn, p in managed.items()},
         )
 
 
-def finish(model: nn.Module, cut: units.Cut, carried: Carried, config: Config, compiled: Sequence[nn.Module]) -> None:
+def finish(model: nn.Module, units: Units, carried: Carried, config: Config, compiled: Sequence[nn.Module]) -> None:
     """What comes last, when every parameter has its values: see `fsdp_unit` and `parameters`."""
     for fqn, attributes in carried.attributes.items():
         parameter = model.get_parameter(fqn)
@@ -100,9 +105,11 @@ def finish(model: nn.Module, cut: units.Cut, carried: Carried, config: Config, c
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
+    vars(model)["__deepcopy__"] = _refuse_copies
+    model.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)
-    means = GradientMean(cut.replicated.values(), config.shardkit.ddp_find_unused_parameters)
+    means = GradientMean(units.replicated.values(), config.shardkit.ddp_find_unused_parameters)
     if means.parameters and config.num_processes > 1:
         attach(model, means)
         fsdp_unit.at_end_of_backward(model, means.parameters, partial(_reduce_replicated, means, shared))
@@ -113,15 +120,25 @@ def _reduce_replicated(means: GradientMean, trace: Trace) -> None:
     means.reduce()
 
 
+def _refuse_copies(memo: dict[int, Any]) -> Any:
+    raise UsageError(
+        "copy.deepcopy: a sharded model cannot be copied (got a prepared one, maybe by AveragedModel); copy it before "
+        "prepare and prepare both, or keep averages of its parameters: p.detach().clone() of each."
+    )
+
+
+def _shard_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Whole tensors of a state dict for sharded parameters: this rank's part of each. Not collective."""
+    sharded = {name: p for name, p in module.named_parameters(remove_duplicate=False) if is_dtensor(p)}
+    for name, parameter in sharded.items():
+        given = state_dict.get(prefix + name)
+        if isinstance(given, torch.Tensor) and not is_dtensor(given) and given.shape == parameter.shape:
+            part = given.detach()[local_rows(parameter)].to(local_part(parameter).device)
+            state_dict[prefix + name] = sharded_like(part, parameter)
+
+
 def _carry_to_gathered(parameter: Any) -> None:
     parameters.carry_over(parameters.attributes_of(parameter.sharded_param), parameter._unsharded_param)
-
-
-def reshards_after_forward(config: FsdpConfig) -> bool:
-    """Whether units free their gathered parameters between forward and backward (strategies 1 and 4)."""
-    if config.reshard_after_forward is not None:
-        return config.reshard_after_forward
-    return config.sharding_strategy.reshards_after_forward
 
 
 def set_prefetch(modules: Sequence[FSDPModule], config: FsdpConfig) -> None:
@@ -158,7 +175,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _dtype_of(unit: units.Unit) -> torch.dtype:
+def _dtype_of(unit: Unit) -> torch.dtype:
     return next((p.dtype for p in unit.parameters.values()), torch.float32)
 
 

@@ -81,7 +81,7 @@ class UnitState(FSDPState):
                 if any(p._unsharded_param.grad is not None for p in group.fsdp_params if is_gathered_once(p)):
                     raise UsageError(
                         "backward: create_graph=True leaves gradients with a graph in the parameters, which FSDP "
-                        "cannot reduce; use torch.autograd.grad(..., inputs, create_graph=True), or strategy NO_SHARD."
+                        "cannot reduce; use torch.autograd.grad(..., inputs, create_graph=True)."
                     )
         self._state_ctx.post_backward_final_callback_queued = False
 
@@ -100,9 +100,21 @@ class UnitGroup(FSDPParamGroup):
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._training_state != TrainingState.FORWARD:
             self._to_sharded()  # what an earlier forward left may be stale by now
+            self._refuse_foreign_values()
             if torch.is_inference_mode_enabled():
                 self._gather_for_inference()
         return super().pre_forward(module, args, kwargs)
+
+    def _refuse_foreign_values(self) -> None:
+        """What the gathered parameters would silently take the place of."""
+        for parameter in self.fsdp_params:
+            info = parameter._module_info
+            if info.module._parameters.get(info.param_name) is not parameter.sharded_param:
+                raise UsageError(
+                    f"forward: {parameter._param_fqn or info.param_name} is not what prepare put there (got "
+                    "torch.func.functional_call, or a new parameter, which puts other values in the place of sharded "
+                    "parameters); set values by p.data = ..., or use strategy NO_SHARD."
+                )
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
         output = super().post_forward(module, input, output)

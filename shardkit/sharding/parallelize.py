@@ -11,18 +11,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.distributed import control
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
-from shardkit.sharding import precision, units
+from shardkit.sharding import precision
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
 from shardkit.sharding.parameters import has_gradient_hooks, post_accumulate_hooks_of
+from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
 
 if TYPE_CHECKING:
     from shardkit.distributed.process import Process
@@ -39,7 +41,7 @@ def parallelize(
     each rank reading its own rows, or by its own initialisation. Collective: every rank must call it.
     Raises ModelError, on all ranks and before anything is shared out, where the model cannot be sharded as asked.
     """
-    cut, blocks = plan(model, config)
+    units, blocks = plan(model, config)
     if config.fsdp.sync_module_states and process.world_size > 1:
         same_everywhere(model)
         fill_from_rank0(model, process.device)
@@ -48,15 +50,15 @@ def parallelize(
     if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
         compile_blocks(blocks)
     if mesh is None:
-        _fill(model, cut, config, process, weights, process.device)
+        _fill(model, units, config, process, weights, process.device)
         return replicate(model.to(process.device), config, process)
     from shardkit.sharding.fsdp import Carried, finish, shard
 
     home = _home(config, process)
-    carried = Carried.of(cut)
-    shard(model, cut, config, mesh, offloads=home != process.device)
-    _fill(model, cut, config, process, weights, home)
-    finish(model, cut, carried, config, blocks if config.shardkit.compile else [])
+    carried = Carried.of(units)
+    shard(model, units, config, mesh, offloads=home != process.device)
+    _fill(model, units, config, process, weights, home)
+    finish(model, units, carried, config, blocks if config.shardkit.compile else [])
     return model
 
 
@@ -72,7 +74,7 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
         watch_backward(model, lambda _: call())
 
 
-def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
+def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
     """How the model is cut, and the blocks that are recomputed or compiled. The units are the root alone without FSDP.
 
     Raises ModelError, on all ranks: what is wrong on one is agreed on by all. Collective.
@@ -82,19 +84,19 @@ def plan(model: nn.Module, config: Config) -> tuple[units.Cut, list[nn.Module]]:
     mixed = precision.of(config)
     if mixed.is_mixed and (changed := precision.upcast_(model)):
         log.info("mixed precision: %d trainable 16-bit parameters are kept in fp32.", len(changed))
-    cut, blocks = units.Cut([units.Unit("", model, dict(model.named_parameters()))]), []
+    units, blocks = None, []
     try:
-        if config.mode == "fsdp":
-            cut = units.cut(model, config.fsdp, mixed.param)
+        units = units_of(model, config.fsdp, dtypes(config).param) if config.mode == "fsdp" else one_unit(model)
         if config.fsdp.activation_checkpointing or config.shardkit.compile:
-            blocks = units.blocks(model, config.fsdp)
+            blocks = blocks_of(model, config.fsdp)
     except ModelError as error:
         problems = [str(error)]
     if problems := control.start().union(problems):
         raise ModelError("\n".join(problems))
-    if cut.remark:
-        log.info("%s", cut.remark)
-    return cut, blocks
+    assert units is not None
+    if units.cut.remark:
+        log.info("%s", units.cut.remark)
+    return units, blocks
 
 
 def _unfit(model: nn.Module, config: Config) -> list[str]:
@@ -130,7 +132,7 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
 
 def _fill(
     model: nn.Module,
-    cut: units.Cut,
+    units: Units,
     config: Config,
     process: Process,
     weights: Path | None,
@@ -142,7 +144,7 @@ def _fill(
     seed = config.shardkit.seed
     if seed is None:
         seed = control.start().share(torch.initial_seed() % 2**63)
-    fill(model, cut.units, process.device, parameter_device, weights, seed)
+    fill(model, units.units, process.device, parameter_device, weights, seed)
 
 
 def _home(config: Config, process: Process) -> torch.device:

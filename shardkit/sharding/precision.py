@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from shardkit.config.meaning import WIDE, dtypes
 from shardkit.config.schema import Config
 from shardkit.distributed import control
 from shardkit.log import get_logger
-from shardkit.sharding.units import Cut
+from shardkit.model.cut import trained_dtype
+from shardkit.sharding.units import Units
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-IMPLIED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 log = get_logger(__name__)
 
@@ -40,10 +41,12 @@ class Precision:
 
 def of(config: Config) -> Precision:
     """The dtypes that the config asks for. Gradients are reduced in fp32, and outputs are fp32, unless it says else."""
-    section = config.shardkit.precision
-    param = DTYPES[section.param_dtype] if section.param_dtype else IMPLIED[config.mixed_precision]
-    output = DTYPES[section.output_dtype] if section.output_dtype else (torch.float32 if param else None)
-    return Precision(param, DTYPES[section.reduce_dtype or "fp32"], output)
+    chosen = dtypes(config)
+    return Precision(
+        param=DTYPES[chosen.param] if chosen.param else None,
+        reduce=DTYPES[chosen.reduce],
+        output=DTYPES[chosen.output] if chosen.output else None,
+    )
 
 
 def supported(config: Config, device: torch.device) -> Config:
@@ -85,9 +88,7 @@ def reduce_dtype(wanted: torch.dtype, gradients: torch.dtype) -> torch.dtype:
 
     A 16-bit dtype is wanted only where somebody asked for it, and holds for fp32 gradients too.
     """
-    if gradients.is_complex or gradients is torch.float64:
-        return gradients
-    return wanted
+    return gradients if str(gradients).removeprefix("torch.") in WIDE else wanted
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager:
@@ -121,21 +122,22 @@ def upcast_(model: nn.Module) -> list[str]:
     """
     changed = []
     for fqn, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.float()
+        dtype = getattr(torch, trained_dtype(str(parameter.dtype).removeprefix("torch."), parameter.requires_grad))
+        if parameter.dtype is not dtype:
+            parameter.data = parameter.data.to(dtype)
             changed.append(fqn)
     return changed
 
 
-def cast_between(model: nn.Module, cut: Cut, dtype: torch.dtype) -> None:
+def cast_between(model: nn.Module, units: Units, dtype: torch.dtype) -> None:
     """Let each module that has parameters of its own get its inputs in the dtype that these have in forward.
 
     FSDP2 casts at the borders of units only; inside, one fp32 buffer added to a bf16 activation makes it fp32 for
     every module that follows. Ignored modules keep their dtype, and give back the dtype around them.
     """
-    inside_ignored = {id(inner) for module in cut.ignored.values() for inner in module.modules()}
-    heads = {id(unit.module) for unit in cut.units}
-    for module in cut.ignored.values():
+    inside_ignored = {id(inner) for module in units.ignored.values() for inner in module.modules()}
+    heads = {id(unit.module) for unit in units.units}
+    for module in units.ignored.values():
         own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         _cast_inputs(module, own)
         module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))

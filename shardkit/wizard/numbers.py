@@ -1,43 +1,21 @@
 """Memory, fit and traffic beside each strategy, and which one follows from them. The closed form: instant, no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
+from shardkit.model.blocks import BlockClass
 from shardkit.model.describe import Description
-from shardkit.model.units import BlockClass
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
+from shardkit.plan.devices import Device
+from shardkit.plan.suggest import suggest
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 
-SPARE = 0.2
-"""Part of the memory that must stay free, for activations and fragments, where a strategy is suggested."""
 GIB = 2**30
 HEAD = f"{'memory':>11}  {'fits':<4}  traffic/step (+ between machines)"
 LABEL_WIDTH = 24
 """Blanks before the table's head: number, longest strategy name, and the gaps between."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One strategy on the hardware that was chosen: bytes on a rank, and bytes that it sends in one step."""
-
-    memory_bytes: int
-    host_bytes: int
-    inside_bytes: int
-    across_bytes: int
-
-    def fits(self, available_bytes: int | None, spare: float = 0.0) -> bool | None:
-        """Whether it fits with a part left over; None where nobody knows."""
-        return None if available_bytes is None else self.memory_bytes <= available_bytes * (1 - spare)
-
-    def text(self, available_bytes: int | None) -> str:
-        """The cells of the table, as wide as `HEAD`."""
-        fits = {None: "-", True: "yes", False: "NO"}[self.fits(available_bytes)]
-        unit, name = (GIB, "GiB") if self.inside_bytes + self.across_bytes >= GIB / 10 else (2**20, "MiB")
-        across = f" + {self.across_bytes / unit:,.1f}" if self.across_bytes else ""
-        return f"{gib(self.memory_bytes):>11}  {fits:<4}  {self.inside_bytes / unit:,.1f}{across} {name}"
 
 
 def gib(count: int) -> str:
@@ -45,60 +23,62 @@ def gib(count: int) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
-def available_bytes(s: Situation) -> int | None:
-    """Memory for one rank: its GPU's, or its part of the host's; None where the machine is not this one."""
+def device_of(s: Situation) -> Device:
+    """What one rank runs on, as a plan sees it: its GPU, or its part of the host; its memory None where the machine is
+    not this one."""
     if s.on_tpu or s.where == ELSEWHERE:
-        return None
+        return Device("elsewhere", None, {})
     if s.on_cpu:
-        return s.hardware.memory_bytes // max(1, s.per_machine) if s.where in {HERE, CPU, SEVERAL} else None
-    return min((device.memory_bytes for device in s.hardware.devices if device.memory_bytes), default=None)
+        share = s.hardware.memory_bytes // max(1, s.per_machine) if s.where in {HERE, CPU, SEVERAL} else None
+        return Device("CPU", share, {}, reserve_bytes=0)
+    return Device("GPU", min((d.memory_bytes for d in s.hardware.devices if d.memory_bytes), default=None), {})
 
 
-def strategy_rows(s: Situation) -> dict[ShardingStrategy, Row]:
-    """A row for each strategy that is possible; empty without a model."""
+def estimates(s: Situation) -> dict[ShardingStrategy, Estimate]:
+    """An estimate for each strategy that is possible; empty without a model."""
     if s.model is None or s.on_tpu:
         return {}
-    rows = {}
-    for strategy in ShardingStrategy:
-        row = _row(s.model, with_strategy(_config(s), strategy), s.world_size, s.per_machine)
-        if row is not None:
-            rows[strategy] = row
-    return rows
+    tried = {each: _estimate(s.model, with_strategy(_config(s), each), s) for each in ShardingStrategy}
+    return {strategy: found for strategy, found in tried.items() if found is not None}
+
+
+def cells(found: Estimate, device: Device) -> str:
+    """One strategy's cells of the table, as wide as `HEAD`."""
+    peak, sent = found.memory.peak.total, found.traffic
+    fits = {None: "-", True: "yes", False: "NO"}[device.fits(peak)]
+    unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (2**20, "MiB")
+    between = f" + {sent.between_bytes / unit:,.1f}" if sent.between_bytes else ""
+    return f"{gib(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
 
 
 def strategy_lines(s: Situation) -> Sequence[str]:
     """What stands above the table."""
     if s.model is None:
         return () if s.on_tpu else ("Add --model module:function, and memory and traffic stand beside each.",)
-    memory = available_bytes(s)
-    has = f" of {gib(memory)}" if memory else ""
+    device = device_of(s)
+    has = f" of {gib(device.memory_bytes)}" if device.memory_bytes else ""
     what = f"Memory{has} on one rank: weights, gradients, AdamW, gathered units; activations NOT counted."
-    return (what, " " * LABEL_WIDTH + HEAD)
+    kept = (
+        f" {gib(device.reserve_bytes)} are kept for the driver." if device.memory_bytes and device.reserve_bytes else ""
+    )
+    return (what + kept, " " * LABEL_WIDTH + HEAD)
 
 
-def suggest(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
-    """The strategy to begin with, and why: least traffic over the slowest link among those that fit with 20% spare."""
-    rows = {strategy: row for strategy, row in strategy_rows(s).items() if strategy in possible}
-    memory = available_bytes(s)
-    if not rows or memory is None:
-        unknown = "the model" if not rows else "the machine's memory"
-        return ShardingStrategy.FULL_SHARD, f"least memory; {unknown} is not known"
-    roomy = [strategy for strategy, row in rows.items() if row.fits(memory, SPARE)]
-    if not roomy:
-        least = min(rows, key=lambda strategy: rows[strategy].memory_bytes)
-        return least, "least memory; nothing fits with 20% to spare"
-    best = min(roomy, key=lambda one: (rows[one].across_bytes, rows[one].inside_bytes, rows[one].memory_bytes))
-    link = "between machines" if any(rows[one].across_bytes for one in roomy) else ""
-    return best, " ".join(filter(None, ["least traffic", link, "of those that fit with 20% to spare"]))
+def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
+    """The strategy to begin with, and why, as `shardkit plan` says it."""
+    found = {strategy: one for strategy, one in estimates(s).items() if strategy in possible}
+    if not found:
+        return ShardingStrategy.FULL_SHARD, "least memory; the model is not known"
+    return suggest(found, device_of(s))
 
 
 def suggest_offload(s: Situation) -> tuple[bool, str]:
     """Whether CPU offload is on unless somebody says otherwise, and why."""
     if s.on_cpu:
         return False, "on a CPU there is nothing to offload from"
-    without, with_offload = _offload_rows(s)
-    memory = available_bytes(s)
-    if without and with_offload and without.fits(memory) is False and with_offload.fits(memory):
+    without, with_offload = _offload_estimates(s)
+    device = device_of(s)
+    if without and with_offload and _fits(without, device) is False and _fits(with_offload, device):
         return True, "nothing fits without"
     return False, "every step is faster without"
 
@@ -107,14 +87,14 @@ def offload_texts(s: Situation) -> tuple[str, str]:
     """The consequences of no and yes."""
     if s.on_cpu:
         return "everything is in host memory already", "changes nothing on a CPU"
-    without, with_offload = _offload_rows(s)
+    without, with_offload = _offload_estimates(s)
     if without is None or with_offload is None:
         return "fastest steps", "least GPU memory, slower steps"
-    host = with_offload.host_bytes * s.per_machine
+    host = with_offload.memory.host.total * s.per_machine
     room = "" if not s.gpus or host <= s.hardware.memory_bytes else ", more than this one has"
     return (
-        f"{gib(without.memory_bytes)} of GPU memory, fastest steps",
-        f"{gib(with_offload.memory_bytes)}, and {gib(host)} on each machine's host{room}; slower",
+        f"{gib(without.memory.peak.total)} of GPU memory, fastest steps",
+        f"{gib(with_offload.memory.peak.total)}, and {gib(host)} on each machine's host{room}; slower",
     )
 
 
@@ -122,25 +102,30 @@ def review_lines(s: Situation, config: Config) -> Sequence[str]:
     """What the review says about memory."""
     if s.model is None or s.on_tpu:
         return ()
-    row = _row(s.model, config, s.world_size, s.per_machine)
-    if row is None:
+    found = _estimate(s.model, config, s)
+    if found is None:
         return ()
-    memory, lines = available_bytes(s), []
-    has = f" of {gib(memory)}" if memory else ""
-    lines.append(f"Memory on each rank: {gib(row.memory_bytes)}{has} and activations (an estimate; see shardkit plan).")
-    if row.fits(memory) is False:
+    device, peak, host = device_of(s), found.memory.peak.total, found.memory.host.total
+    has = f" of {gib(device.memory_bytes)}" if device.memory_bytes else ""
+    lines = [f"Memory on each rank: {gib(peak)}{has} and activations (an estimate; see shardkit plan)."]
+    if device.fits(peak) is False:
         lines.append("! This does not fit. Use more machines, a strategy that splits more, or CPU offload (Advanced).")
-    elif config.fsdp.offload_params and row.host_bytes:
-        lines.append(f"CPU offload is on: {gib(row.host_bytes * s.per_machine)} on each machine's host.")
+    elif config.fsdp.offload_params and host:
+        lines.append(f"CPU offload is on: {gib(host * s.per_machine)} on each machine's host.")
     return tuple(lines)
 
 
-def _offload_rows(s: Situation) -> tuple[Row | None, Row | None]:
+def _fits(found: Estimate, device: Device) -> bool | None:
+    return device.fits(found.memory.peak.total)
+
+
+def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
+    """Without offload, and with it."""
     if s.model is None or s.strategy is None:
         return None, None
     config = with_strategy(_config(s), s.strategy)
     offloads = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"offload_params": True})})
-    return tuple(_row(s.model, c, s.world_size, s.per_machine) for c in (config, offloads))  # type: ignore[return-value]
+    return _estimate(s.model, config, s), _estimate(s.model, offloads, s)
 
 
 def _config(s: Situation) -> Config:
@@ -166,12 +151,9 @@ def _wrapping(s: Situation) -> dict[str, object]:
     return {"auto_wrap_policy": WrapPolicy.SIZE_BASED_WRAP, "min_num_params": max(1, s.model.numel // 4)}
 
 
-def _row(model: Description, config: Config, world_size: int, per_machine: int) -> Row | None:
-    found = _estimated(_Model(model), config.model_dump_json(), world_size, per_machine)
-    if found is None:
-        return None
-    memory = found.memory
-    return Row(memory.peak.total, memory.host.total, found.traffic.inside_bytes, found.traffic.between_bytes)
+def _estimate(model: Description, config: Config, s: Situation) -> Estimate | None:
+    """None where the closed form has no answer, such as a mesh that does not fit."""
+    return _estimated(_Model(model), config.model_dump_json(), s.world_size, s.per_machine)
 
 
 class _Model:
@@ -209,7 +191,6 @@ def _suggested_classes(model: _Model) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _estimated(model: _Model, config_json: str, world_size: int, per_machine: int) -> Estimate | None:
-    """None where the closed form has no answer, such as a mesh that does not fit."""
     config = Config.model_validate_json(config_json)
     try:
         return estimate(

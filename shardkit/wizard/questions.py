@@ -13,8 +13,8 @@ from typing import Any, Literal
 from shardkit.config.keys import all_keys
 from shardkit.config.schema import ShardingStrategy, read_count, read_names
 from shardkit.config.texts import text_of
+from shardkit.model.cut import select_units
 from shardkit.model.describe import count_text
-from shardkit.model.units import select_units
 from shardkit.wizard import numbers
 from shardkit.wizard.model import check_spec
 from shardkit.wizard.prompter import Option
@@ -238,22 +238,22 @@ def _why_not(s: Situation, strategy: ShardingStrategy) -> str:
 
 def strategy_options(s: Situation) -> Sequence[Option]:
     """The five strategies; with a model, memory, fit and traffic beside each instead of the text."""
-    rows = numbers.strategy_rows(s)
-    suggested = _strategy_default(s).value if rows else None
+    estimates, device = numbers.estimates(s), numbers.device_of(s)
+    suggested = _strategy_default(s).value if estimates else None
     options = []
     for strategy, text in STRATEGY_TEXTS.items():
         why_not = _why_not(s, strategy)
         if why_not:
             text = ""
-        elif strategy in rows:
-            text = rows[strategy].text(numbers.available_bytes(s))
+        elif strategy in estimates:
+            text = numbers.cells(estimates[strategy], device)
             text += "  <- suggested" if strategy.value == suggested else ""
         options.append(Option(strategy.value, strategy.value, text, why_not))
     return options
 
 
 def _strategy_default(s: Situation) -> Default:
-    value, reason = numbers.suggest(s, [strategy for strategy in STRATEGY_TEXTS if not _why_not(s, strategy)])
+    value, reason = numbers.suggested(s, [strategy for strategy in STRATEGY_TEXTS if not _why_not(s, strategy)])
     return Default(value.value, reason)
 
 

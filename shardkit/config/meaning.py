@@ -1,0 +1,80 @@
+"""What follows from a configuration: how ranks are arranged, when units are freed, which dtypes are used.
+
+Pure functions of a Config (and of the world, where that matters), for checks, launch, plan and runtime alike. Which
+engine runs is `Config.mode`.
+"""
+
+from dataclasses import dataclass
+
+from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig
+from shardkit.errors import ConfigError
+
+# Gradients of these are added up as they are, whatever the configuration says.
+WIDE = {"float64", "complex64", "complex128"}
+
+_IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """`replicate` copies of the model exist, and `shard` ranks share each of them."""
+
+    replicate: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of a run. `param` is that of compute, None where parameters compute as they are.
+
+    `reduce` is what gradients are added up in, but for WIDE ones, which stay as they are.
+    """
+
+    param: Dtype | None
+    reduce: Dtype
+    output: Dtype | None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would vanish without a loss scale."""
+        return self.param == "fp16"
+
+
+def mesh_sizes(config: Config, world_size: int, ranks_per_node: int) -> MeshSizes:
+    """How the ranks are arranged, in any mode. ConfigError where given sizes do not make up the world.
+
+    The hybrid strategies shard inside a node and replicate across nodes, unless `shardkit.mesh` says else.
+    """
+    if config.mode != "fsdp":
+        return MeshSizes(world_size, 1)
+    if not config.fsdp.sharding_strategy.is_hybrid:
+        return MeshSizes(1, world_size)
+    return given_sizes(config.shardkit.mesh, world_size, ranks_per_node)
+
+
+def given_sizes(given: MeshConfig, world_size: int, ranks_per_node: int) -> MeshSizes:
+    """The sizes of a hybrid strategy; one that is not given follows from the other, or from the machines."""
+    per_node = min(ranks_per_node, world_size)
+    shard = given.shard_size or (world_size // given.replicate_size if given.replicate_size else per_node)
+    replicate = given.replicate_size or world_size // max(1, shard)
+    if replicate * shard != world_size:
+        if given.replicate_size and given.shard_size:
+            text = f"{replicate} copies x {shard} ranks are not the number of ranks (got {world_size}); give one size"
+        else:
+            alone = given.replicate_size or shard
+            text = f"does not divide the number of ranks (got {alone} of {world_size}); choose a divisor"
+        raise ConfigError(f"shardkit.mesh: {text}.")
+    return MeshSizes(replicate, shard)
+
+
+def reshards_after_forward(fsdp: FsdpConfig) -> bool:
+    """Whether units free their gathered parameters between forward and backward (strategies 1 and 4)."""
+    chosen = fsdp.reshard_after_forward
+    return fsdp.sharding_strategy.reshards_after_forward if chosen is None else chosen
+
+
+def dtypes(config: Config) -> Dtypes:
+    """The dtypes that the configuration asks for; outputs of mixed precision and reduction are fp32 unless chosen."""
+    section = config.shardkit.precision
+    param = section.param_dtype or _IMPLIED[config.mixed_precision]
+    return Dtypes(param, section.reduce_dtype or "fp32", section.output_dtype or ("fp32" if param else None))

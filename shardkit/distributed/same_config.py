@@ -1,0 +1,43 @@
+"""Ranks that were started with different configurations notice it before the first step."""
+
+from typing import Any
+
+from shardkit import env
+from shardkit.config import files
+from shardkit.config.schema import Config
+from shardkit.distributed.control import ControlGroup, ranks_text
+from shardkit.errors import ConfigError
+from shardkit.launch import names
+
+
+def compare(config: Config, control: ControlGroup) -> None:
+    """Raises ConfigError on all ranks, with the keys that differ, where ranks run or were launched with different
+    configurations. What differs from machine to machine (see `files.shared_values`) is not looked at. Collective."""
+    launched, run = control.decide([env.get(names.CONFIG_DIGEST), files.digest(config)], _equal_columns)
+    if launched and run:
+        return
+    path = env.resolved_config_path()
+    values = files.shared_values(files.read(path).config if path and run else config)
+    where = "launch" if run else "Accelerator"
+    different = control.decide(values, _differences)
+    raise ConfigError(
+        f"{where}: ranks have different configurations (got {different}); give every machine the same file, flags and "
+        "arguments of Accelerator(...)."
+    )
+
+
+def _equal_columns(told: list[list[Any]]) -> list[bool]:
+    return [len({*column}) == 1 for column in zip(*told, strict=True)]
+
+
+def _differences(told: list[dict[str, Any]]) -> str:
+    """The keys whose values differ, with every value and its ranks."""
+    texts = []
+    for name in told[0]:
+        ranks_with: dict[str, list[int]] = {}
+        for rank, values in enumerate(told):
+            ranks_with.setdefault(str(values[name]), []).append(rank)
+        if len(ranks_with) > 1:
+            shown = ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_with.items())
+            texts.append(f"{name}: {shown}")
+    return "; ".join(texts[:5]) or "settings of the launcher alone"

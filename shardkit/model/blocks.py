@@ -1,0 +1,59 @@
+"""The block classes of a model: those that repeat, and those that could be FSDP units."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from shardkit.model.tree import ModuleNode
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """A class that occurs in a model: how often, how large each, and its share of all parameters."""
+
+    name: str
+    count: int
+    numel_each: int
+    share: float
+
+
+def repeated_classes(root: ModuleNode) -> list[str]:
+    """Names of the outermost repeated block classes: those a Transformer's layers have, e.g. ["GPT2Block"].
+
+    A block is a module with parameters and children that occurs at least twice directly inside a container
+    (ModuleList, Sequential). A class found only inside another block is part of that block.
+    """
+    names: list[str] = []
+
+    def visit(node: ModuleNode) -> None:
+        if node.is_container or node.class_name == "Sequential":
+            counts = Counter(child.class_name for child in node.children if child.children and child.numel)
+            repeated = {name for name, count in counts.items() if count >= 2}
+            names.extend(name for name in counts if name in repeated and name not in names)
+            descend = [child for child in node.children if child.class_name not in repeated]
+        else:
+            descend = list(node.children)
+        for child in descend:
+            visit(child)
+
+    visit(root)
+    return names
+
+
+def block_classes(root: ModuleNode) -> list[BlockClass]:
+    """Classes that could be units, the largest share first: every class with parameters and children but the root's."""
+    total = max(1, root.numel)
+    sizes: dict[str, list[int]] = {}
+    for node in root.walk():
+        if node.fqn and node.children and not node.is_container and node.numel:
+            sizes.setdefault(node.class_name, []).append(node.numel)
+    classes = [BlockClass(name, len(n), max(n), sum(n) / total) for name, n in sizes.items()]
+    return sorted(classes, key=lambda c: (-c.share, -c.count))
+
+
+def candidates_text(root: ModuleNode) -> str:
+    """Which classes fsdp_transformer_layer_cls_to_wrap could name."""
+    classes = block_classes(root)[:6]
+    if not classes:
+        return "It has no class with parameters and submodules of its own."
+    listed = ", ".join(f"{c.name} ({c.count} x {c.numel_each:,} parameters)" for c in classes)
+    return f"Candidates in it: {listed}."
