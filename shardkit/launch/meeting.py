@@ -416,7 +416,9 @@ class Line:
                 self._lost = unsealed(self._store.get("lost"))
             return
         for machine in range(1, self._machines):
-            if self._store.check([f"beat/{machine}"]) and not self._store.check([f"left/{machine}"]):
+            if self._store.check([f"left/{machine}"]):  # its launcher ended: too early, if something is still awaited
+                self._beats[machine] = (b"", -LOST_S)
+            elif self._store.check([f"beat/{machine}"]):
                 beat = self._store.get(f"beat/{machine}")
                 if self._beats.get(machine, (b"", 0.0))[0] != beat:
                     self._beats[machine] = (beat, now)
