@@ -26,6 +26,7 @@ from torch import nn
 
 from shardkit.config.schema import Config, DistributedType
 from shardkit.data import loader as data
+from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import buffers, collectives, process
 from shardkit.distributed.seed import set_seed
@@ -352,7 +353,9 @@ class Accelerator:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that pad the loader's last batch; other objects as one list. Collective."""
         self._run.accumulation.note_meeting()
-        return collectives.gather_real(input_data, self._real_samples(), use_gather_object)
+        return collectives.gather_real(
+            input_data, padding.real_samples(self._run.loaders, input_data), use_gather_object
+        )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks, on every rank. Collective."""
@@ -486,11 +489,6 @@ class Accelerator:
     def mixed_precision(self) -> str:
         """no, fp16 or bf16: what runs."""
         return self._run.config.mixed_precision
-
-    def _real_samples(self) -> int | None:
-        """Samples in the batch that is out, where padding follows them; else None."""
-        loader = data.active_loader(self._run.loaders)
-        return None if loader is None or loader.remainder < 0 else loader.remainder
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return prepare.own_parameters(self._run, parameters)

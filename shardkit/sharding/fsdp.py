@@ -17,7 +17,7 @@ from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
 from shardkit.errors import ModelError, UsageError
-from shardkit.sharding import fsdp_unit, hooks, parameters, precision, released
+from shardkit.sharding import fsdp_unit, hooks, parameters, precision, random_values, released
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
@@ -105,6 +105,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
+    random_values.install()
     vars(model)["__deepcopy__"] = _refuse_copies
     model.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)

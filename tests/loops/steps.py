@@ -310,3 +310,20 @@ def gradients_of_autograd_grad(run: Run) -> None:
             p.grad = gradient
         run.step(optimizer)
         run.see_mean(loss)
+
+
+@loop()
+def values_drawn_after_prepare(run: Run) -> None:
+    """Weights that are drawn anew, and noise: the same values as in one process, whatever the part of a rank."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        nn.init.normal_(inner.embed.weight)
+        nn.init.xavier_uniform_(inner.head.weight)
+        nn.init.trunc_normal_(inner.parts[0].up.weight, std=0.2)
+        nn.init.kaiming_uniform_(inner.parts[0].down.weight)
+        inner.norm.weight.data.uniform_(0.5, 1.5)
+        inner.parts[1].up.weight.add_(torch.randn_like(inner.parts[1].up.weight), alpha=0.1)
+        inner.parts[1].down.weight.mul_(torch.rand_like(inner.parts[1].down.weight))
+    train(run, model, optimizer)
