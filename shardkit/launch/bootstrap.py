@@ -137,7 +137,7 @@ def report(folder: Path, rank: int, error: BaseException, log_file) -> int:
 
 
 def leave_together(folder: Path, rank: int) -> None:
-    """Waits for the machine's other ranks: torch elastic ends the rest as soon as the first has left."""
+    """Waits for the machine's other ranks: the launcher ends the rest as soon as the first has left."""
     ranks_here = int(env.get("LOCAL_WORLD_SIZE") or 1)
     until = time.monotonic() + LEAVE_TIMEOUT_S
     while len(records.read_errors(folder)) < ranks_here and time.monotonic() < until:

@@ -138,7 +138,7 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
     watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
     try:
         with signals_to(watch):
-            machines.gather(f"{ranks.name_of(restart)}-start", True)
+            machines.begin(ranks.name_of(restart))
             started_s = time.monotonic()
             watch.start()
             try:
@@ -201,7 +201,10 @@ def shifted(outcome: Outcome, seconds: float) -> Outcome:
 
 @contextlib.contextmanager
 def signals_to(watch: Watch) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and Ctrl-C go to the ranks; while there are none yet, they end the launch."""
+    """SIGTERM, SIGUSR1 and Ctrl-C go to the ranks; while there are none yet, they end the launch.
+
+    A terminal that is closed (SIGHUP) is a wish to end as SIGTERM is, unless it is ignored (nohup).
+    """
 
     def tell(number: int, frame: object) -> None:
         if not watch.ranks and not records.read_places(watch.folder):
@@ -212,12 +215,14 @@ def signals_to(watch: Watch) -> Iterator[None]:
             )
         if watch.stop is None:
             say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop; once more ends them at once")
-        watch.tell_to_stop(number)
+        watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     found = {number: signal.signal(number, tell) for number in numbers}
     try:
         yield

@@ -3,8 +3,8 @@
     machine 0   hosts the store for all attempts, collects what each machine says, and publishes it
     the others  say, and read what was published
 
-What is said is JSON, and is never executed; with $SHARDKIT_SECRET it is signed. The ranks meet in the same store, under
-a prefix for each attempt. One machine alone has such a store on its loopback address, and nobody to agree with.
+What is said is JSON, and is never executed; with $SHARDKIT_SECRET it is signed. The ranks meet in another store, a new
+one for each attempt. One machine alone has that one only, on its loopback address.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import Store, TCPStore
 
@@ -31,6 +31,8 @@ LOST_S = 30.0
 """So long without a sign of life, and a machine counts as gone."""
 ANNOUNCE_S = 5.0
 CONNECT_S = 2.0
+GREETING_S = 15.0
+"""How long machine 0's store may take to answer, once it is reached."""
 STORE_TIMEOUT = timedelta(seconds=300)
 SIGNATURE_BYTES = 64
 GOODBYE_S = 5.0
@@ -49,15 +51,27 @@ class Lost(Exception):
 
 @dataclass
 class Meeting:
-    """One machine's side. For a single machine there is no `line`: it agrees with itself."""
+    """One machine's side. For a single machine there is no `line`: it agrees with itself.
 
-    store: Store
-    address: str
-    port: int
+    `address` and `port`: where the ranks meet; `listens_on`: what machine 0 opens for them.
+    """
+
     machine: int
     machines: int
+    address: str
+    listens_on: tuple[str, int]
     line: "Line | None" = None
     hosts: list[str] = field(default_factory=list)
+    port: int = 0
+    _store: Store | None = None
+
+    def begin(self, name: str) -> None:
+        """Wait until all machines begin an attempt, with a store of its own for the ranks: none sees older keys."""
+        self._store = None  # a configured port is free again
+        if self.machine == 0:
+            self._store = hosted(*self.listens_on)
+            self.port = self._store.port
+        self.port = self.gather(f"{name}-start", self.port)[0]
 
     def gather(self, name: str, value: Any, waits: Callable[[float, list[int]], None] | None = None) -> dict[int, Any]:
         """What every machine says under this name, by machine. `waits(seconds, missing)` is called meanwhile.
@@ -92,14 +106,13 @@ class Meeting:
 def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Meeting]:
     """The meeting of all machines, from when they all are there. Raises MachineError or ConfigError in words."""
     if spec.num_machines == 1:
-        store = hosted(addresses.LOOPBACK, spec.rendezvous.port)
-        yield Meeting(store, addresses.LOOPBACK, store.port, 0, 1)
+        yield Meeting(0, 1, addresses.LOOPBACK, (addresses.LOOPBACK, spec.rendezvous.port))
         return
     until = time.monotonic() + spec.launch.meet_timeout_s
     store = host_for_others(spec, say) if spec.machine_rank == 0 else reached(spec, say, until)
-    port = spec.rendezvous.port
     line = Line(store, spec.machine_rank, spec.num_machines)
-    meeting = Meeting(store, spec.rendezvous.host, port, spec.machine_rank, spec.num_machines, line)
+    listens_on = (store.host, 0)
+    meeting = Meeting(spec.machine_rank, spec.num_machines, spec.rendezvous.host, listens_on, line)
     line.start()
     try:
         greet(meeting, greeting, say, spec.launch.meet_timeout_s)
@@ -164,13 +177,23 @@ def reached(spec: LaunchSpec, say: Say, until: float) -> TCPStore:
 
 def connected(address: str, port: int) -> TCPStore:
     """A client of the store there. Raises MachineError where something else listens."""
-    try:
-        return TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    found: list[TCPStore] = []
+    problems = [f"no answer in {GREETING_S:g} s"]
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(address, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
+        except Exception as error:
+            problems.insert(0, str(error).splitlines()[0])
+
+    thread = threading.Thread(target=connect, daemon=True)  # torch waits for ever for one that accepts and is silent
+    thread.start()
+    thread.join(GREETING_S)
+    if not found:
         raise MachineError(
-            f"launch: what listens on {address}:{port} is no shardkit launch ({reason}); check --main."
-        ) from None
+            f"launch: what listens on {address}:{port} is no shardkit launch ({problems[0]}); check --main."
+        )
+    return found[0]
 
 
 class Announcement:
@@ -193,6 +216,7 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     announcement = Announcement(say)
 
     def waits(seconds: float, missing: list[int]) -> None:
+        refuse_differences(line, line.collected("greeting"))
         here, who = meeting.machines - len(missing), ", ".join(map(str, missing))
         if seconds > timeout_s:
             text = f"launch: {here} of {meeting.machines} machines came within {timeout_s:g} s (missing: {who}); "
@@ -201,10 +225,16 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
 
     line.enter(greeting)
     found = meeting.gather("greeting", greeting, waits)
-    problems = [text for machine in sorted(found) for text in differences(found[0], found[machine], machine)]
-    if problems:
-        raise ConfigError([*problems, "launch: the machines of a run must start the same. Nothing was started."])
+    refuse_differences(line, found)
     meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
+
+
+def refuse_differences(line: "Line", found: dict[int, Any]) -> None:
+    """End the meeting where one of the machines that have come starts otherwise than machine 0."""
+    known = sorted(found) if 0 in found else []
+    problems = [text for machine in known for text in differences(found[0], found[machine], machine)]
+    if problems:
+        line.refuse(ConfigError([*problems, "launch: the machines of a run must start the same; nothing was started."]))
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], machine: int) -> list[str]:
@@ -283,11 +313,18 @@ class Line:
         """Who has not yet said something under the name, as far as known."""
         return self._missing.get(name, [])
 
-    def refuse(self, error: Exception) -> None:
+    def collected(self, name: str) -> dict[int, Any]:
+        """What has been said so far under the name, as far as this machine knows: machine 0 knows it first."""
+        return dict(self._collected.get(name, {}))
+
+    def refuse(self, error: Exception) -> NoReturn:
         """Raise it here and on all machines that wait."""
+        self._tell_refusal(error)
+        raise error
+
+    def _tell_refusal(self, error: Exception) -> None:
         with contextlib.suppress(Exception):
             self._store.set("refused", sealed({"text": str(error), "is_config": isinstance(error, ConfigError)}))
-        raise error
 
     def raise_alarm(self, name: str) -> None:
         self._alarms_raised.add(name)
@@ -321,6 +358,7 @@ class Line:
                 self._turn_s = time.monotonic()
                 self._closing.wait(POLL_S) if not goodbye_s else time.sleep(POLL_S)
         except (ConfigError, MachineError) as error:
+            self._tell_refusal(error)
             self._error = error
         except Exception:  # the store is gone
             self._lost = [0]
@@ -378,7 +416,9 @@ class Line:
                 self._lost = unsealed(self._store.get("lost"))
             return
         for machine in range(1, self._machines):
-            if self._store.check([f"beat/{machine}"]) and not self._store.check([f"left/{machine}"]):
+            if self._store.check([f"left/{machine}"]):  # its launcher ended: too early, if something is still awaited
+                self._beats[machine] = (b"", -LOST_S)
+            elif self._store.check([f"beat/{machine}"]):
                 beat = self._store.get(f"beat/{machine}")
                 if self._beats.get(machine, (b"", 0.0))[0] != beat:
                     self._beats[machine] = (beat, now)

@@ -101,7 +101,7 @@ def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int,
         "ROLE_WORLD_SIZE": str(spec.world_size),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
-        "TORCHELASTIC_RESTART_COUNT": str(restart),  # the store's prefix: no attempt sees another's keys
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.launch.max_restarts),
         "TORCHELASTIC_RUN_ID": f"shardkit-{restart}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
