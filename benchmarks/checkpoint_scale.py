@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import interleaved
-from shardkit.checkpoint import apart, disk, layout, manifest, state, tensors, write
+from shardkit.checkpoint import apart, disk, layout, manifest, opening, state, tensors
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.state import Live
@@ -128,7 +128,7 @@ def measure_shardkit(ranks: int, blocks: int) -> dict[str, Any]:
     captured = state.capture(live, "sharded", rank, ranks)
     for section in captured.index.sections:
         tensors.pieces_to_write(captured.index, section, captured.tensors[section], rank)
-    write.fingerprints(captured)
+    opening.fingerprints(captured)
     apart.of_items(captured)
     seconds = time.perf_counter() - began
     records = len(disk.to_json_in_order(layout.index_to_json(captured.index))) + len(_manifest(captured.index))

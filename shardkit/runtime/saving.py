@@ -12,9 +12,9 @@ import torch.distributed as dist
 from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.read import Loaded, Unfinished
+from shardkit.checkpoint.request import Prepared, Request
 from shardkit.checkpoint.snapshot import Background
 from shardkit.checkpoint.state import Captured, Live, capture
-from shardkit.checkpoint.write import Prepared, Request
 from shardkit.config import files
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, meeting, progress
