@@ -33,7 +33,7 @@ def prepared(spec: LaunchSpec) -> Iterator[Start]:
     """How to start ranks, any number of times; inside, torch is loaded, with the variables that the ranks will have."""
     env.update(spec.environment)
     before = preloaded.before()
-    reason = "" if spec.launch.start == "exec" else forking.why_not(spec.script, spec.is_module, spec.device)
+    reason = "" if _is_exec(spec) else forking.why_not(spec.script, spec.is_module, spec.device)
     expected_threads = load_torch()
     if reason is None:
         reason = forking.why_not_now(preloaded.folder_of(spec.script, spec.is_module), expected_threads)
@@ -46,6 +46,12 @@ def prepared(spec: LaunchSpec) -> Iterator[Start]:
         yield lambda own: start_forked(spec, template, own)
     finally:
         template.close()
+
+
+def _is_exec(spec: LaunchSpec) -> bool:
+    """Whether no rank is to be forked. On accelerators that is so unless somebody asks for it: their libraries may
+    keep what a fork breaks."""
+    return spec.launch.start == "exec" or (spec.launch.start == "auto" and spec.device != "cpu")
 
 
 def refuse_if_asked_for(spec: LaunchSpec, reason: str) -> None:
