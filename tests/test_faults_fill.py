@@ -227,7 +227,7 @@ def test_a_checkpoint_that_was_replaced_before_is_noticed(saved, tmp_path):
     live = prepared("plain")
     fill(live, 77)
     with pytest.raises(CheckpointCorrupted, match="another checkpoint took its place while it was read"):
-        read._load(live, checkpoint, agreed, read._How("digest", True, True, read.Unfinished()))
+        read._load(live, checkpoint, agreed, read.How("digest", True, True, read.Unfinished()))
     assert values_in(live) == {77.0}
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardkit.checkpoint import apart, disk, faults, folder, layout, manifest, tensors
+from shardkit.checkpoint import apart, disk, faults, folder, index_json, layout, manifest, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.attempt import report, together
 from shardkit.checkpoint.commit import is_taken
@@ -210,7 +210,7 @@ def fingerprints(captured: Captured) -> dict[str, str]:
 
     Without those that ranks may have differently.
     """
-    value = layout.index_to_json(captured.index)
+    value = index_json.to_json(captured.index)
     meshes = [digests.of_bytes("xxh3", disk.to_json(mesh)) for mesh in value["meshes"]]
     for item in captured.items.values():
         for name in item.tensors:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, faults, folder, layout, manifest, tensors
+from shardkit.checkpoint import disk, faults, folder, index_json, layout, manifest, tensors
 from shardkit.checkpoint.layout import Chunk, Index
 from shardkit.checkpoint.request import Prepared
 from shardkit.distributed.control import ControlGroup
@@ -125,7 +125,7 @@ def put_all(prepared: Prepared, control: ControlGroup, sink: _Disk | Nowhere) ->
 def _json_files(prepared: Prepared, rank: int) -> dict[str, bytes]:
     files = {f"state/rank-{rank:05d}.json": disk.to_json(prepared.own)}
     if rank == 0:
-        files["index.json"] = disk.to_json_in_order(layout.index_to_json(prepared.index))
+        files["index.json"] = disk.to_json_in_order(index_json.to_json(prepared.index))
         files["state/common.json"] = disk.to_json_in_order(prepared.common)
         if prepared.request.config_text is not None:
             files["config.yaml"] = prepared.request.config_text.encode()

@@ -335,7 +335,7 @@ class LaunchConfig(Section):
     """Whose output reaches the screen: all, or ranks with commas."""
 
     start: Annotated[Literal["auto", "fork", "exec"], BeforeValidator(read_word)] = "auto"
-    """How ranks start: fork (from a process that has loaded torch), exec (each a new Python), auto (fork on the CPU)."""
+    """How ranks start: fork (from a process with torch loaded), exec (each a new Python), auto (fork on the CPU)."""
 
     meet_timeout_s: Seconds = Field(900.0, gt=0)
     """How long the machines of a run wait for one another at the start, in seconds."""

@@ -17,7 +17,7 @@ from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
 from shardkit.errors import ModelError, UsageError
-from shardkit.sharding import fsdp_unit, hooks, parameters, precision, random_values, released
+from shardkit.sharding import fsdp_unit, hooks, outputs, parameters, precision, random_values, released
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
@@ -43,7 +43,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             policy = _apart_policy(mixed, _dtype_of(unit))
         else:
             policy = _policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
-        unit.module.register_forward_hook(lambda module, args, output: fsdp_unit.without_views(output))
+        unit.module.register_forward_hook(lambda module, args, output: outputs.without_views(output))
         fully_shard(
             unit.module,
             mesh=mesh,
