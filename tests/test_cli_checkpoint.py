@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardkit.checkpoint import disk, folder, retention, save_model, state
-from shardkit.cli import checkpoint as commands
+from shardkit.cli import checkpoint_words
 from shardkit.cli.main import EXIT_UNREAD, run
+from shardkit.cli.progress import Progress
 from shardkit.distributed import control
 from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_MACHINE
 from tests.checkpoints import build, save, train
@@ -72,7 +74,7 @@ def test_list_names_every_step_and_what_is_wrong(project, tmp_path, capsys):
     text = called(capsys, "list", project)
     assert f"{project / 'checkpoints'}: 2 checkpoints" in text
     assert "step        4  sharded    2 ranks" in text
-    assert text.rstrip().endswith("UTC  latest")
+    assert text.rstrip().endswith("UTC  complete, latest")
     root = copied(project, tmp_path)
     (root / "step-00000004" / "index.json").unlink()
     retention.pin(root / "step-00000008")
@@ -121,6 +123,10 @@ def test_diff_compares_what_different_ranks_saved(project, ranks, capsys):
     assert found["facts"]["step"] == [8, 4]
     assert "model: embed.weight" in found["other_values"]
     assert "model: scale" not in found["other_values"]
+    apart = found["magnitudes"]["model: embed.weight"]
+    assert 0 < apart["count"] <= apart["of"] and apart["max_abs"] > 0 and 0 < apart["max_rel"] <= 2
+    text = called(capsys, "diff", steps, one, code=EXIT_CHECK_FAILED)
+    assert re.search(r"model: embed\.weight: [\d,]+ of [\d,]+ values differ, at most by \S+ \(relative: \S+\)", text)
     assert "scheduler.0" in found["other_state"]
     assert not found["only_first"] and not found["only_second"]
 
@@ -254,7 +260,7 @@ def test_prune_tells_what_cut_off_saves_left(project, tmp_path, capsys):
         (path / "part").write_bytes(bytes(1000))
     said = called(capsys, "prune", root, "--keep-last", "2", "--dry-run")
     assert all(f"would delete {path} (left by a save that was cut off)\n" in said for path in left)
-    assert said.endswith("0 checkpoints, 3.0 kB (dry run)\n")
+    assert said.endswith("0 checkpoints, 2.9 KiB (dry run)\n")
     assert all(path.exists() for path in left)
     told = json.loads(called(capsys, "prune", root, "--keep-last", "2", "--json"))
     assert told["debris"] == [str(path) for path in left] and told["bytes"] == 3000
@@ -353,7 +359,7 @@ def test_output_that_nobody_reads_is_no_failure(project, monkeypatch, capsys):
             assert run(["checkpoint", *map(str, line)]) == code
     with output_nobody_reads() as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(commands, "_facts_in_words", lambda facts: ["x" * 100_000])
+        monkeypatch.setattr(checkpoint_words, "facts", lambda facts: ["x" * 100_000])
         assert run(["checkpoint", "inspect", str(steps)]) == EXIT_UNREAD
     assert not capsys.readouterr().err
 
@@ -374,10 +380,10 @@ def test_a_wrong_dtype_is_refused(project, tmp_path, capsys):
 
 def test_long_work_is_told_on_stderr(capsys):
     clock = iter([0.0, 1.0, 3.0, 4.0, 14.0])
-    with commands._Progress("merged", 4_000_000, lambda: next(clock)) as progress:
+    with Progress("merged", 4 * 2**20, lambda: next(clock)) as progress:
         for _ in range(4):
-            progress.add(1_000_000)
-    assert capsys.readouterr().err == "merged 2.0 MB of 4.0 MB\nmerged 4.0 MB of 4.0 MB\n"
+            progress.add(2**20)
+    assert capsys.readouterr().err == "merged 2.0 MiB of 4.0 MiB\nmerged 4.0 MiB of 4.0 MiB\n"
 
 
 def test_no_command_needs_torch_but_casting_and_converting(project, tmp_path):

@@ -52,8 +52,8 @@ def test_defaults_and_settings_write_a_file_and_print_the_command_for_it(capsys)
 
 def test_without_a_terminal_nothing_is_asked_and_the_flags_are_named(capsys):
     _, error = shardkit(capsys, "config", code=2)
-    assert error.startswith("config: needs answers, and stdin is not a terminal; give them by flags: --defaults, --set")
-    assert "for example: shardkit config --defaults --set num_processes=8" in error
+    assert error.startswith("config: cannot ask its questions (stdin is not a terminal); give flags: --defaults, --set")
+    assert "for example: shardkit config --defaults --set mixed_precision=bf16" in error
     _, error = shardkit(capsys, "config", "--no-input", code=2)
     assert "--no-input was given" in error
     shardkit(capsys, "config", "--set", "num_processes=2", "--no-input")
@@ -184,7 +184,7 @@ def test_convert(capsys):
     Path("typo.yaml").write_text("num_procesess: 2\nnum_machines: 2\nnum_processes: 3\n")
     _, error = shardkit(capsys, "config", "--from", "typo.yaml", code=2)
     assert "\ntypo.yaml:1:1: num_procesess: unknown key; did you mean num_processes?" in error
-    assert "typo.yaml:3:1: num_processes: does not divide over the machines" in error
+    assert "typo.yaml:3:1: num_processes: is not divisible by the number of machines" in error
     out, _ = shardkit(capsys, "config", "convert", "nemo.yaml", "-o", "x.yaml", "--drop")
     assert out == "x.yaml\n" and files.read(Path("x.yaml")).config.mode == "fsdp"
     out, lost = shardkit(capsys, "config", "convert", "x.yaml", "--to", "accelerate")

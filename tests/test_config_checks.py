@@ -19,7 +19,7 @@ def complaint(text: str) -> str:
     [
         (
             "num_processes: 7\nnum_machines: 2\n",
-            "1:16: num_processes: does not divide over the machines (got 7 on 2); write the total, such as 6 or 8.",
+            "1:16: num_processes: is not divisible by the number of machines (got 7 on 2); write the total, such as",
         ),
         (
             "num_processes: 2\nnum_machines: 4\n",
@@ -86,13 +86,16 @@ def test_contradictions_are_refused(text, words):
         ),
         (
             "fsdp_config: {fsdp_limit_all_gathers: no}\n",
-            "FSDP2 always bounds the gathers in flight; false changes nothing.",
+            "FSDP2 always limits how many all-gathers run at once; false changes nothing.",
         ),
         (
             "fsdp_config: {fsdp_version: 1, fsdp_backward_prefetch: BACKWARD_POST}\n",
             "BACKWARD_POST is done with FSDP2's",
         ),
-        ("num_processes: 2\nfsdp_config: {fsdp_sharding_strategy: 4}\n", "on one machine there is one copy"),
+        (
+            "num_processes: 2\nfsdp_config: {fsdp_sharding_strategy: 4}\n",
+            "a hybrid strategy keeps one copy",
+        ),
         ("use_cpu: yes\nmixed_precision: fp16\n", "fp16 is slow on a CPU; bf16 needs no loss scaling."),
         ("use_cpu: true\nshardkit: {precision: {param_dtype: fp16}}\n", "fp16 is slow on a CPU"),
         ("downcast_bf16: yes\n", "1:16: downcast_bf16: is for TPUs only; it changes nothing here."),
@@ -138,5 +141,5 @@ def test_resharding_said_in_python_is_a_strategy():
 def test_a_configuration_made_in_python_is_checked_when_settings_are_laid_over_it():
     config = files.overlaid(Config(num_processes=4), {"num_machines": "2", "main_process_ip": "a"})
     assert config.processes_per_machine == 2
-    with pytest.raises(ConfigError, match=r"num_processes: does not divide over the machines \(got 4 on 3\)"):
+    with pytest.raises(ConfigError, match=r"num_processes: is not divisible by the number of machines \(got 4 on 3\)"):
         files.overlaid(config, {"num_machines": "3"})

@@ -195,12 +195,12 @@ def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
     )
     for position, words in enumerate(
         [
-            "shardkit.yaml:1:1: deepspeed_config: DeepSpeed is not run here; use fsdp_config",
-            "shardkit.yaml:3:1: parallelism_config: tp_size is not done here (got 2); only data parallelism is.",
+            "shardkit.yaml:1:1: deepspeed_config: DeepSpeed is not run here (got {'zero_stage': '3'}); use fsdp_config",
+            "shardkit.yaml:3:1: parallelism_config: tp_size is not supported (got 2); only data parallelism is.",
             "shardkit.yaml:5:1: dynamo_config: this backend is not supported (got aot_eager); use INDUCTOR.",
             "shardkit.yaml:7:22: compute_environment: is not supported (got 'AMAZON_SAGEMAKER'); SageMaker jobs are",
             "shardkit.yaml:8:19: distributed_type: is not supported (got 'MULTI_XPU'); this kind of device is not",
-            "shardkit.yaml:9:18: mixed_precision: is not supported (got 'fp8'); fp8 is not done here; use",
+            "shardkit.yaml:9:18: mixed_precision: is not supported (got 'fp8'); fp8 is not supported; use",
             "shardkit.yaml:10:1: region: SageMaker jobs are not started here",
             "shardkit.yaml:12:25: fsdp_config.fsdp_state_dict_type: is not supported (got 'LOCAL_STATE_DICT'); it only",
         ]
@@ -227,7 +227,7 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         "shardkit.yaml:1:1: num_procesess: unknown key; did you mean num_processes?",
         "shardkit.yaml:2:15: num_machines: is not a whole number (got 'two'); write one such as 1.",
         "shardkit.yaml:4:3: fsdp_config.fsdp_offload_parms: unknown key; did you mean fsdp_offload_params?",
-        "shardkit.yaml:5:3: fsdp_config.num_processes: unknown key; it belongs to the top level",
+        "shardkit.yaml:5:3: fsdp_config.num_processes: unknown key; it belongs at the top level",
         "shardkit.yaml:6:27: fsdp_config.fsdp_sharding_strategy: is not one of the choices (got 'FULL_SHRAD'); "
         "did you mean FULL_SHARD?",
         "shardkit.yaml:9:5: shardkit.checkpoint.keep_lst: unknown key; did you mean keep_last?",
@@ -263,8 +263,11 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         ("fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: \"['A', 'B']\"\n", "is not the name of a class"),
         ("fsdp_config:\n  fsdp_wrap_policy: NO_WRAP\n  fsdp_auto_wrap_policy: NO_WRAP\n", "says the same as"),
         ("fsdp_config:\n  fsdp_sharding_strategy: 1\n  fsdp_reshard_after_forward: no\n", "means SHARD_GRAD_OP, but"),
-        ("lr: 0.1\n", "shardkit.yaml:1:1: lr: unknown key; it belongs into your training script"),
-        ("megatron_amp_O2: no\n", "unknown key; it is NeMo's; convert the file: shardkit config convert FILE"),
+        ("lr: 0.1\n", "shardkit.yaml:1:1: lr: unknown key; it belongs in your training script"),
+        (
+            "megatron_amp_O2: no\n",
+            "unknown key; it is NeMo's; convert the file with: shardkit config convert shardkit.yaml",
+        ),
     ],
 )
 def test_what_is_refused_says_where_and_why(text, words, tmp_path):

@@ -111,7 +111,7 @@ def test_several_cpu_processes_without_mpirun_are_said_to_have_been_one(tmp_path
 def test_problems_without_a_key_of_their_own_are_refused_too(tmp_path):
     conversion = converted("num_processes: 2\nnum_processes: 4\nnum_machines: 3\n", tmp_path)
     texts = " ".join(line.text for line in conversion.refused)
-    assert "is given twice (first in line 1)" in texts and "does not divide over the machines" in texts
+    assert "is given twice (first in line 1)" in texts and "is not divisible by the number of machines" in texts
 
 
 @pytest.mark.requirement("N1")

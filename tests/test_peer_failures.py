@@ -70,7 +70,7 @@ def test_6_what_can_fail_is_checked_before_anything_is_lost(capsys):
     assert run(["config", "--defaults", "-o", "missing/shardkit.yaml"]) == 2
     assert "there is no folder missing; make it" in capsys.readouterr().err
     assert run(["config", "--defaults", "--set", "mixed_precision=fp8"]) == 2
-    assert "fp8 is not done here; use mixed_precision: bf16" in capsys.readouterr().err
+    assert "fp8 is not supported; use mixed_precision: bf16" in capsys.readouterr().err
 
 
 def test_7_what_people_type_is_understood():

@@ -38,12 +38,12 @@ def screen(folder: Path, columns: int = 80, rows: int = 24, **variables: str) ->
 
 
 def test_6a_the_default_number_of_processes_is_the_number_of_gpus(folder):
-    assert talk(ENTER * 6) == 0
+    assert talk(ENTER * 7) == 0
     assert saved(folder)["num_processes"] == 8
 
 
 def test_6c_no_choice_can_be_taken_that_would_fail_later(folder, capsys):
-    asked = ["", "", "", "fp16", "no", "HYBRID_SHARD", "1", ""]
+    asked = ["", "", "", "fp16", "no", "HYBRID_SHARD", "1", "", ""]
     assert talk_plainly(asked, CPU_ONLY) == 0
     shown = capsys.readouterr().out
     assert "! fp16 is not possible: needs a GPU." in shown
@@ -53,11 +53,11 @@ def test_6c_no_choice_can_be_taken_that_would_fail_later(folder, capsys):
 
 def test_6d_a_missing_folder_is_told_before_the_first_question(folder):
     with pytest.raises(ConfigError, match="its folder does not exist; create it, or choose another with --output"):
-        talk(ENTER * 6, output=folder / "missing" / "shardkit.yaml")
+        talk(ENTER * 7, output=folder / "missing" / "shardkit.yaml")
 
 
 def test_6_a_stop_at_the_last_question_keeps_the_answers(folder):
-    assert talk(ENTER * 2 + "4" + ENTER * 3 + STOP) == 130
+    assert talk(ENTER * 2 + "4" + ENTER * 4 + STOP) == 130
     assert talk(ENTER + ENTER) == 0
     assert saved(folder)["num_processes"] == 4
 
@@ -67,14 +67,14 @@ def test_6_a_stop_at_the_last_question_keeps_the_answers(folder):
 
 @pytest.mark.parametrize("typed", ["y", "Y", "yes", "YES", "2"])
 def test_7_yes_is_understood_in_every_spelling(folder, typed):
-    asked = ["", "", "", "", "1"]
+    asked = ["", "", "", "", "1", ""]
     assert talk_plainly([*asked, "advanced", "forward prefetch", typed, "done", "save"]) == 0
     assert saved(folder)["fsdp_config"]["fsdp_forward_prefetch"] is True
 
 
 @pytest.mark.parametrize("typed", ["2e8", "200M", "200_000_000", "200,000,000"])
 def test_7_numbers_are_understood_as_they_are_printed(folder, typed):
-    asked = ["", "", "", "", "1"]
+    asked = ["", "", "", "", "1", ""]
     wanted = ["advanced", "auto wrap", "size", "min num params", typed, "done", "save"]
     assert talk_plainly([*asked, *wanted]) == 0
     assert saved(folder)["fsdp_config"]["fsdp_min_num_params"] == 200_000_000
@@ -112,7 +112,7 @@ def test_8_ctrl_d_is_one_line(folder, capsys):
 
 
 def test_8_there_is_a_way_back_and_a_review(folder):
-    assert talk(ENTER * 2 + "2" + ENTER + BACK + "4" + ENTER + ENTER * 3) == 0
+    assert talk(ENTER * 2 + "2" + ENTER + BACK + "4" + ENTER + ENTER * 4) == 0
     assert saved(folder)["num_processes"] == 4
 
 
@@ -126,11 +126,11 @@ def test_8_an_existing_file_is_edited_not_overwritten(folder):
 def test_8_escape_goes_back_and_eats_no_key(folder):
     terminal = screen(folder)
     try:
-        terminal.wait_for("Model, for exact numbers?")
+        terminal.wait_for("Which model?")
         terminal.press(ENTER)
         terminal.wait_for("Where will it run?")
         terminal.press("\x1b")
-        terminal.wait_for("Model, for exact numbers?")
+        terminal.wait_for("Which model?")
         terminal.press(ENTER)
         terminal.wait_for("Where will it run?")
         terminal.press(DOWN + DOWN + ENTER)
@@ -175,7 +175,7 @@ SIZES = [(80, 24), (60, 10), (40, 14)]
 def test_10_every_size_of_terminal_shows_whole_menus(folder, columns, rows):
     terminal = screen(folder, columns, rows)
     try:
-        terminal.wait_for("Model")
+        terminal.wait_for("Which model?")
         terminal.press(ENTER)
         terminal.wait_for("Where will it run?")
         assert terminal.text.count("Where will it run?") == 1
@@ -221,7 +221,7 @@ def test_10_plain_mode_sends_no_control_codes(folder, variables):
 def test_10_no_color_is_honoured(folder):
     terminal = screen(folder, NO_COLOR="1")
     try:
-        terminal.wait_for("Model")
+        terminal.wait_for("Which model?")
         terminal.press("\x03")
         assert terminal.wait_for_end() == 130
     finally:
@@ -231,7 +231,7 @@ def test_10_no_color_is_honoured(folder):
 
 
 def test_10_numbers_begin_at_one_and_every_choice_has_one(folder):
-    assert talk(ENTER + "6" + ENTER + ENTER * 5) == 0
+    assert talk(ENTER + "6" + ENTER + ENTER * 6) == 0
     assert saved(folder)["distributed_type"] == "XLA"
 
 
@@ -257,13 +257,13 @@ def test_20_the_file_goes_into_the_project_and_nothing_is_read_from_home(folder)
     for place in (cache,):
         place.mkdir(parents=True)
         (place / "default_config.yaml").write_text("num_processes: 99\n")
-    assert talk(ENTER * 6) == 0
+    assert talk(ENTER * 7) == 0
     assert (folder / "shardkit.yaml").exists() and not hidden.exists()
     assert saved(folder)["num_processes"] == 8
 
 
 def test_21_the_layer_class_need_not_be_known(folder):
-    assert talk(ENTER * 6, EIGHT_GPUS) == 0
+    assert talk(ENTER * 7, EIGHT_GPUS) == 0
     fsdp = saved(folder)["fsdp_config"]
     assert fsdp["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
     assert "fsdp_transformer_layer_cls_to_wrap" not in fsdp, "empty: the model's own repeated classes"
@@ -285,5 +285,5 @@ def build():
 @pytest.mark.slow
 def test_21_with_a_model_the_class_is_found_in_it(folder):
     (folder / "my_model.py").write_text(MODEL)
-    assert talk(ENTER * 3 + "1" + ENTER + ENTER, model="my_model:build") == 0
+    assert talk(ENTER * 3 + "1" + ENTER * 3, model="my_model:build") == 0
     assert saved(folder)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Encoder"

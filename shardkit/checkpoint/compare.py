@@ -1,4 +1,5 @@
-"""What differs between two checkpoints, by bytes, whatever the number of ranks behind each. Needs no torch."""
+"""What differs between two checkpoints, by bytes, whatever the number of ranks behind each. Torch is loaded only where
+values differ, to say by how much."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,17 @@ from shardkit.errors import CheckpointCorrupted
 FACTS = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "config_sha256", "model_fingerprint", "run_id")
 
 
+@dataclass(frozen=True)
+class Magnitude:
+    """By how much one tensor differs: `count` of its `of` values, the largest difference, and the largest one relative
+    to the larger of the two values. None where no difference is a finite number."""
+
+    count: int
+    of: int
+    max_abs: float | None
+    max_rel: float | None
+
+
 @dataclass
 class Difference:
     """What differs. Tensors are named `section: name`; `equal` counts those whose bytes are the same."""
@@ -24,6 +36,7 @@ class Difference:
     other_shape: dict[str, tuple[str, str]] = field(default_factory=dict)
     other_values: list[str] = field(default_factory=list)
     other_state: list[str] = field(default_factory=list)
+    magnitudes: dict[str, Magnitude] = field(default_factory=dict)
     equal: int = 0
 
     @property
@@ -114,6 +127,7 @@ def _compare_tensors(a: Files, b: Files, found: Difference, on_bytes: Callable[[
             found.equal += 1
         else:
             found.other_values.append(_label(key))
+            found.magnitudes[_label(key)] = _magnitude(a, b, key)
 
 
 def _entries(files: Files) -> dict[tuple[str, str], Entry]:
@@ -148,6 +162,27 @@ def _same_bytes(a: Files, b: Files, key: tuple[str, str], on_bytes: Callable[[in
         if read_box(a, *key, box) != read_box(b, *key, box):
             return False
     return True
+
+
+def _magnitude(a: Files, b: Files, key: tuple[str, str]) -> Magnitude:
+    """How far apart the values are, block by block. Only here, for what differs, torch is needed."""
+    import torch
+
+    from shardkit.checkpoint.tensors import TORCH_DTYPES
+
+    entry = a.checkpoint.index.sections[key[0]][key[1]]
+    wide = torch.complex128 if entry.dtype == "C64" else torch.float64
+    count, largest, relative = 0, None, None
+    for box in _blocks(entry):
+        one, two = (torch.frombuffer(read_box(f, *key, box), dtype=TORCH_DTYPES[entry.dtype]).to(wide) for f in (a, b))
+        apart = (one - two).abs()
+        count += int((~((one == two) | (one.isnan() & two.isnan()))).sum())
+        finite = apart.isfinite() & (apart > 0)
+        if finite.any():
+            share = apart[finite] / torch.maximum(one.abs(), two.abs())[finite]
+            largest = max(largest or 0.0, float(apart[finite].max()))
+            relative = max(relative or 0.0, float(share.max()))
+    return Magnitude(count, entry.whole.count, largest, relative)
 
 
 def _blocks(entry: Entry) -> Iterator[Box]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardkit import sizes
 from shardkit.checkpoint import disk, faults, layout, manifest
 from shardkit.checkpoint import folder as folders
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
@@ -181,7 +182,7 @@ def _make_files(opened: Opened) -> None:
 def _refuse_without_room(folder: Path, needed: int) -> None:
     free = disk.free_bytes(folder)
     if free < needed:
-        text = f"No space left on device: need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free"
+        text = f"No space left on device: need {sizes.in_words(needed)}, {sizes.in_words(free)} free"
         raise CheckpointSaveError(f"{folder}: {text}; free some, or give a folder elsewhere.")
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit import sizes
 from shardkit.checkpoint import apart, disk, export, faults, layout, put, state, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.export import ExportFile, Opened
@@ -215,7 +216,7 @@ def _save(part: Part, control: ControlGroup, limit: int, wanted: torch.dtype | N
             export.discard(mine)
         raise
     size, count = export.total_bytes(files), len(files)
-    logger.info("model saved in %s (%.1f MB, %d file%s)", part.folder, size / 1e6, count, "s" if count > 1 else "")
+    logger.info("model saved in %s (%s, %d file%s)", part.folder, sizes.in_words(size), count, "s" if count > 1 else "")
 
 
 def _index(part: Part, world_size: int) -> Index:

@@ -2,21 +2,23 @@
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardkit import sizes
+from shardkit.cli import HELP
+from shardkit.cli import checkpoint_words as words
+from shardkit.cli.progress import Progress
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
-    from shardkit.checkpoint.compare import Difference
     from shardkit.checkpoint.verify import Checkpoint
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=HELP)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 Where = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints (its newest), or a project folder.")]
@@ -38,7 +40,7 @@ def checkpoint() -> None:
 
 @app.command("list")
 def list_(path: Series = Path(), as_json: AsJson = False) -> int:
-    """The checkpoints of a run, oldest first: step, date, size, and whether each is whole."""
+    """The checkpoints of a run, oldest first: step, date, size, and whether all files of each are there."""
     from shardkit.checkpoint import folder, locate
 
     found = locate.checkpoints(path)
@@ -50,9 +52,9 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     if as_json:
         print(json.dumps({"root": str(root), "checkpoints": rows}, indent=2))
         return 0
-    print(f"{root}: {_count(len(rows), 'checkpoint')}")
+    print(f"{root}: {words.count(len(rows), 'checkpoint')}")
     for row in rows:
-        print("  " + _row_in_words(row))
+        print("  " + words.row(row))
     return 0
 
 
@@ -68,14 +70,6 @@ def _row(path: Path) -> dict[str, Any]:
         return {**row, "problem": str(error)}
     names = ("step", "kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id")
     return row | {name: getattr(record, name) for name in names}
-
-
-def _row_in_words(row: dict[str, Any]) -> str:
-    if row["problem"]:
-        return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
-    marks = [name for name in ("latest", "pinned") if row[name]]
-    told = f"{row['kind']:<7}  {_count(row['world_size'], 'rank'):>9}  {_size(row['bytes']):>9}  {_date(row)}"
-    return f"step {row['step']:>8}  {told}{'  ' if marks else ''}{', '.join(marks)}"
 
 
 @app.command()
@@ -94,7 +88,7 @@ def inspect(
     if as_json:
         print(json.dumps(facts, indent=2))
         return 0
-    for line in _facts_in_words(facts):
+    for line in words.facts(facts):
         print(line)
     return 0
 
@@ -135,34 +129,6 @@ def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
     }
 
 
-def _facts_in_words(facts: dict[str, Any]) -> list[str]:
-    mesh = " x ".join(f"{name} {size}" for name, size in zip(*(facts["mesh"].get(k, []) for k in ("names", "shape"))))  # noqa: B905
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    lines = [
-        facts["path"],
-        f"  step      {facts['step']}, epoch {facts['epoch']}, {facts['samples_seen']:,} samples seen",
-        f"  saved     {_date(facts)}, {facts['kind']}, {_count(facts['world_size'], 'rank')}"
-        + (f", mesh {mesh}" if mesh else ""),
-        f"  by        {versions}; run {facts['run_id'][:12]}",
-        f"  size      {_size(facts['bytes'])} in {_count(facts['files'], 'file')}, {facts['digest']} digests",
-    ]
-    for section, part in facts["sections"].items():
-        if part["tensors"]:
-            kinds, tied = ", ".join(part["dtypes"]), f"; {len(part['tied'])} tied" if part["tied"] else ""
-            size = (
-                f"{_size(part['bytes'])}, {_count(part['tensors'], 'tensor')}, {part['elements']:,} elements, {kinds}"
-            )
-            lines.append(f"  {section:<9} {size}{tied}")
-    if own := facts.get("own"):
-        files = f", {_count(own['files'], 'file')} of {_size(own['bytes'])}" if own["files"] else ""
-        lines.append(f"  own       {', '.join(own['of'])}, differently on each rank{files}")
-    for section, entries in facts.get("tensors", {}).items():
-        lines += [
-            f"  {section}: {name}  {e['dtype']} {e['shape']} {' '.join(e['placements'])}" for name, e in entries.items()
-        ]
-    return lines
-
-
 @app.command()
 def verify(path: Where = Path(), as_json: AsJson = False) -> int:
     """Read every byte and compare it with what was saved. A folder of checkpoints: all of them. Exit code 3 if not."""
@@ -173,7 +139,7 @@ def verify(path: Where = Path(), as_json: AsJson = False) -> int:
         problems, size = _damages(found)
         results.append({"path": str(found), "bytes": size, "problems": problems})
         if not as_json:
-            print("\n".join(problems) if problems else f"{found}: whole ({_size(size)})")
+            print("\n".join(problems) if problems else f"{found}: whole ({sizes.in_words(size)})")
     if as_json:
         print(json.dumps(results, indent=2))
     bad = sum(bool(result["problems"]) for result in results)
@@ -188,7 +154,7 @@ def _damages(path: Path) -> tuple[list[str], int]:
 
     try:
         found = open_checkpoint(path)
-        with _Progress("verified", found.manifest.bytes) as progress:
+        with Progress("verified", found.manifest.bytes) as progress:
             return damages(found, lambda name, size: progress.add(size)), found.manifest.bytes
     except (CheckpointError, OSError) as error:
         return [str(error)], 0
@@ -205,24 +171,13 @@ def diff(first: Where, second: Where, as_json: AsJson = False) -> int:
 
     one, two = locate.checkpoint(first), locate.checkpoint(second)
     size = 2 * (one.manifest.bytes + two.manifest.bytes)  # verified, then compared
-    with _trouble_with_files(), _Progress("compared", size) as progress:
+    with _trouble_with_files(), Progress("compared", size) as progress:
         found = compare(one, two, progress.add)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        print("\n".join(_difference_in_words(found)))
+        print("\n".join(words.difference(found)))
     return 0 if found.same_state else EXIT_CHECK_FAILED
-
-
-def _difference_in_words(found: "Difference") -> list[str]:
-    lines = [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.facts.items()]
-    lines += [f"only in the first: {name}" for name in found.only_first]
-    lines += [f"only in the second: {name}" for name in found.only_second]
-    lines += [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.other_shape.items()]
-    lines += [f"{name}: values differ" for name in found.other_values]
-    lines += [f"state: {name} differs" for name in found.other_state]
-    counted = len(found.other_values) + len(found.other_shape)
-    return [*lines, f"{_count(found.equal, 'tensor')} equal, {counted} not."]
 
 
 @app.command()
@@ -242,7 +197,7 @@ def merge(
     from shardkit.checkpoint.merge import model_bytes
 
     found = locate.checkpoint(path)
-    with _trouble_with_files(), _Progress("merged", model_bytes(found)) as progress:
+    with _trouble_with_files(), Progress("merged", model_bytes(found)) as progress:
         written = merge_into(found, output, dtype, max_shard_size, progress.add)
     rows: list[dict[str, Any]] = [
         {"folder": str(where), "files": [file.name for file in files], "bytes": export.total_bytes(files)}
@@ -252,9 +207,8 @@ def merge(
         print(json.dumps({"checkpoint": str(found.path), "step": found.manifest.step, "written": rows}, indent=2))
         return 0
     for row in rows:
-        print(
-            f"{row['folder']}: {_size(row['bytes'])} in {_count(len(row['files']), 'file')}, step {found.manifest.step}"
-        )
+        held = f"{sizes.in_words(row['bytes'])} in {words.count(len(row['files']), 'file')}"
+        print(f"{row['folder']}: {held}, step {found.manifest.step}")
     return 0
 
 
@@ -291,17 +245,8 @@ def prune(
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        print("\n".join(_pruned_in_words(told)))
+        print("\n".join(words.pruned(told)))
     return 0
-
-
-def _pruned_in_words(told: dict[str, Any]) -> list[str]:
-    verb = "would delete" if told["dry_run"] else "deleted"
-    lines = [f"stays, and does not count: {problem}" for problem in told["damaged"]]
-    lines += [f"{verb} {found} (left by a save that was cut off)" for found in told["debris"]]
-    lines += [f"{verb} {found}" for found in told["removed"]]
-    end = " (dry run)" if told["dry_run"] else ""
-    return [*lines, f"{_count(len(told['removed']), 'checkpoint')}, {_size(told['bytes'])}{end}"]
 
 
 def _bytes_below(folder: Path) -> int:
@@ -328,7 +273,8 @@ def convert(
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
         return 0
-    print(f"{done.path}: step {done.step}, {_count(done.models, 'model')}, {_count(done.optimizers, 'optimizer')}")
+    parts = f"{words.count(done.models, 'model')}, {words.count(done.optimizers, 'optimizer')}"
+    print(f"{done.path}: step {done.step}, {parts}")
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
@@ -362,45 +308,3 @@ def _trouble_with_files() -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         text = f"checkpoint: {where}{error.strerror or error}; nothing was changed by half."
         raise CheckpointError(text) from error
-
-
-class _Progress:
-    """Tells on stderr how far a long reading has come; silent where it takes less than two seconds."""
-
-    def __init__(self, verb: str, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.verb, self.total, self.done = verb, total_bytes, 0
-        self.clock, self.next_s = clock, clock() + 2.0
-        self.told = False
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.told and sys.stderr.isatty():
-            print(file=sys.stderr)
-
-    def add(self, count: int) -> None:
-        """So many more bytes are done."""
-        self.done += count
-        now = self.clock()
-        if now < self.next_s:
-            return
-        on_screen = sys.stderr.isatty()
-        self.next_s, self.told = now + (0.5 if on_screen else 10.0), True
-        text = f"{self.verb} {_size(min(self.done, self.total))} of {_size(self.total)}"
-        print(f"\r{text}" if on_screen else text, end="" if on_screen else "\n", file=sys.stderr, flush=True)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _size(size_bytes: int) -> str:
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.1f} {unit}"
-    return f"{size_bytes} B"
-
-
-def _date(row: dict[str, Any]) -> str:
-    return f"{row['created_utc'][:19].replace('T', ' ')} UTC"

@@ -1,6 +1,7 @@
 """`shardkit config`: get a shardkit.yaml, by answers or by flags; check it, show it, convert others."""
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardkit import env
+from shardkit.cli import HELP
 from shardkit.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from shardkit.config.schema import Config
     from shardkit.convert.report import Conversion
 
-app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists; the old one is kept as .bak.")]
@@ -48,19 +49,15 @@ def config(
         return 0
     if source and template:
         raise UsageError("config: --from and --template both say where to begin; give one of them.")
-    given = bool(defaults or settings or source or template)
-    asks = not (defaults or no_input) and _can_ask(plain)
-    if not asks and not given:
-        raise UsageError(_missing_answers(no_input))
-    start = _start(source, template, _settings(settings)) if given else None
-    if asks:
-        from shardkit.wizard.run import WizardOptions, run_wizard
+    if defaults or settings or source or template:
+        target = _target(output, user)
+        start, note = _start(source, template, _settings(settings))
+        _save(start, target, source, model, force, dry_run)
+        print(note, end="", file=sys.stderr)
+        return 0
+    from shardkit.wizard.run import WizardOptions, run_wizard
 
-        return run_wizard(
-            WizardOptions(model=model, output=output, force=force, dry_run=dry_run, user=user, plain=plain, start=start)
-        )
-    assert start is not None
-    return _save(start, _target(output, user), source, model, force, dry_run)
+    return run_wizard(WizardOptions(model, output, force, dry_run, user, plain, no_input))
 
 
 @app.command()
@@ -73,7 +70,7 @@ def validate(
 
     path = file or find(Path.cwd())
     if path is None:
-        raise UsageError("config validate: no shardkit.yaml here or above; name the file.")
+        raise UsageError(f"config validate: no shardkit.yaml here or above; name the file{_of_accelerate()}.")
     try:
         loaded = read(path)
     except ConfigError as error:
@@ -105,7 +102,8 @@ def show(
     from shardkit.config.files import read, resolve
 
     loaded = resolve(file, _settings(settings))
-    print(f"configuration: {loaded.path or 'no file; what suits this machine'}", file=sys.stderr)
+    name = loaded.path or f"no file; what suits this machine{_of_accelerate()}"
+    print(f"configuration: {name}", file=sys.stderr)
     if diff is not None:
         return _print_difference(loaded.config, read(diff).config)
     names = _names_below(key)
@@ -159,18 +157,12 @@ def schema() -> int:
     return 0
 
 
-def _can_ask(plain: bool) -> bool:
-    """Whether there is somebody to ask: a terminal, and no CI. Plain mode only reads lines, so its output may go on."""
-    return sys.stdin.isatty() and (plain or sys.stdout.isatty()) and not env.get("CI")
+def _of_accelerate() -> str:
+    """A mention of the user's own file of Accelerate, which is only read where it is named."""
+    from shardkit.config.files import accelerates_own
 
-
-def _missing_answers(no_input: bool) -> str:
-    reason = "--no-input was given" if no_input else "stdin is not a terminal"
-    reason = "$CI is set" if env.get("CI") and not no_input and sys.stdin.isatty() else reason
-    return (
-        f"config: needs answers, and {reason}; give them by flags: --defaults, --set KEY=VALUE, --template NAME, "
-        "--from FILE.\n  for example: shardkit config --defaults --set num_processes=8"
-    )
+    found = accelerates_own()
+    return f" (Accelerate's own is {found}; it is read when it is named)" if found else ""
 
 
 def _settings(words: list[str] | None) -> dict[str, str]:
@@ -179,8 +171,8 @@ def _settings(words: list[str] | None) -> dict[str, str]:
     return settings_from(words or [])
 
 
-def _start(source: Path | None, template: str | None, settings: dict[str, str]) -> "Config":
-    """The configuration that the flags describe."""
+def _start(source: Path | None, template: str | None, settings: dict[str, str]) -> tuple["Config", str]:
+    """The configuration that the flags describe, and what is worth knowing of it."""
     from shardkit.config import files
 
     if source is not None:
@@ -189,13 +181,28 @@ def _start(source: Path | None, template: str | None, settings: dict[str, str]) 
         conversion = read_foreign(source)
         if conversion.is_foreign or conversion.refused:
             _report(conversion, drop=False)
-        return files.overlaid(conversion.config, settings) if settings else conversion.config
+        return files.overlaid(conversion.config, settings) if settings else conversion.config, ""
     if template is not None:
         from shardkit.templates import find
 
         start = files.read(find(template)).config
-        return files.overlaid(start, settings) if settings else start
-    return files.suggest(settings).config
+        return files.overlaid(start, settings) if settings else start, ""
+    loaded = files.suggest(settings)
+    return loaded.config, _note_on_device(loaded)
+
+
+def _note_on_device(loaded: "Loaded") -> str:
+    """What to know where this machine's lack of a GPU decides for the CPU. UsageError where it cannot decide: for
+    several machines."""
+    config, origin = loaded.config, loaded.origins["use_cpu"]
+    if origin.kind != "hardware" or not config.use_cpu:
+        return ""
+    if config.num_machines > 1:
+        raise UsageError(
+            f"config --defaults: do the {config.num_machines} machines train on GPUs? (no GPU is found on this one); "
+            "add --set use_cpu=false for GPUs, or --set use_cpu=true."
+        )
+    return "note: use_cpu is true, because no GPU is found here; for GPUs elsewhere add --set use_cpu=false.\n"
 
 
 def _report(conversion: "Conversion", drop: bool) -> None:
@@ -215,25 +222,26 @@ def _target(output: Path | None, user: bool) -> Path:
     return user_path() if user else output or Path("shardkit.yaml")
 
 
-def _save(start: "Config", target: Path, source: Path | None, model: str | None, force: bool, dry_run: bool) -> int:
+def _save(start: "Config", target: Path, source: Path | None, model: str | None, force: bool, dry_run: bool) -> None:
     from shardkit.config.command import command_for
     from shardkit.config.files import dump, user_path
 
     in_place = source is not None and target.exists() and source.resolve() == target.resolve()
-    text = _edited(target, start) if in_place else dump(start)
+    text = _edited(target, start) if in_place else dump(start, path=target)
     if model:
         from shardkit.model import comment
 
         text = comment.write(text, model)
     if dry_run:
         print(text, end="")
-        return 0
+        return
     if target == user_path():
         target.parent.mkdir(parents=True, exist_ok=True)
     _write(text, target, force)
     print(target)
-    print(f"the same again: {command_for(start, target)}")
-    return 0
+    again = f"{command_for(start, None if target == user_path() else target)} --force"
+    again += f" --model {shlex.quote(model)}" if model else ""
+    print(f"the same again: {again}{' --user' if target == user_path() else ''}")
 
 
 def _edited(path: Path, config: "Config") -> str:

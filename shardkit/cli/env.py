@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardkit.cli import HELP
+
 if TYPE_CHECKING:
     from shardkit.config.hardware import Hardware
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 _PACKAGES = ["torch", "pydantic", "pyyaml", "safetensors", "transformers", "accelerate", "peft"]
 

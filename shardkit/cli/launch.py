@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from shardkit.cli import HELP
 from shardkit.errors import ConfigError, UsageError
 
 
@@ -21,12 +22,10 @@ class LaunchCommand(TyperCommand):
         return {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 
-@app.command(
-    cls=LaunchCommand, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
-)
+@app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False, **HELP})
 def launch(
     script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)] = None,
     module: Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")] = None,
@@ -149,6 +148,14 @@ def start(
         typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
 
 
+def _other_file() -> str | None:
+    """A note on the user's own file of Accelerate, which is only read where it is named."""
+    from shardkit.config.files import accelerates_own
+
+    found = accelerates_own()
+    return f"note: no shardkit.yaml is found; Accelerate's own file is used with --config {found}" if found else None
+
+
 def checked(
     command: list[str], is_module: bool, path: Path | None, settings: dict[str, str], said: list[str]
 ) -> tuple[Any, Any]:
@@ -162,7 +169,7 @@ def checked(
     if command:
         problems += preflight.script_problems(command[0], is_module)
     else:
-        problems.append(Problem("launch: no script is named; write: shardkit launch SCRIPT [ARGUMENTS]..."))
+        problems.append(Problem("launch: no script is named; write: shardkit launch SCRIPT.py"))
     try:
         loaded = files.resolve(path, settings)
     except ConfigError as error:
@@ -176,6 +183,7 @@ def checked(
     source = "" if is_module else Path(command[0]).read_text(errors="replace") if Path(command[0]).is_file() else ""
     for note in (
         *loaded.notes,
+        None if loaded.path else _other_file(),
         preflight.core_warning(loaded.config, machine),
         environment.cpu_note(loaded.config, device, source),
     ):

@@ -21,6 +21,7 @@ VERBS = {
     "launch": "start a training script on several ranks",
     "checkpoint": "list, inspect, verify, diff, merge, prune and convert saved states",
     "env": "what this machine has: devices, backends, versions",
+    "completion": "completion of commands and flags with Tab, for bash, zsh and fish",
 }
 
 
@@ -58,6 +59,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _answer(verb: str, arguments: list[str]) -> int:
+    if verb == "help" and arguments and arguments[0] in VERBS:
+        return _answer(arguments[0], ["--help"])
     if verb in {"-h", "--help", "help"}:
         print(_overview())
         return 0
@@ -112,7 +115,7 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "shardkit VERB --help tells more; shardkit --version, its version.",
+            "shardkit VERB -h explains one of them; shardkit --version prints the version.",
         ]
     )
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardkit.cli import HELP
+
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
     from shardkit.plan.answer import Answer, Request
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 _XLA_NOTES = ("PyTorch/XLA schedules its collectives by itself: buffers and traffic are those of torch's FSDP.",)
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 
 @app.command()
@@ -100,11 +102,13 @@ def _simulated(answer: "Answer", everything: bool, exact: bool, batch: str | Non
     from dataclasses import replace
 
     from shardkit.plan.simulation import refine
+    from shardkit.waiting import waiting
 
     strategies = [row.strategy for row in answer.rows if everything or row.strategy is answer.chosen]
-    rows, notes = refine(
-        answer.request, answer.rows, strategies, is_exact=exact, batch=batch, optimizer=optimizer.strip()
-    )
+    with waiting("simulating one training step" if len(strategies) == 1 else "simulating a training step of each"):
+        rows, notes = refine(
+            answer.request, answer.rows, strategies, is_exact=exact, batch=batch, optimizer=optimizer.strip()
+        )
     if ":" in optimizer:
         notes += (f"The closed form takes AdamW for {optimizer}.",)
     return replace(answer, rows=rows, notes=(*answer.notes, *notes))
@@ -200,11 +204,13 @@ def _request(
     from shardkit.model.sources import describe
     from shardkit.plan import optimizers
     from shardkit.plan.answer import Request
+    from shardkit.waiting import waiting
 
     found = _device(config, device, memory)
     optimizer = optimizers.check(optimizer)
     ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
-    description = describe(model)
+    with waiting(f"reading the model {model}"):
+        description = describe(model)
     return Request(
         description=description,
         config=config if description.has_class_names else _without_class_names(config),
@@ -276,9 +282,9 @@ def _answer(request: "Request", question: str | None) -> "Answer":
 
 
 def _save_plot(answer: "Answer", path: Path) -> None:
-    from shardkit.plan import plot
+    from shardkit.plan import picture
 
-    plot.save(answer, path)
+    picture.save(answer, path)
     typer.echo(f"wrote {path}", err=True)
 
 

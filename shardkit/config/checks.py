@@ -41,7 +41,7 @@ def _processes(config: Config) -> Iterator[Finding]:
         yield Finding(keys, f"is fewer than one a machine (got {total} on {machines} machines); write the total.")
     elif total % machines:
         near = total - total % machines
-        what = f"does not divide over the machines (got {total} on {machines})"
+        what = f"is not divisible by the number of machines (got {total} on {machines})"
         yield Finding(keys, f"{what}; write the total, such as {near} or {near + machines}.")
     if config.machine_rank >= machines:
         what = f"is not one of the machines 0 to {machines - 1} (got {config.machine_rank})"
@@ -151,13 +151,15 @@ def _what_fsdp2_does(config: Config) -> Iterator[Finding]:
     if not fsdp.use_orig_params:
         yield Finding(("fsdp.use_orig_params",), "FSDP2 always keeps the original parameters; false changes nothing.")
     if not fsdp.limit_all_gathers:
-        yield Finding(("fsdp.limit_all_gathers",), "FSDP2 always bounds the gathers in flight; false changes nothing.")
+        yield Finding(
+            ("fsdp.limit_all_gathers",), "FSDP2 always limits how many all-gathers run at once; false changes nothing."
+        )
     if fsdp.version == 1 and fsdp.backward_prefetch is not pre:
         text = f"{fsdp.backward_prefetch.value} is done with FSDP2's own prefetching; version 1's code is not used."
         yield Finding(("fsdp.backward_prefetch", "fsdp.version"), text)
     mesh = config.shardkit.mesh
     if fsdp.sharding_strategy.is_hybrid and config.num_machines == 1 and not (mesh.replicate_size or mesh.shard_size):
-        text = "on one machine there is one copy, as with the strategy that is not hybrid; shardkit.mesh sets more."
+        text = "on one machine a hybrid strategy keeps one copy, as the plain one does; shardkit.mesh sets more."
         yield Finding(("fsdp.sharding_strategy", "num_machines"), text)
 
 

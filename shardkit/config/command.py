@@ -30,6 +30,16 @@ def command_for(config: Config, output: File | str | None = None) -> str:
     return " ".join(["shardkit config --defaults", *settings, *end])
 
 
+def config_flag(path: File) -> str:
+    """` --config PATH` for a file that a command here would not find by itself, else nothing."""
+    from shardkit.config.files import find
+
+    found = find(File.cwd())
+    if found is not None and found.resolve() == path.resolve():
+        return ""
+    return f" --config {shlex.quote(str(path))}"
+
+
 def settings_of(config: Config) -> dict[str, str]:
     """The settings that differ from their defaults, and those that depend on the machine, as words for `--set`."""
     return {

@@ -3,6 +3,7 @@
 Nothing is ever constructed from a tag: a file can hold data and nothing else.
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,9 @@ def compose(text: str, name: str) -> yaml.MappingNode:
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_problem(error, name)) from None
     if node is None:
-        raise ConfigError(f"{name}: is empty; write one with: shardkit config --defaults -o {name}")
+        raise ConfigError(
+            f"{name}: is empty; write one with: shardkit config --defaults --force -o {shlex.quote(name)}"
+        )
     if not isinstance(node, yaml.MappingNode):
         what = "a list" if isinstance(node, yaml.SequenceNode) else f"{shortened(node.value)!r}"
         raise ConfigError(f"{place_of(node, name)}: is not made of `key: value` lines (got {what}).")

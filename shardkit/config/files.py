@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,6 +75,18 @@ def user_path() -> Path:
         raise UsageError("config: --user needs a home folder, and there is none; use --output.") from None
 
 
+def accelerates_own() -> Path | None:
+    """The file that `accelerate config` writes for its user, if there is one. It is never read unless it is named."""
+    cache = env.get("XDG_CACHE_HOME")
+    home = env.get("HF_HOME")
+    try:
+        folder = Path(home) if home else (Path(cache) if cache else Path.home() / ".cache") / "huggingface"
+    except RuntimeError:
+        return None
+    places = [folder / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "yml", "json")]
+    return next((path for path in places if path.is_file()), None)
+
+
 def read(path: Path | str) -> Loaded:
     """What one file says; what it does not say has its default. Raises ConfigError with everything that is wrong."""
     return _loaded(_file_layer(Path(path)), Path(path))
@@ -93,7 +106,7 @@ def resolve(
     """The configuration that a run here has: settings over environment over the file over what the hardware suggests.
     Without a path the file is looked for from the folder. Raises ConfigError with everything that is wrong."""
     path = path or find(folder or Path.cwd())
-    given = [_file_layer(path)] if path else []
+    given = [_without_address(_file_layer(path))] if path else []
     given += [environment_layer(), flag_layer(settings or {})]
     below = [suggested.hardware_layer(combine(given).entries, has_file=path is not None)]
     return _loaded(combine([*(below if defaults_for_hardware else []), *given]), path)
@@ -112,9 +125,10 @@ def overlaid(config: Config, settings: Mapping[str, Any]) -> Config:
     ).config
 
 
-def dump(config: Config, comments: bool = True) -> str:
-    """The configuration as YAML for a reader: what matters first, each key below its text."""
-    return yaml_text.render(config, comments)
+def dump(config: Config, comments: bool = True, path: Path | None = None) -> str:
+    """The configuration as YAML for a reader: what matters first, each key below its text. The commands in its head
+    name the file, where `path` is one that they would not find by themselves."""
+    return yaml_text.render(config, comments, None if path is None or path.name in NAMES else str(path))
 
 
 def write(config: Config, path: Path | str, comments: bool = True) -> None:
@@ -161,8 +175,16 @@ def text_of_file(path: Path) -> str:
             data = file.read(document.MAX_BYTES + 1)
     except OSError as error:
         what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigError(f"{path}: {what}; write one with: shardkit config --defaults -o {path}") from None
+        raise ConfigError(f"{path}: {what}; {_what_to_do(path, error)}") from None
     return document.decode(data, str(path))
+
+
+def _what_to_do(path: Path, error: OSError) -> str:
+    if not isinstance(error, FileNotFoundError):
+        return "check its permissions."
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent} either; check the path."
+    return f"write one with: shardkit config --defaults -o {shlex.quote(str(path))}"
 
 
 def _up_to_root(start: Path) -> list[Path]:
@@ -186,6 +208,14 @@ def _is_accelerates(path: Path) -> bool:
 
 def _file_layer(path: Path) -> Layer:
     return file_layer(text_of_file(path), str(path))
+
+
+def _without_address(layer: Layer) -> Layer:
+    """`main_process_ip: null` leaves the address to whoever knows it: the scheduler, or a flag."""
+    layer.entries = {
+        name: entry for name, entry in layer.entries.items() if name != ("main_process_ip",) or entry.value is not None
+    }
+    return layer
 
 
 def _loaded(layer: Layer, path: Path | None) -> Loaded:

@@ -3,6 +3,7 @@
 Empty values and Accelerate's own defaults are fine everywhere: its wizard writes them for what was never asked for.
 """
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,22 +25,22 @@ class Outcome:
 INSTEAD = {
     "deepspeed_config": "DeepSpeed is not run here; use fsdp_config (ZeRO 2 is SHARD_GRAD_OP, ZeRO 3 is FULL_SHARD)",
     "megatron_lm_config": "Megatron-LM is not run here; use fsdp_config",
-    "fp8_config": "fp8 is not done here; use mixed_precision: bf16",
-    "mpirun_config": "MPI is not used here; several CPU processes start with: shardkit launch --cpu -n N",
+    "fp8_config": "fp8 is not supported; use mixed_precision: bf16",
+    "mpirun_config": "MPI is not used here; start several CPU processes with `shardkit launch --cpu -n 2 SCRIPT.py`",
     "ipex_config": "Intel's extension is not used here; plain torch has bf16 on the CPU: mixed_precision: bf16",
 }
 _SAGEMAKER = ["ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name"]
 _SAGEMAKER += ["pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file"]
 _SAGEMAKER += ["sagemaker_metrics_file", "additional_args"]
 INSTEAD |= dict.fromkeys(_SAGEMAKER, "SageMaker jobs are not started here; run shardkit launch on the machine itself")
-_OFFLOADED_CHECKPOINTS = "moving recomputed activations to the CPU is not done here; leave it false"
+_OFFLOADED_CHECKPOINTS = "moving recomputed activations to the CPU is not supported; leave it false"
 
 # Values, not keys, that belong to things we do not do: what the message says in place of the list of choices.
 REFUSED_VALUES: dict[Path, dict[str, str]] = {
     ("distributed_type",): {
         "DEEPSPEED": INSTEAD["deepspeed_config"],
         "MEGATRON_LM": INSTEAD["megatron_lm_config"],
-        "TP": "tensor parallelism is not done here; use FSDP",
+        "TP": "tensor parallelism is not supported; use FSDP",
     }
     | dict.fromkeys(
         ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON"),
@@ -67,12 +68,12 @@ def translate(section: Path, key: str, value: Any) -> Outcome:
     return _TRANSLATIONS[section][key](key, value)
 
 
-def hint(section: Path, key: str) -> str | None:
-    """What to say about keys that belong somewhere else."""
+def hint(section: Path, key: str, file: str) -> str | None:
+    """What to say about keys of a file that belong somewhere else."""
     if section == () and key in {"lr", "learning_rate", "batch_size", "epochs"}:
-        return "it belongs into your training script."
+        return "it belongs in your training script."
     if section == () and key in NEMO_KEYS:
-        return "it is NeMo's; convert the file: shardkit config convert FILE"
+        return f"it is NeMo's; convert the file with: shardkit config convert {shlex.quote(file)}"
     return None
 
 
@@ -88,11 +89,17 @@ def _is_empty(value: Any) -> bool:
 def _refuse(key: str, value: Any) -> Outcome:
     if _is_empty(value):
         return Outcome()
-    return Outcome(problems=[f"{INSTEAD[key]} (got {shortened(value)})."])
+    return Outcome(problems=[_refusal(INSTEAD[key], value)])
+
+
+def _refusal(text: str, value: Any) -> str:
+    """`what; what to do` with the value between them."""
+    what, _, instead = text.partition("; ")
+    return f"{what} (got {shortened(value)}); {instead}."
 
 
 def _refuse_offloaded_checkpoints(key: str, value: Any) -> Outcome:
-    return Outcome() if _is_empty(value) else Outcome(problems=[f"{_OFFLOADED_CHECKPOINTS} (got {shortened(value)})."])
+    return Outcome() if _is_empty(value) else Outcome(problems=[_refusal(_OFFLOADED_CHECKPOINTS, value)])
 
 
 def _mpirun(key: str, value: Any) -> Outcome:
@@ -124,7 +131,7 @@ def _parallelism(key: str, value: Any) -> Outcome:
                 {} if str(size) in {"None", "1", "-1", "0"} else {("shardkit", "mesh", ours[name]): size}
             )
         elif not (_is_empty(size) or str(size) in {"1", "torch"} or name.endswith(("_strategy", "_backend"))):
-            outcome.problems.append(f"{name} is not done here (got {shortened(size)}); only data parallelism is.")
+            outcome.problems.append(f"{name} is not supported (got {shortened(size)}); only data parallelism is.")
     return _plain_mesh(outcome)
 
 

@@ -91,14 +91,28 @@ def resolve_name(dotted: str) -> Path | None:
     return path
 
 
+def whole_name(part: str) -> str | None:
+    """The full name of the setting that is meant by the end of it, `keep_last` or `checkpoint.keep_last`, in either
+    spelling and with a slip of the pen; None where nothing is near."""
+    ends: dict[str, str] = {}
+    for key in all_keys().values():
+        for path in (key.path, key.yaml_path):
+            for start in range(len(path)):
+                ends.setdefault(".".join(path[start:]), key.name)
+    near = get_close_matches(part.lower(), ends, 1, 0.75)
+    return ends[near[0]] if near else None
+
+
 def suggestion(name: str, section: Path = ()) -> str:
     """What to do about a name that does not exist in a block: the nearest name, or where it belongs."""
     here = names_in(section)
     near = get_close_matches(name.lower(), here, 1, 0.75)
     elsewhere = [block for block in [(), *sections()] if block != section and name in names_in(block)]
+    if not near and not elsewhere and (meant := whole_name(name)):
+        return f"did you mean {'.'.join(all_keys()[tuple(meant.split('.'))].yaml_path)}?"
     if not near and elsewhere:
         block = ".".join(sections().get(elsewhere[0], ()))
-        return f"it belongs into the block {block}" if block else "it belongs to the top level"
+        return f"it belongs in the block {block}" if block else "it belongs at the top level"
     near = near or get_close_matches(name.lower(), here, 1, 0.6)
     if near:
         written = _spelling_near(near[0], name, section)

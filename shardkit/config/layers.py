@@ -11,7 +11,7 @@ import yaml
 
 from shardkit import env
 from shardkit.config import document, foreign
-from shardkit.config.keys import Path, all_keys, names_in, resolve_name, sections, suggestion
+from shardkit.config.keys import Path, all_keys, names_in, resolve_name, sections, suggestion, whole_name
 from shardkit.errors import ConfigError
 
 Kind = Literal["default", "hardware", "file", "environment", "flag"]
@@ -123,12 +123,11 @@ def _unknown_setting(name: str, path: Path | None) -> str:
         return f"{name} is a block of settings; set one of them, such as {name}.{next(iter(names_in(path)))}."
     *blocks, last = name.split(".")
     section = resolve_name(".".join(blocks)) if blocks else ()
-    if section is None or section not in [(), *sections()]:
-        return f"unknown setting (got {name}); {suggestion(blocks[0])}"
-    elsewhere = [block for block in sections() if last in names_in(block)]
-    if section == () and last not in names_in(()) and elsewhere:
-        return f"unknown setting (got {name}); did you mean {'.'.join(names_in(elsewhere[0])[last])}?"
-    return f"unknown setting (got {name}); {suggestion(last, section)}"
+    if section is not None and section in [(), *sections()] and section != ():
+        return f"unknown setting (got {name}); {suggestion(last, section)}"
+    meant = whole_name(name)
+    hint = f"did you mean {meant}?" if meant else suggestion(blocks[0] if blocks else last)
+    return f"unknown setting (got {name}); {hint}"
 
 
 def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str) -> None:
@@ -140,7 +139,7 @@ def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str)
         if foreign.is_foreign(section, key):
             _take_foreign(layer, section, key, key_node, node, name)
         elif path is None:
-            hint = foreign.hint(section, key) or suggestion(key, section)
+            hint = foreign.hint(section, key, name) or suggestion(key, section)
             layer.problems.append(f"{where}: {document.shortened(written, 80)}: unknown key; {hint}")
         elif path in sections():
             _read_section(layer, node, path, name, written)

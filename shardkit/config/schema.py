@@ -208,10 +208,10 @@ class FsdpConfig(Section):
     sharding_strategy: Annotated[ShardingStrategy, BeforeValidator(read_strategy)] = Field(
         ShardingStrategy.FULL_SHARD, alias="fsdp_sharding_strategy"
     )
-    """What is split: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD (DDP), 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2."""
+    """What is sharded: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD (DDP), 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2."""
 
     reshard_after_forward: Bool | None = Field(None, alias="fsdp_reshard_after_forward")
-    """Version 2's way to say it: true frees parameters after forward (strategy 1 or 4), false keeps them (2 or 5)."""
+    """As FSDP version 2 says it: true frees parameters after forward (strategy 1 or 4), false keeps them (2 or 5)."""
 
     offload_params: Bool = Field(False, alias="fsdp_offload_params")
     """Keep parameters, gradients and optimizer state in host memory when not in use."""
@@ -244,7 +244,7 @@ class FsdpConfig(Section):
     """Build on the meta device where possible; every rank reads only its own slices of the weights."""
 
     sync_module_states: Bool = Field(True, alias="fsdp_sync_module_states")
-    """Start every rank from rank 0's weights and buffers, whatever the seeds."""
+    """Copy rank 0's weights and buffers to every rank before training."""
 
     use_orig_params: Bool = Field(True, alias="fsdp_use_orig_params")
     """FSDP2 always keeps the original parameters; false is accepted with a note."""
@@ -253,7 +253,7 @@ class FsdpConfig(Section):
     """Recompute each unit's activations in backward instead of keeping them."""
 
     limit_all_gathers: Bool = Field(True, alias="fsdp_limit_all_gathers")
-    """FSDP2 always bounds the gathers in flight; false is accepted with a note."""
+    """FSDP2 always limits how many all-gathers run at once; false is accepted with a note."""
 
     ignored_modules: Text = Field(None, alias="fsdp_ignored_modules")
     """A regular expression over module names: what matches is left unsharded and replicated."""
@@ -266,17 +266,17 @@ class PrecisionConfig(Section):
     """Dtype of the gathered parameters, and so of compute."""
 
     reduce_dtype: Dtype | None = None
-    """Dtype in which gradients are reduced and accumulated; fp32 unless chosen here."""
+    """Dtype in which gradients are reduced and accumulated; fp32 unless set here."""
 
     output_dtype: Dtype | None = None
-    """Dtype of the model's outputs; fp32 under mixed precision unless chosen here."""
+    """Dtype of the model's outputs; fp32 under mixed precision unless set here."""
 
     init_scale: float = Field(65536.0, gt=0)
     """First loss scale under fp16."""
 
 
 class MeshConfig(Section):
-    """Sizes of the hybrid strategies' mesh; 0 means: worked out from the machines."""
+    """Sizes of the hybrid strategies' mesh; 0: computed from the machines."""
 
     replicate_size: Count = Field(0, ge=0)
     """Number of copies of the model; by default one a machine."""
@@ -289,19 +289,19 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     digest: Literal["xxh3", "sha256"] = "xxh3"
-    """What guards saved bytes: xxh3 against corruption (fast), sha256 against tampering as well."""
+    """Checksum of the saved files: xxh3 detects corruption (fast), sha256 also tampering."""
 
     verify: Literal["digest", "size"] = "digest"
     """What is checked when a checkpoint is read: every byte, or the sizes only."""
 
     keep_last: Count = Field(3, ge=1)
-    """How many of the newest checkpoints retention keeps."""
+    """How many of the newest checkpoints are kept."""
 
     keep_every: Count = Field(0, ge=0)
     """Checkpoints at multiples of this many steps are kept for good; 0: none."""
 
     blocking: Bool = True
-    """Whether save_state waits for the files; false copies the state aside and writes them beside training."""
+    """Whether save_state waits until the files are written; false copies the state and writes it in the background."""
 
     timeout_s: Seconds = Field(600.0, gt=0)
     """How long ranks wait for one another in a save or load, in seconds."""
@@ -317,7 +317,7 @@ class LaunchConfig(Section):
     """What the launcher watches and how it stops."""
 
     hang_timeout_s: Seconds = Field(600.0, gt=0)
-    """How long a rank may make no progress before the run is stopped and the rank named, in seconds."""
+    """How long a rank may make no progress before the run is stopped and that rank is named, in seconds."""
 
     stop_timeout_s: Seconds = Field(120.0, gt=0)
     """How long ranks have to save and leave after SIGTERM, in seconds."""
@@ -326,13 +326,13 @@ class LaunchConfig(Section):
     """How long a collective may take, in seconds."""
 
     max_restarts: Count = Field(0, ge=0)
-    """How often the ranks are started again after a failure; given up after 3 without a new checkpoint."""
+    """How many restarts after failures; the launch stops after 3 in a row without a new checkpoint."""
 
     log_dir: Text = None
-    """Folder for every rank's output; by default runs/<time> beside where the launch was typed."""
+    """Folder for every rank's output; by default runs/<time> in the current folder."""
 
     show: str = "all"
-    """Whose output reaches the screen: all, or ranks with commas."""
+    """Ranks whose output is shown: all, or numbers with commas."""
 
     start: Annotated[Literal["auto", "fork", "exec"], BeforeValidator(read_word)] = "auto"
     """How ranks start: fork (from a process with torch loaded), exec (each a new Python), auto (fork on the CPU)."""
@@ -348,13 +348,13 @@ class LaunchConfig(Section):
 
 
 class ShardkitConfig(Section):
-    """What Accelerate has no key for. Written only when something in it differs from its default."""
+    """Settings that Accelerate does not have. Written only when something in it differs from its default."""
 
     precision: PrecisionConfig = PrecisionConfig()
     """Dtypes beyond mixed_precision."""
 
     mesh: MeshConfig = MeshConfig()
-    """Sizes of the hybrid strategies' mesh."""
+    """Sizes of the mesh of the hybrid strategies."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
@@ -379,7 +379,7 @@ class Config(Section):
     """One run, whole."""
 
     compute_environment: Annotated[Literal["LOCAL_MACHINE"], BeforeValidator(read_name)] = "LOCAL_MACHINE"
-    """Where ranks are started; shardkit starts them on this machine, once per machine."""
+    """Where ranks are started: on this machine; with several machines, launch on each of them."""
 
     distributed_type: Annotated[DistributedType, BeforeValidator(read_distributed_type)] = DistributedType.FSDP
     """How ranks share the work: FSDP (see fsdp_config), MULTI_GPU or MULTI_CPU (DDP), XLA (TPU), NO (one process)."""
@@ -415,13 +415,13 @@ class Config(Section):
     """Which GPUs of this machine: all, or numbers with commas."""
 
     debug: Bool = False
-    """Check every collective's order and shapes (slow)."""
+    """Check the order and the shapes of every collective (slow)."""
 
     main_training_function: str = "main"
     """Name of the script's training function; used on TPU only."""
 
     downcast_bf16: Bool = False
-    """On TPU: use bf16 for double and float both."""
+    """On TPU: compute both double and float in bf16."""
 
     enable_cpu_affinity: Bool = False
     """Pin each rank to the cores next to its GPU."""
@@ -430,13 +430,13 @@ class Config(Section):
     """How the model is split over the ranks."""
 
     shardkit: ShardkitConfig = ShardkitConfig()
-    """What Accelerate has no key for."""
+    """Settings that Accelerate does not have."""
 
     xla: Bool = False
     """On TPU: train with PyTorch/XLA's FSDP."""
 
     xla_fsdp_v2: Bool = False
-    """On TPU: use its SPMD form."""
+    """On TPU: use the SPMD version of PyTorch/XLA's FSDP."""
 
     xla_fsdp_settings: dict[str, Any] = Field(default_factory=dict)
     """On TPU: PyTorch/XLA's own FSDP settings, handed through."""

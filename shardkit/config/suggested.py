@@ -27,7 +27,8 @@ def hardware_layer(given: Mapping[Path, Entry], has_file: bool) -> Layer:
 def for_hardware(hardware: Hardware, given: Mapping[Path, Entry] | None = None) -> dict[Path, Any]:
     """Settings that suit a machine, next to those that are given: all GPUs, or two processes on the CPU."""
     given = given or {}
-    on_cpu = not hardware.devices or _says(given, ("use_cpu",), read_bool) is True
+    said = _says(given, ("use_cpu",), read_bool)
+    on_cpu = said if isinstance(said, bool) else not hardware.devices
     values = for_machines(hardware, given)
     processes = _says(given, _COUNT, read_count) or values[_COUNT]
     shards = any(path[0] == "fsdp" for path in given)

@@ -1,5 +1,6 @@
 """A Config as YAML for a reader: what matters first, each key below its text, nothing that nobody asked about."""
 
+import shlex
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
@@ -11,8 +12,8 @@ from shardkit.config.schema import Config, DistributedType, Section
 from shardkit.config.texts import text_of
 
 HEADER = """\
-# shardkit configuration; its keys are those of Accelerate, what is left out has its default.
-# change: shardkit config    check: shardkit config validate    run: shardkit launch train.py
+# shardkit configuration. The keys are those of Accelerate; a key that is left out has its default.
+# change: shardkit config{output}    check: shardkit config validate{name}    run: shardkit launch{config} train.py
 """
 
 # The order in which a reader wants to know; the rest follows in the order of the schema.
@@ -35,15 +36,22 @@ _WITH_FSDP = {("fsdp", name) for name in _FSDP_ALWAYS}
 _WITH_MACHINES = {("main_process_ip",), ("main_process_port",), ("rdzv_backend",), ("same_network",)}
 
 
-def render(config: Config, comments: bool) -> str:
-    """The whole file. Reading it gives the same configuration."""
-    lines = [HEADER] if comments else []
+def render(config: Config, comments: bool, name: str | None = None) -> str:
+    """The whole file. Reading it gives the same configuration. `name`: how commands call it, None: not at all."""
+    lines = [_header(name)] if comments else []
     block: Path = ()
     for path in _ordered_paths(config):
         lines += _block_heads(block, path[:-1], comments)
         block = path[:-1]
         lines += key_lines(path, value_at(config, path), comments)
     return "\n".join(lines) + "\n"
+
+
+def _header(name: str | None) -> str:
+    if name is None:
+        return HEADER.format(output="", name="", config="")
+    quoted = shlex.quote(name)
+    return HEADER.format(output=f" -o {quoted}", name=f" {quoted}", config=f" --config {quoted}")
 
 
 def key_lines(path: Path, value: Any, comments: bool) -> list[str]:
@@ -127,7 +135,7 @@ def _is_written(config: Config, path: Path) -> bool:
         return True
     if config.distributed_type is DistributedType.FSDP and path in _WITH_FSDP:
         return True
-    return config.num_machines > 1 and path in _WITH_MACHINES
+    return config.num_machines > 1 and path in _WITH_MACHINES and value_at(config, path) is not None
 
 
 def _block_heads(former: Path, block: Path, comments: bool) -> Iterator[str]:

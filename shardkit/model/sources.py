@@ -4,7 +4,7 @@ module:function            your own model, built on the meta device (no memory, 
 config.json, or its folder a Transformers configuration
 weights.safetensors        a file or folder of weights: their headers are enough
 gpt-175b, gpt-1t           built in
-gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]
+gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]   sizes; gpt:NAME without a `=` is module:function
 """
 
 import json
@@ -27,7 +27,7 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
     Raises ModelError, with what to do, for a model that is not there, fails to build or takes too long.
     """
     folder = Path.cwd() if folder is None else folder
-    if spec in BUILTIN or spec.startswith("gpt:"):
+    if is_by_sizes(spec):
         return _by_formula(spec)
     path = folder / spec
     if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
@@ -37,6 +37,17 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
     if _looks_like_factory(spec):
         return _in_child("factory", spec, timeout_s, folder)
     raise ModelError(_unknown(spec, path))
+
+
+def is_by_sizes(spec: str) -> bool:
+    """Whether the spec names a GPT by its sizes. gpt:build is the function `build` of a module named gpt: it has no
+    sizes in it."""
+    return spec in BUILTIN or (spec.startswith("gpt:") and not _looks_like_factory(spec))
+
+
+def has_form(spec: str, folder: Path) -> bool:
+    """Whether the spec has the form of one. Looks at names only: instant."""
+    return is_by_sizes(spec) or (folder / spec).exists() or _looks_like_factory(spec)
 
 
 def _by_formula(spec: str) -> Description:
@@ -74,9 +85,16 @@ def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> Descripti
             )
         answer = json.loads(result.read_text())
     if "error" in answer:
-        place = child.relative_place(answer["where"], folder) or spec
-        raise ModelError(
-            f"{place}: the model {spec} cannot be built on the meta device ({answer['error']}); "
-            f"mend that line, {CLOSED_FORM_HINT}."
-        )
+        raise ModelError(_not_built(spec, answer["error"], child.relative_place(answer["where"], folder)))
     return from_json(answer["description"])
+
+
+def _not_built(spec: str, error: str, place: str | None) -> str:
+    """What to say of a model whose code failed, at a place in the user's own files where one is known."""
+    if place is None:
+        what = "check both names, and that it needs no arguments"
+        return f"--model {spec}: cannot be built on the meta device ({error}); {what}, {CLOSED_FORM_HINT}."
+    return (
+        f"{place}: the model {spec} cannot be built on the meta device ({error}); "
+        f"correct the code at {place}, {CLOSED_FORM_HINT}."
+    )

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from shardkit.errors import MachineError, UsageError
+from shardkit.errors import MachineError
 from shardkit.plan.answer import Answer, Row
 from shardkit.plan.closed_form import Memory
+from shardkit.sizes import in_words
 
 GIB = 2**30
 CATEGORIES = [field.name for field in fields(Memory)]
@@ -53,24 +55,6 @@ class Axis:
         return self.start + self.length * value / self.maximum
 
 
-def save(answer: Answer, path: Path) -> None:
-    """Write the picture to the file; its suffix says how: .svg, .html or .png."""
-    writers = {".svg": _save_svg, ".html": _save_html, ".png": _save_png}
-    if path.suffix.lower() not in writers:
-        raise UsageError(f"--plot: what kind of file? (got {path.name!r}); end it with .svg, .html or .png.")
-    writers[path.suffix.lower()](answer, path)
-
-
-def _save_svg(answer: Answer, path: Path) -> None:
-    path.write_text(svg(answer), encoding="utf-8")
-
-
-def _save_html(answer: Answer, path: Path) -> None:
-    title = escape(_title(answer))
-    body = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title></head><body>"
-    path.write_text(f"{body}\n{svg(answer)}\n</body></html>\n", encoding="utf-8")
-
-
 def svg(answer: Answer) -> str:
     """The picture as one SVG element."""
     bars_height = len(answer.rows) * (_BAR_HEIGHT + _BAR_GAP) + 96
@@ -78,10 +62,10 @@ def svg(answer: Answer) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13" role="img" '
-        f'aria-label="{escape(_title(answer), quote=True)}">',
+        f'aria-label="{escape(title(answer), quote=True)}">',
         _definitions(),
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(20, 28, _title(answer), size=17, weight="bold"),
+        _text(20, 28, title(answer), size=17, weight="bold"),
         _text(20, 48, _subtitle(answer)),
         *_legend(),
         *_timeline(answer, _TOP, _TIMELINE_HEIGHT),
@@ -91,7 +75,7 @@ def svg(answer: Answer) -> str:
     return "\n".join(parts)
 
 
-def _title(answer: Answer) -> str:
+def title(answer: Answer) -> str:
     request = answer.request
     return f"{request.description.name} on {request.world_size:,} x {request.device.name}"
 
@@ -177,7 +161,9 @@ def _area(low: Sequence[float], high: Sequence[float], step: float, vertical: Ax
 
     outline = corners(high) + corners(low)[::-1]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
-    return f'<polygon points="{points}" fill="url(#{name})" stroke="black" stroke-width="0.5"/>'
+    most = max(top - bottom for bottom, top in zip(low, high, strict=True))
+    hover = f"<title>{NAMES[name]}: up to {in_words(int(most))}</title>"
+    return f'<polygon points="{points}" fill="url(#{name})" stroke="black" stroke-width="0.5">{hover}</polygon>'
 
 
 def _ruler(vertical: Axis, top: float) -> list[str]:
@@ -224,22 +210,27 @@ def _limit_across(answer: Answer, vertical: Axis) -> list[str]:
     if not limit or limit > vertical.maximum:
         return []
     y = vertical.at(limit)
-    name = f"{answer.request.device.name}: {_amount(limit)}"
+    name = f"{answer.request.device.name}: {in_words(limit)}"
     return [
         f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="black" stroke-width="2" '
         'stroke-dasharray="9 5"/>',
-        _text(_LEFT + 8, y - 6, name, weight="bold"),
+        _over(_text(_LEFT + 8, y - 6, name, weight="bold")),
     ]
 
 
 def _peak_mark(row: Row, index: int, step: float, vertical: Axis) -> list[str]:
     x, y = _LEFT + (index + 0.5) * step, vertical.at(row.memory.peak.total)
     anchor = "start" if x < _WIDTH / 2 else "end"
-    text = f"peak {_amount(row.memory.peak.total)}, {row.memory.moment}"
+    text = f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}"
     return [
         f'<path d="M{x:.1f} {y:.1f}l-6 -11h12z" fill="black"/>',
-        _text(x + (10 if anchor == "start" else -10), y - 6, text, anchor=anchor, weight="bold"),
+        _over(_text(x + (10 if anchor == "start" else -10), y - 12, text, anchor=anchor, weight="bold")),
     ]
+
+
+def _over(text: str) -> str:
+    """A text with a white edge, readable over whatever lies below."""
+    return f'<g paint-order="stroke" stroke="white" stroke-width="5">{text}</g>'
 
 
 def _bars(answer: Answer, top: float) -> list[str]:
@@ -255,7 +246,7 @@ def _bars(answer: Answer, top: float) -> list[str]:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8:.1f}" y2="{bottom:.1f}" stroke="black" stroke-width="2" '
             'stroke-dasharray="9 5"/>'
         )
-        name = f"{answer.request.device.name}: {_amount(limit)}"
+        name = f"{answer.request.device.name}: {in_words(limit)}"
         parts.append(_text(x, bottom + 16, name, anchor="middle" if x > _LEFT + 80 else "start", weight="bold"))
     for index, row in enumerate(answer.rows):
         parts += _bar_labels(answer, row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
@@ -270,7 +261,8 @@ def _bar(row: Row, horizontal: Axis, y: float) -> list[str]:
         if end > x:
             parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{end - x:.1f}" height="{_BAR_HEIGHT}" '
-                f'fill="url(#{name})" stroke="black" stroke-width="0.5"/>'
+                f'fill="url(#{name})" stroke="black" stroke-width="0.5">'
+                f"<title>{NAMES[name]}: {in_words(size)}</title></rect>"
             )
         done += size
     end = horizontal.at(min(done, horizontal.maximum))
@@ -289,9 +281,7 @@ def _bar_labels(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[st
     end = horizontal.at(min(peak, horizontal.maximum))
     return [
         _text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight),
-        '<g paint-order="stroke" stroke="white" stroke-width="5">',
-        _text(end + 8, middle, f"{_amount(peak)}{mark}", weight=weight),
-        "</g>",
+        _over(_text(end + 8, middle, f"{in_words(peak)}{mark}", weight=weight)),
     ]
 
 
@@ -301,11 +291,7 @@ def _cut_mark(x: float, y: float) -> str:
     return f'<path d="{strokes}" stroke="white" stroke-width="5"/>'
 
 
-def _amount(count: int) -> str:
-    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
-
-
-def _save_png(answer: Answer, path: Path) -> None:
+def save_png(answer: Answer, path: Path) -> None:
     """The same two panels by matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -315,7 +301,7 @@ def _save_png(answer: Answer, path: Path) -> None:
         ) from None
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     over_time, side_by_side = figure.subplots(2, 1)
-    figure.suptitle(_title(answer))
+    figure.suptitle(title(answer))
     _draw_timeline(answer, over_time)
     _draw_bars(answer, side_by_side)
     figure.savefig(path, dpi=120)
@@ -328,31 +314,42 @@ def _draw_timeline(answer: Answer, axes: Any) -> None:
     areas = axes.stackplot(range(len(moments)), series, colors=COLOURS, step="post", labels=list(NAMES.values()))
     for area, hatch in zip(areas, _HATCHES, strict=True):
         area.set(hatch=hatch, edgecolor="white")
-    axes.set(title=_subtitle(answer), ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
+    axes.set_title("\n".join(wrap(_subtitle(answer), 90)), fontsize="medium")
+    axes.set(ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
     at = max(range(len(moments)), key=lambda index: moments[index].memory.total)
     peak = row.memory.peak.total / GIB
     axes.plot([at + 0.5], [peak], marker="v", color="black")
-    text = f"peak {_amount(row.memory.peak.total)}, {row.memory.moment}  "
+    text = f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}  "
     axes.annotate(text, (at + 0.5, peak), va="bottom", ha="left" if at < len(moments) / 2 else "right")
     axes.margins(y=0.12)
-    if answer.request.device.memory_bytes:
-        axes.axhline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
+    axes.set_ylim(0, _maximum(answer) / GIB)
+    limit = answer.request.device.memory_bytes
+    if limit and limit <= _maximum(answer):
+        axes.axhline(limit / GIB, color="black", linestyle="--")
+        name = f" {answer.request.device.name}: {in_words(limit)}"
+        axes.annotate(name, (0, limit / GIB), va="bottom", ha="left", fontweight="bold")
     axes.figure.legend(loc="outside lower center", ncols=len(CATEGORIES), fontsize="small")
 
 
 def _draw_bars(answer: Answer, axes: Any) -> None:
     names = [f"{row.strategy.number} {row.strategy.value}" for row in answer.rows]
+    most = _bars_maximum(answer) / GIB
     left = [0.0] * len(names)
     for name, colour, hatch in zip(CATEGORIES, COLOURS, _HATCHES, strict=True):
         sizes = [getattr(row.memory.peak, name) / GIB for row in answer.rows]
+        sizes = [min(size, most - start) for size, start in zip(sizes, left, strict=True)]
         axes.barh(names, sizes, left=left, color=colour, hatch=hatch, edgecolor="white")
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    if answer.request.device.memory_bytes:
-        axes.axvline(answer.request.device.memory_bytes / GIB, color="black", linestyle="--")
+    limit = answer.request.device.memory_bytes
+    shows_limit = bool(limit and limit <= 1.25 * _bars_maximum(answer))
+    if limit and shows_limit:
+        axes.axvline(limit / GIB, color="black", linestyle="--")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * _bars_maximum(answer) / GIB)
+    axes.set_xlim(0, 1.25 * most)
     for row in answer.rows:
         end = min(row.memory.peak.total, _bars_maximum(answer)) / GIB
         name = f"{row.strategy.number} {row.strategy.value}"
-        axes.annotate(f"  {_amount(row.memory.peak.total)}", (end, name), va="center", backgroundcolor="white")
-    axes.set(xlabel=f"GiB a rank; dashed: {answer.request.device.name}")
+        cut = " (cut off)" if row.memory.peak.total > _bars_maximum(answer) else ""
+        text = f"{in_words(row.memory.peak.total)}{cut}"
+        axes.annotate(text, (end, name), xytext=(6, 0), textcoords="offset points", va="center")
+    axes.set(xlabel=f"GiB a rank; dashed line: {answer.request.device.name}" if shows_limit else "GiB a rank")

@@ -84,6 +84,9 @@ def _memory_table(answer: Answer) -> str:
 
 
 def _number(value: float) -> str:
+    """One digit after the point; nothing is 0, and what would round to it is less than 0.1."""
+    if value < 0.05:
+        return "<0.1" if value else "0"
     return f"{value:,.1f}" if value < 999.95 else f"{value:,.0f}"
 
 

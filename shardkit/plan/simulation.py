@@ -14,7 +14,7 @@ from typing import Any
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ModelError, ShardkitError, UsageError
 from shardkit.model import child
-from shardkit.model.builtin import BUILTIN
+from shardkit.model.sources import is_by_sizes
 from shardkit.plan.answer import Request, Row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 
@@ -95,7 +95,7 @@ def strategies_of(request: Request, chosen: ShardingStrategy, asked: str | None)
 
 def _kind(request: Request, folder: Path) -> str:
     spec = request.description.spec
-    if spec in BUILTIN or spec.startswith("gpt:"):
+    if is_by_sizes(spec):
         return "gpt"
     path = folder / spec
     if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):

@@ -7,7 +7,10 @@ from typing import Any
 
 from shardkit.config.keys import all_keys
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
-from shardkit.wizard.questions import QUESTIONS, Question, split_address
+from shardkit.wizard import when
+from shardkit.wizard.question import Question
+from shardkit.wizard.questions import QUESTIONS
+from shardkit.wizard.readers import split_address
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
 
 _SETTINGS = {key.name for key in all_keys().values()}
@@ -142,8 +145,17 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
         given["fsdp.sharding_strategy"] = ShardingStrategy.NO_SHARD.value
     if config.distributed_type is DistributedType.MULTI_CPU:
         given["use_cpu"] = True
+    given |= _details(situation, given)
     settled = settle(situation, given).answers
     return {key: value for key, value in given.items() if key in settled}
+
+
+def _details(situation: Situation, given: Mapping[str, Any]) -> dict[str, str]:
+    """Whether a file says any of FSDP's details in another way than suggested."""
+    own = [question for question in QUESTIONS if question.asked is when.each_detail and question.key in given]
+    here = settle(situation, {key: value for key, value in given.items() if key not in {q.key for q in own}})
+    same = all(given[q.key] == here.answers[q.key] for q in own if q.key in here.answers)
+    return {} if same else {"details": "each"}
 
 
 def _value_at(config: Config, key: str) -> Any:

@@ -1,7 +1,10 @@
 """The prompter for a terminal: questionary's lists and lines, with back, help, first-letter keys and wrapped text."""
 
 import shutil
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import questionary
@@ -10,19 +13,34 @@ from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 from prompt_toolkit.output import Output
 from questionary.prompts.common import InquirerControl
 
-from shardkit.wizard.prompter import Back, Option, Prompt, fit, option_line, wrap
+from shardkit.waiting import waiting
+from shardkit.wizard.prompter import NO_HELP, Back, Option, Prompt, fit, label_width, option_line, wrap
 
 STYLE = questionary.Style([("highlighted", "bold"), ("disabled", "italic"), ("problem", "fg:ansired")])
 LOW = 14
 """Terminals with fewer rows than this get the title and the list only; the rest is on `?`."""
+NARROWEST = 24
+"""A column of text narrower than this goes under the labels instead of beside them."""
+KEYS = "arrows, numbers or letters, Enter; Esc back; ? help"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How far a question is answered: what is selected, and what is marked."""
+
+    pointed: Any = None
+    marked: Sequence[Any] = ()
 
 
 class _Help(Exception):
     """`?` was pressed."""
 
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+
 
 class QuestionaryPrompter:
-    """Asks in place: arrows, number keys and first letters move, Enter takes, Esc or Ctrl-B goes back, `?` explains."""
+    """Asks in place: arrows, numbers and first letters move, Enter takes, Esc or Ctrl-B goes back, `?` explains."""
 
     def __init__(self, input: Input | None = None, output: Output | None = None) -> None:
         self.streams: dict[str, Any] = {} if input is None else {"input": input}
@@ -36,15 +54,19 @@ class QuestionaryPrompter:
         for line in wrap(text, self.width - 1):
             print(line)
 
+    def waiting(self, text: str) -> AbstractContextManager[None]:
+        return waiting(text)
+
     def choose(self, prompt: Prompt, options: Sequence[Option], default: Any) -> Any:
-        def question() -> questionary.Question:
-            few = len(options) <= 9
+        few = len(options) <= 9
+
+        def question(before: _Place) -> questionary.Question:
             return questionary.select(
                 self._message(prompt),
-                choices=self._choices(options, numbered=few),
-                default=self._selectable(options, default),
+                choices=self._choices(options, prompt, numbered=few),
+                default=self._selectable(options, before.pointed),
                 pointer=">",
-                instruction=self._under(prompt, "1-9, arrows, Enter; Esc back; ? help" if few else "arrows, Enter"),
+                instruction=self._under(prompt, KEYS if few else "arrows or letters, Enter; Esc back; ? help"),
                 use_shortcuts=few,
                 use_jk_keys=False,
                 style=STYLE,
@@ -52,13 +74,14 @@ class QuestionaryPrompter:
                 **self.streams,
             )
 
-        return self._ask(question, prompt, options)
+        return self._ask(question, prompt, options, _Place(default))
 
     def choose_many(self, prompt: Prompt, options: Sequence[Option], defaults: Sequence[Any]) -> list[Any]:
-        def question() -> questionary.Question:
+        def question(before: _Place) -> questionary.Question:
             return questionary.checkbox(
                 self._message(prompt),
-                choices=self._choices(options, numbered=False, checked=defaults),
+                choices=self._choices(options, prompt, numbered=False, checked=before.marked),
+                initial_choice=before.pointed,
                 pointer=">",
                 instruction=self._under(prompt, "arrows, Space marks, Enter; Esc back; ? help"),
                 use_jk_keys=False,
@@ -67,76 +90,123 @@ class QuestionaryPrompter:
                 **self.streams,
             )
 
-        return self._ask(question, prompt, ())
+        return self._ask(question, prompt, options, _Place(options[0].value, defaults))
 
     def text(self, prompt: Prompt, default: str) -> str:
-        def question() -> questionary.Question:
-            usual = f" [{default}]" if default else ""
-            problem = "".join(f"\n{line}" for line in wrap(f"! {prompt.problem}", self.width - 3, "  "))
-            caret = f"{problem if prompt.problem else ''}\n  >"
-            lines = "" if _rows() < LOW else self._under(prompt, "")
-            return questionary.text(
-                f"{self._message(prompt)}{usual}{lines}{caret}", style=STYLE, erase_when_done=True, **self.streams
-            )
+        def question(before: _Place) -> questionary.Question:
+            lines = [prompt.enter or (f"Enter takes {default}" if default else "")]
+            lines += [] if _rows() < LOW else prompt.lines
+            lines += [f"! {prompt.problem}"] if prompt.problem else []
+            under = "".join(f"\n{part}" for line in lines if line for part in wrap(line, self.width - 3, "  "))
+            message = f"{self._message(prompt)}{under}\n  >"
+            return questionary.text(message, style=STYLE, erase_when_done=True, **self.streams)
 
-        return self._ask(question, prompt, ()).strip() or default
+        return self._ask(question, prompt, (), _Place()).strip() or default
 
     def _message(self, prompt: Prompt) -> str:
         return "\n".join(wrap(prompt.title, self.width - 4)).strip()
 
     def _under(self, prompt: Prompt, keys: str) -> str:
-        lines = [] if _rows() < LOW else [line for text in prompt.lines for line in wrap(text, self.width - 1, "  ")]
-        if keys and self.width < 60:
+        wanted = [] if _rows() < LOW else [line for line in (prompt.enter, *prompt.lines) if line]
+        lines = [part for text in wanted for part in wrap(text, self.width - 1, "  ")]
+        if self.width < 60:
             keys = "arrows, Enter; Esc back; ? help"
-        keys = f"({keys})" if keys else ""
-        if keys and len(prompt.title) + len(keys) + 4 > self.width:
+        keys = f"({keys})"
+        if len(prompt.title) + len(keys) + 4 > self.width:
             keys = f"\n  {fit(keys, self.width - 3)}"
         return keys + "".join(f"\n{line}" for line in lines)
 
     def _choices(
-        self, options: Sequence[Option], numbered: bool, checked: Sequence[Any] = ()
+        self, options: Sequence[Option], prompt: Prompt, numbered: bool, checked: Sequence[Any] = ()
     ) -> list[questionary.Choice]:
-        width = max((len(option.label) for option in options if option.consequence or option.disabled), default=0)
-        choices = []
-        for number, option in enumerate(options, start=1):
-            line = option_line(option, width)
-            if option.disabled:
-                line = f"{number}) " * numbered + f"{option.label}: {option.disabled}"
-            choices.append(
-                questionary.Choice(
-                    fit(line, self.width - 7),
-                    value=option.value,
-                    disabled=bool(option.disabled) or None,  # type: ignore[arg-type]
-                    checked=option.value in checked,
-                    shortcut_key=str(number) if numbered else None,
-                )
+        """The options as wide as the terminal: text beside the labels, wrapped, or of the selected one only, below."""
+        lines = [_line(option, options, number, numbered) for number, option in enumerate(options, start=1)]
+        room = self.width - 7
+        descriptions: list[str | None] = [None] * len(options)
+        if any(len(line) > room for line in lines):
+            wrapped = [_wrapped(option, options, line, room) for option, line in zip(options, lines, strict=True)]
+            rows = sum(line.count("\n") + 1 for line in wrapped)
+            if rows + 3 <= _rows() or len(options) + 5 > _rows():
+                lines = wrapped
+            else:
+                descriptions = [self._description(option) for option in options]
+                lines = [line if option.disabled else option.label for option, line in zip(options, lines, strict=True)]
+        return [
+            questionary.Choice(
+                line,
+                value=option.value,
+                disabled=bool(option.disabled) or None,  # type: ignore[arg-type]
+                checked=option.value in checked,
+                shortcut_key=str(number) if numbered else None,
+                description=description,
             )
-        return choices
+            for number, (option, line, description) in enumerate(
+                zip(options, lines, descriptions, strict=True), start=1
+            )
+        ]
+
+    def _description(self, option: Option) -> str:
+        return "\n".join(wrap(option.consequence, self.width - 18)).replace("\n", "\n  ")
 
     @staticmethod
     def _selectable(options: Sequence[Option], default: Any) -> Any:
         possible = [option.value for option in options if not option.disabled]
         return default if default in possible else possible[0]
 
-    def _ask(self, question: Any, prompt: Prompt, options: Sequence[Option]) -> Any:
+    def _ask(
+        self,
+        question: Callable[[_Place], questionary.Question],
+        prompt: Prompt,
+        options: Sequence[Option],
+        before: _Place,
+    ) -> Any:
         while True:
-            asked = question()
+            asked = question(before)
             _prepare(asked, options)
             try:
                 return asked.unsafe_ask()
-            except _Help:
-                self.say("\n".join(f"  {line}" for line in _help_lines(prompt)))
+            except _Help as help:
+                before = help.place
+                self._explain(prompt)
             except EOFError:
                 raise KeyboardInterrupt from None
+
+    def _explain(self, prompt: Prompt) -> None:
+        """The help in place of the question, page by page; any key goes on."""
+        lines = [part for line in _help_lines(prompt) for part in wrap(line, self.width - 3)]
+        page = max(3, _rows() - 3)
+        for start in range(0, len(lines), page):
+            text = "\n ".join([*lines[start : start + page], "(any key goes on)"])
+            shown = questionary.press_any_key_to_continue(text, erase_when_done=True, **self.streams)
+            shown.application.ttimeoutlen = 0.1
+            shown.unsafe_ask()
 
 
 def _rows() -> int:
     return shutil.get_terminal_size().lines
 
 
+def _line(option: Option, options: Sequence[Option], number: int, numbered: bool) -> str:
+    if option.disabled:
+        return f"{number}) " * numbered + f"{option.label}: {option.disabled}"
+    return option_line(option, label_width(options))
+
+
+def _wrapped(option: Option, options: Sequence[Option], line: str, room: int) -> str:
+    """The line in as many as it needs, its text in a column of its own."""
+    column = label_width(options) + 2
+    if option.disabled or not option.consequence:
+        return "\n".join(textwrap.wrap(line, room, subsequent_indent=" " * 8))
+    if room - column >= NARROWEST:
+        parts = textwrap.wrap(option.consequence, room - column)
+        return f"{option.label:<{column}}" + ("\n" + " " * (column + 6)).join(parts)
+    parts = textwrap.wrap(option.consequence.strip(), room - 2)
+    return ("\n" + " " * 8).join([option.label, *parts])
+
+
 def _help_lines(prompt: Prompt) -> list[str]:
-    lines = (prompt.help or "There is no more to say about this one.").splitlines()
-    return [*lines, *(line for line in prompt.lines if line.strip())] if _rows() < LOW else lines
+    lines = (prompt.help or NO_HELP).splitlines()
+    return [*lines, *(line for line in (prompt.enter, *prompt.lines) if line.strip())] if _rows() < LOW else lines
 
 
 def _prepare(question: questionary.Question, options: Sequence[Option]) -> None:
@@ -159,10 +229,13 @@ def _prepare(question: questionary.Question, options: Sequence[Option]) -> None:
 
     @bindings.add("?", eager=True)
     def explain(event: Any) -> None:
-        if not lists and event.app.current_buffer.text:
+        if lists:
+            marked = [choice.value for choice in lists[0].get_selected_values()]
+            event.app.exit(exception=_Help(_Place(lists[0].get_pointed_at().value, marked)))
+        elif event.app.current_buffer.text:
             event.app.current_buffer.insert_text("?")
         else:
-            event.app.exit(exception=_Help())
+            event.app.exit(exception=_Help(_Place()))
 
     if lists:
         _bind_first_letters(bindings, lists[0], options)
@@ -171,14 +244,17 @@ def _prepare(question: questionary.Question, options: Sequence[Option]) -> None:
 
 
 def _bind_first_letters(bindings: KeyBindings, control: InquirerControl, options: Sequence[Option]) -> None:
-    """`y` moves to yes, `b` to bf16, ...: where one option only begins with that letter."""
-    firsts = [option.label[:1].lower() for option in options]
-    for index, (letter, option) in enumerate(zip(firsts, options, strict=True)):
-        if not letter.isalpha() or option.disabled or firsts.count(letter) > 1:
-            continue
+    """`y` moves to yes, `b` to bf16, ...: to the next option that begins with the letter, round and round."""
+    places: dict[str, list[int]] = {}
+    for index, option in enumerate(options):
+        letter = option.label[:1].lower()
+        if letter.isalpha() and not option.disabled:
+            places.setdefault(letter, []).append(index)
+    for letter, indices in places.items():
 
-        def move(event: Any, index: int = index) -> None:
-            control.pointed_at = index
+        def move(event: Any, indices: list[int] = indices) -> None:
+            after = [index for index in indices if index > control.pointed_at]
+            control.pointed_at = (after or indices)[0]
 
         bindings.add(letter)(move)
         bindings.add(letter.upper())(move)

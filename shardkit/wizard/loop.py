@@ -5,22 +5,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkit.errors import ModelError
+from shardkit.model.describe import Description
+from shardkit.wizard import when
 from shardkit.wizard.answers import answer_of, settle, typed
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Prompt, Prompter
-from shardkit.wizard.questions import QUESTIONS, Question, by_key, is_asked, show
+from shardkit.wizard.question import Question, show
+from shardkit.wizard.questions import QUESTIONS, by_key
 from shardkit.wizard.situation import Situation
 
 
 @dataclass
 class Session:
-    """What lives as long as the wizard: what is known, what was answered, and the model that is being read."""
+    """What lives as long as the wizard: what is known, what was answered, and the model."""
 
     prompter: Prompter
     start: Situation
     reader: ModelReader
     given: dict[str, Any] = field(default_factory=dict)
     model_is_asked: bool = True
+    model_problem: str = ""
+    """Why the model that was named at the start could not be read."""
     on_answer: Callable[[Mapping[str, Any]], None] = lambda given: None
     """Called with all answers after each; keeps the draft."""
 
@@ -33,51 +38,60 @@ def ask_all(session: Session, skip_given: bool = False) -> None:
     """Ask every question on the way to the review; of a resumed session only those after the answered ones.
     Back at the first one asks it again."""
     trail: list[Question] = []
-    problem = ""
     question = _next(session, None)
     while skip_given and question is not None and question.key in session.given:
         trail.append(question)
         question = _next(session, question)
     while question is not None:
         try:
-            ask(session, question, problem)
-            problem = ""
+            ask(session, question)
             trail.append(question)
             question = _next(session, question)
         except Back:
-            problem = ""
             question = trail.pop() if trail else question
-        except ModelError as error:
-            problem = without_model(session, error)
-            trail, question = [], by_key("model")
 
 
 def ask_one(session: Session, key: str) -> None:
-    """Ask one question again, then those that only now have a meaning or lost their answer. Back changes nothing."""
-    before = dict(session.given)
-    known = dict(session.situation().answers)
-    problem = ""
+    """Ask one question again, then those that only now are asked or lost their answer. Answers that were the default
+    become the new default. Back changes nothing."""
+    before, model = dict(session.given), session.start.model
+    former = session.situation().answers
+    known, usual = _asked(session), _at_default(session) - {key}
     try:
         question: Question | None = by_key(key)
         while question is not None:
-            try:
-                ask(session, question, problem)
-                known[question.key] = session.given[question.key]
-                question = _changed(session, known)
-            except ModelError as error:
-                problem, question = without_model(session, error), by_key("model")
+            ask(session, question)
+            known[question.key] = session.given[question.key]
+            usual.discard(question.key)
+            _follow(session, usual)
+            question = _changed(session, known)
     except Back:
         session.given.clear()
         session.given.update(before)
-        session.reader.begin(before.get("model"))
+        session.start = replace(session.start, model=model)
+    else:
+        _say_what_followed(session, former, usual)
 
 
-def without_model(session: Session, error: ModelError) -> str:
-    """Forget a model that cannot be read, so that Enter goes on without one; what to tell about it."""
-    session.model_is_asked = True
-    session.given.pop("model", None)
-    session.reader.begin(None)
-    return str(error)
+def read_model(session: Session) -> str:
+    """Know the model that is given, or none; in words. Raises ModelError, and forgets it, where it cannot be read."""
+    spec = session.given.get("model")
+    try:
+        found = None if spec is None else _read(session, spec)
+    except ModelError:
+        session.model_is_asked = True
+        del session.given["model"]
+        session.start = replace(session.start, model=None)
+        raise
+    session.start = replace(session.start, model=found)
+    return found.text if found is not None else ""
+
+
+def _read(session: Session, spec: str) -> Description:
+    if session.reader.knows(spec):
+        return session.reader.read(spec)
+    with session.prompter.waiting(f"reading the model {spec}"):
+        return session.reader.read(spec)
 
 
 def _next(session: Session, after: Question | None) -> Question | None:
@@ -86,35 +100,86 @@ def _next(session: Session, after: Question | None) -> Question | None:
     for question in rest:
         situation = session.situation(until=question.key)
         wanted = question.key != "model" or session.model_is_asked
-        if wanted and question.applies(situation) and is_asked(question, situation):
+        if wanted and question.applies(situation) and question.asked(situation):
             return question
     return None
+
+
+def _asked(session: Session) -> dict[str, Any]:
+    """The answers of the questions that are screens on the way."""
+    settled = session.situation().answers
+    return {
+        question.key: settled[question.key]
+        for question in QUESTIONS
+        if question.key in settled and question.asked(session.situation(until=question.key))
+    }
+
+
+def _at_default(session: Session) -> set[str]:
+    """The questions whose given answer is what Enter takes."""
+    return {
+        question.key
+        for question in QUESTIONS
+        if question.key in session.given
+        and session.given[question.key] == question.default(session.situation(until=question.key)).value
+    }
+
+
+def _follow(session: Session, usual: set[str]) -> None:
+    """Give these questions the default that they have now."""
+    for question in QUESTIONS:
+        situation = session.situation(until=question.key)
+        if question.key in usual and question.applies(situation):
+            session.given[question.key] = question.default(situation).value
+
+
+def _say_what_followed(session: Session, former: Mapping[str, Any], usual: set[str]) -> None:
+    settled = session.situation().answers
+    for question in QUESTIONS:
+        key = question.key
+        if key in usual and key in former and key in settled and former[key] != settled[key]:
+            situation = session.situation(until=key)
+            reason = question.default(situation).reason
+            session.prompter.say(f"  {question.name} is now {shown(question, situation, settled[key])}: {reason}")
 
 
 def _changed(session: Session, known: Mapping[str, Any]) -> Question | None:
     """The first screen that had no answer before, or whose given answer is not possible any more."""
     settled = session.situation().answers
     for question in QUESTIONS:
-        if question.key in settled and is_asked(question, session.situation(until=question.key)):
+        if question.key in settled and question.asked(session.situation(until=question.key)):
             lost = question.key in session.given and session.given[question.key] != settled[question.key]
             if question.key != "model" and (question.key not in known or lost):
                 return question
     return None
 
 
-def ask(session: Session, question: Question, problem: str = "") -> None:
-    """Put one question, check the answer, keep it. Raises Back; ModelError where the model cannot be read."""
-    if question.needs_model:
-        wait_for_model(session)
+def ask(session: Session, question: Question) -> None:
+    """Put one question, check the answer, keep it. A model that cannot be read is asked for again, at once.
+    Raises Back."""
     situation = session.situation(until=question.key)
-    value = _put(session, question, situation, problem)
+    is_model = question.key == "model"
+    value = _put(session, question, situation, session.model_problem if is_model else "")
     session.given[question.key] = value
-    if question.key == "model":
-        session.start = replace(session.start, model=None)
-        session.reader.begin(value)
-    note = question.note(situation, value)
+    if is_model:
+        try:
+            found = read_model(session)
+            session.model_problem = ""
+        except ModelError as error:
+            session.model_problem = str(error)
+            return ask(session, question)
+    note = found if is_model else question.note(situation, value)
     session.prompter.say(f"  {question.name}: {shown(question, situation, value)}" + (f" ({note})" if note else ""))
+    if question.key == "details" and value == "suggested":
+        _forget_details(session)
     session.on_answer(session.given)
+    return None
+
+
+def _forget_details(session: Session) -> None:
+    for question in QUESTIONS:
+        if question.asked is when.each_detail:
+            session.given.pop(question.key, None)
 
 
 def shown(question: Question, situation: Situation, value: Any) -> str:
@@ -124,38 +189,29 @@ def shown(question: Question, situation: Situation, value: Any) -> str:
     return show(value)
 
 
-def wait_for_model(session: Session) -> None:
-    """Have what is known of the model, or none, before a question that shows it."""
-    if session.reader.is_reading():
-        session.prompter.say(f"  reading the model {session.reader.spec} ...")
-    had = session.start.model
-    session.start = replace(session.start, model=session.reader.result())
-    if session.start.model is not None and had is None:
-        session.prompter.say(f"  model: {session.start.model.text}")
-
-
 def _put(session: Session, question: Question, situation: Situation, problem: str) -> Any:
     present = answer_of(question, situation, session.given)
     options = question.options(situation)
-    reason = _reason(session, question, situation, present)
-    prompt = Prompt(question.title, tuple(question.lines(situation)), problem, question.help)
+    enter = _enter(session, question, situation, present)
+    prompt = Prompt(question.title, tuple(question.lines(situation)), problem, question.help, enter)
     if question.kind == "choose":
-        return session.prompter.choose(_with_reason(prompt, reason), options, present)
+        return session.prompter.choose(prompt, options, present)
     if question.kind == "several" and options:
-        return session.prompter.choose_many(prompt, options, present)
-    return _put_text(session.prompter, question, situation, _with_reason(prompt, reason), present)
+        return session.prompter.choose_many(replace(prompt, enter=""), options, present)
+    return _put_text(session.prompter, question, situation, prompt, present)
 
 
-def _reason(session: Session, question: Question, situation: Situation, present: Any) -> str:
-    """What Enter takes and why; empty where it keeps an answer that was given."""
+def _enter(session: Session, question: Question, situation: Situation, present: Any) -> str:
+    """What the default is and why; of typed answers, what Enter takes or keeps."""
     default = question.default(situation)
+    value = shown(question, situation, default.value)
     if question.key in session.given and present != default.value:
-        return ""
-    return f"{shown(question, situation, default.value)}: {default.reason}"
-
-
-def _with_reason(prompt: Prompt, reason: str) -> Prompt:
-    return replace(prompt, lines=(f"Enter takes {reason}", *prompt.lines)) if reason else prompt
+        return f"Enter keeps {shown(question, situation, present)}; the default is {value}: {default.reason}"
+    return (
+        f"Default: {value} ({default.reason})"
+        if question.kind == "choose"
+        else f"Enter takes {value}: {default.reason}"
+    )
 
 
 def _put_text(prompter: Prompter, question: Question, situation: Situation, prompt: Prompt, present: Any) -> Any:

@@ -1,36 +1,37 @@
 """Memory, fit and traffic beside each strategy, and which one follows from them. The closed form: instant, no torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.model.blocks import BlockClass
 from shardkit.model.describe import Description
+from shardkit.plan import devices
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import suggest
+from shardkit.sizes import in_words
+from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 
 GIB = 2**30
-HEAD = f"{'memory':>11}  {'fits':<4}  traffic/step (+ between machines)"
+HEAD = f"{'memory':>11}  {'fits':<4}  traffic a step"
 LABEL_WIDTH = 24
 """Blanks before the table's head: number, longest strategy name, and the gaps between."""
-
-
-def gib(count: int) -> str:
-    """Bytes in GiB, or in MiB where there are few."""
-    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
 def device_of(s: Situation) -> Device:
     """What one rank runs on, as a plan sees it: its GPU, or its part of the host; its memory None where the machine is
     not this one."""
-    if s.on_tpu or s.where == ELSEWHERE:
-        return Device("elsewhere", None, {})
+    if s.on_tpu:
+        return Device("TPU", None, {})
     if s.on_cpu:
         share = s.hardware.memory_bytes // max(1, s.per_machine) if s.where in {HERE, CPU, SEVERAL} else None
         return Device("CPU", share, {}, reserve_bytes=0)
+    if s.where == ELSEWHERE or not s.gpus:
+        return devices.find(s.planned_device) if s.planned_device else Device("GPU", None, {})
     return Device("GPU", min((d.memory_bytes for d in s.hardware.devices if d.memory_bytes), default=None), {})
 
 
@@ -48,39 +49,38 @@ def cells(found: Estimate, device: Device) -> str:
     fits = {None: "-", True: "yes", False: "NO"}[device.fits(peak)]
     unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (2**20, "MiB")
     between = f" + {sent.between_bytes / unit:,.1f}" if sent.between_bytes else ""
-    return f"{gib(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
+    return f"{in_words(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
 
 
 def strategy_lines(s: Situation) -> Sequence[str]:
     """What stands above the table."""
     if s.model is None:
-        return () if s.on_tpu else ("Add --model module:function, and memory and traffic stand beside each.",)
+        return () if s.on_tpu else ("With a model (--model), memory and traffic are shown for each strategy.",)
     device = device_of(s)
-    has = f" of {gib(device.memory_bytes)}" if device.memory_bytes else ""
-    what = f"Memory{has} on one rank: weights, gradients, AdamW, gathered units; activations NOT counted."
-    kept = (
-        f" {gib(device.reserve_bytes)} are kept for the driver." if device.memory_bytes and device.reserve_bytes else ""
-    )
-    return (what + kept, " " * LABEL_WIDTH + HEAD)
+    has = f" (it has {in_words(device.memory_bytes)})" if device.memory_bytes else ""
+    what = f"Memory of one rank{has}: weights, gradients, AdamW state, gathered units; NOT activations."
+    kept = f" {in_words(device.reserve_bytes)} are reserved for the driver." if has and device.reserve_bytes else ""
+    between = " Traffic + traffic between machines." if s.machines > 1 else ""
+    return (what + kept + between, " " * LABEL_WIDTH + HEAD)
 
 
 def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
     """The strategy to begin with, and why, as `shardkit plan` says it."""
     found = {strategy: one for strategy, one in estimates(s).items() if strategy in possible}
     if not found:
-        return ShardingStrategy.FULL_SHARD, "least memory; the model is not known"
+        return ShardingStrategy.FULL_SHARD, "least memory, the safe choice while the model is not known"
     return suggest(found, device_of(s))
 
 
 def suggest_offload(s: Situation) -> tuple[bool, str]:
     """Whether CPU offload is on unless somebody says otherwise, and why."""
     if s.on_cpu:
-        return False, "on a CPU there is nothing to offload from"
+        return False, "on a CPU, everything is in host memory already"
     without, with_offload = _offload_estimates(s)
     device = device_of(s)
     if without and with_offload and _fits(without, device) is False and _fits(with_offload, device):
-        return True, "nothing fits without"
-    return False, "every step is faster without"
+        return True, "without it, the chosen strategy does not fit"
+    return False, "steps are faster without it"
 
 
 def offload_texts(s: Situation) -> tuple[str, str]:
@@ -91,10 +91,10 @@ def offload_texts(s: Situation) -> tuple[str, str]:
     if without is None or with_offload is None:
         return "fastest steps", "least GPU memory, slower steps"
     host = with_offload.memory.host.total * s.per_machine
-    room = "" if not s.gpus or host <= s.hardware.memory_bytes else ", more than this one has"
+    room = "" if not s.gpus or host <= s.hardware.memory_bytes else ", more than this machine has"
     return (
-        f"{gib(without.memory.peak.total)} of GPU memory, fastest steps",
-        f"{gib(with_offload.memory.peak.total)}, and {gib(host)} on each machine's host{room}; slower",
+        f"{in_words(without.memory.peak.total)} of GPU memory, fastest steps",
+        f"{in_words(with_offload.memory.peak.total)}, and {in_words(host)} of each machine's host memory{room}; slower",
     )
 
 
@@ -106,12 +106,15 @@ def review_lines(s: Situation, config: Config) -> Sequence[str]:
     if found is None:
         return ()
     device, peak, host = device_of(s), found.memory.peak.total, found.memory.host.total
-    has = f" of {gib(device.memory_bytes)}" if device.memory_bytes else ""
-    lines = [f"Memory on each rank: {gib(peak)}{has} and activations (an estimate; see shardkit plan)."]
+    has = f" of {in_words(device.memory_bytes)}" if device.memory_bytes else ""
+    kind = f" ({device.name})" if s.planned_device else ""
+    lines = [
+        f"Memory of each rank: {in_words(peak)}{has}{kind}, without activations (an estimate, as in shardkit plan)."
+    ]
     if device.fits(peak) is False:
-        lines.append("! This does not fit. Use more machines, a strategy that splits more, or CPU offload (Advanced).")
+        lines.append("! This does not fit. Use more machines, a strategy that shards more, or CPU offload.")
     elif config.fsdp.offload_params and host:
-        lines.append(f"CPU offload is on: {gib(host * s.per_machine)} on each machine's host.")
+        lines.append(f"CPU offload is on: {in_words(host * s.per_machine)} of host memory on each machine.")
     return tuple(lines)
 
 
@@ -126,6 +129,27 @@ def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
     config = with_strategy(_config(s), s.strategy)
     offloads = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"offload_params": True})})
     return _estimate(s.model, config, s), _estimate(s.model, offloads, s)
+
+
+def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[Option]:
+    """The options of a setting of FSDP, with the peak of a rank's memory under each where the model is known."""
+    if s.model is None or s.strategy is None:
+        return options
+    shown = []
+    for option in options:
+        found = _estimate(s.model, _with_details(s, field, option.value), s)
+        peak = f"{in_words(found.memory.peak.total)}; " if found else ""
+        shown.append(replace(option, consequence=peak + option.consequence))
+    return shown
+
+
+def _with_details(s: Situation, field: str, value: object) -> Config:
+    """The configuration as far as it is answered, and one more setting of FSDP."""
+    assert s.strategy is not None
+    data = with_strategy(_config(s), s.strategy).model_dump()
+    data["fsdp"] |= {key.removeprefix("fsdp."): given for key, given in s.answers.items() if key.startswith("fsdp.")}
+    data["fsdp"] |= {field: value}
+    return Config.model_validate(data)
 
 
 def _config(s: Situation) -> Config:

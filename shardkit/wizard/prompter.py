@@ -2,11 +2,13 @@
 
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 TABLE = " " * 8
 """A line that begins with so many blanks belongs to a table."""
+NO_HELP = "There is no further help on this one."
 BACK_WORDS = {"b", "back", "<"}
 
 
@@ -26,13 +28,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is shown around an answer: a title, lines under it (a table's head, a hint), a problem with the last answer,
-    and what `?` shows."""
+    """What is shown around an answer: a title, the default and why, lines under it (a table's head, a hint), a
+    problem with the last answer, and what `?` shows."""
 
     title: str
     lines: tuple[str, ...] = ()
     problem: str = ""
     help: str = ""
+    enter: str = ""
 
 
 class Prompter(Protocol):
@@ -49,6 +52,9 @@ class Prompter(Protocol):
 
     def text(self, prompt: Prompt, default: str) -> str:
         """What was typed, without blanks around it; `default` where nothing was."""
+
+    def waiting(self, text: str) -> AbstractContextManager[None]:
+        """Says what is being waited for, while it lasts."""
 
 
 def wrap(text: str, width: int, indent: str = "") -> list[str]:
@@ -75,7 +81,8 @@ def option_line(option: Option, label_width: int) -> str:
     return f"{option.label:<{label_width}}  {option.consequence}"
 
 
-def _label_width(options: Sequence[Option]) -> int:
+def label_width(options: Sequence[Option]) -> int:
+    """The width of the labels' column."""
     return max((len(option.label) for option in options if option.consequence or option.disabled), default=0)
 
 
@@ -122,14 +129,19 @@ class PlainPrompter:
             self.say(f"  ! {prompt.problem}")
         return self._read(prompt, f"Answer [{default}]: " if default else "Answer: ", default)
 
+    def waiting(self, text: str) -> AbstractContextManager[None]:
+        self.say(f"  {text} ...")
+        return nullcontext()
+
     def _show(self, prompt: Prompt) -> None:
         print()
         self.say(prompt.title)
-        for line in prompt.lines:
-            self.say(f"  {line}")
+        for line in (prompt.enter, *prompt.lines):
+            if line:
+                self.say(f"  {line}")
 
     def _list(self, options: Sequence[Option], mark: Callable[[Option], str]) -> None:
-        width = _label_width(options)
+        width = label_width(options)
         for number, option in enumerate(options, start=1):
             reason = f"(not possible: {option.disabled})" if option.disabled else mark(option)
             self.say(f"  {number}. {option_line(option, width)} {reason}".rstrip())
@@ -141,7 +153,7 @@ class PlainPrompter:
             except EOFError:
                 raise KeyboardInterrupt from None
             if typed in {"?", "help"}:
-                self.say(f"{prompt.help or 'There is no more to say about this one.'} ({self.keys_text})")
+                self.say(f"{prompt.help or NO_HELP} ({self.keys_text})")
                 continue
             if typed.lower() in BACK_WORDS:
                 raise Back
@@ -157,7 +169,7 @@ def _find(options: Sequence[Option], typed: str) -> Option | str:
     found = _matching(options, typed)
     if found is None:
         numbers = f"1 to {len(options)}" if len(options) > 1 else "1"
-        return f"not among the choices (got {typed!r}); give {numbers}, or how a choice begins."
+        return f"not among the choices (got {typed!r}); give {numbers}, or the beginning of a choice."
     return f"{found.label} is not possible: {found.disabled}." if found.disabled else found
 
 

@@ -3,13 +3,14 @@
 from shardkit.config.hardware import Device, Hardware
 from shardkit.config.keys import all_keys
 from shardkit.wizard.answers import settle
-from shardkit.wizard.questions import QUESTIONS, Question
-from shardkit.wizard.situation import SEVERAL, TPU, Situation
+from shardkit.wizard.question import Question
+from shardkit.wizard.questions import QUESTIONS
+from shardkit.wizard.situation import ELSEWHERE, SEVERAL, TPU, Situation
 
 HEAD = """# The questions of `shardkit config`
 
-In the order in which they are asked. "Advanced" ones take their default unless they are chosen in the review.
-Every answer can be given by flag instead: `--set KEY=VALUE`, with the key that stands under the question.
+In the order in which they are asked. Those marked "advanced" take their default unless they are chosen in the review.
+Every answer that has a key can be given by flag instead: `--set KEY=VALUE`.
 This page is written by `make docs` from the same records that the wizard asks from.
 """
 
@@ -40,9 +41,11 @@ def _yaml_name(question: Question) -> str:
 
 
 def _example(question: Question) -> Situation:
-    """A situation in which the question applies, and nothing is ruled out: two machines of eight GPUs, or a TPU."""
+    """A situation in which the question applies, and nothing is ruled out: two machines of eight GPUs, another
+    machine, or a TPU."""
     gpu = Device("NVIDIA H100", 80 * 2**30, "cuda", 9.0)
     start = Situation(Hardware((gpu,) * 8, 64, 2**40))
     on_gpus = settle(start, {"where": SEVERAL})
+    elsewhere = settle(start, {"where": ELSEWHERE, "gpu": "other"})
     on_tpu = settle(start, {"where": TPU, "tpu_use_cluster": True})
-    return on_gpus if question.applies(on_gpus) else on_tpu
+    return next(here for here in (on_gpus, elsewhere, on_tpu) if question.applies(here) or here is on_tpu)

@@ -10,13 +10,14 @@ from typing import Literal
 from shardkit.config import checks, edit, files
 from shardkit.config.keys import all_keys
 from shardkit.config.schema import Config
-from shardkit.errors import ConfigError, ModelError
+from shardkit.errors import ConfigError
 from shardkit.model import comment
 from shardkit.wizard import numbers
 from shardkit.wizard.answers import to_config
-from shardkit.wizard.loop import Session, ask_one, shown, wait_for_model, without_model
+from shardkit.wizard.loop import Session, ask_one, shown
 from shardkit.wizard.prompter import Back, Option, Prompt
-from shardkit.wizard.questions import QUESTIONS, Question, is_asked
+from shardkit.wizard.question import Question
+from shardkit.wizard.questions import QUESTIONS
 
 Choice = Literal["save", "change", "advanced", "elsewhere", "quit"]
 
@@ -41,10 +42,6 @@ class Target:
 def review(session: Session, target: Target) -> Target | None:
     """Show, change, until it is saved: where it was saved, or None where the person left without."""
     while True:
-        try:
-            wait_for_model(session)
-        except ModelError as error:
-            session.prompter.say(f"! {without_model(session, error)}")
         config = to_config(session.situation())
         text = file_text(config, session, target)
         _show(session, config, text, target)
@@ -65,7 +62,7 @@ def review(session: Session, target: Target) -> Target | None:
 
 def file_text(config: Config, session: Session, target: Target) -> str:
     """The file's text: an edited one keeps its own comments and order, a new one has the schema's."""
-    text = files.dump(config) if target.former is None else edit.edited(target.former, config)
+    text = files.dump(config, path=Path(target.shown)) if target.former is None else edit.edited(target.former, config)
     spec = session.given.get("model")
     return text if spec is None else comment.write(text, spec)
 
@@ -91,7 +88,7 @@ def _show(session: Session, config: Config, text: str, target: Target) -> None:
         findings = [*checks.problems(config), *checks.notes(config)]
         say("\n".join(f"  ! {_yaml_name(finding)}: {finding.text}" for finding in findings) if findings else "")
     else:
-        say(f"{target.shown} will say (each line gets a comment):")
+        say(f"{target.shown} will contain (with a comment above each key):")
         say(annotated(config))
     for line in numbers.review_lines(session.situation(), config):
         say(f"  {line}")
@@ -114,18 +111,20 @@ def _yaml_name(finding: checks.Finding) -> str:
 
 
 def _choose(session: Session, config: Config, target: Target) -> Choice:
-    wrong = "it contradicts itself, see above" if checks.problems(config) else ""
+    wrong = "the settings contradict each other, see above" if checks.problems(config) else ""
     save = "Print it (dry run)" if target.dry_run else f"Save to {target.shown}"
     advanced = [question.name for question in _listed(session, advanced=True)]
     options = (
         Option("save", save, disabled=wrong),
         Option("change", "Change an answer..."),
-        Option("advanced", "Advanced...", _some(advanced), disabled="" if advanced else "nothing applies"),
-        Option("elsewhere", "Elsewhere: save under another name..."),
+        Option("advanced", "Advanced...", _some(advanced), disabled="" if advanced else "no setting applies"),
+        Option("elsewhere", "Another file name..."),
         Option("quit", "Quit without saving"),
     )
     try:
-        prompt = Prompt("What now?", help="Advanced holds what has a good default: " + ", ".join(advanced))
+        prompt = Prompt(
+            "What now?", help="Advanced settings, which most runs leave at their default: " + ", ".join(advanced)
+        )
         return session.prompter.choose(prompt, options, "change" if wrong else "save")
     except Back:
         return "change"
@@ -133,7 +132,7 @@ def _choose(session: Session, config: Config, target: Target) -> Choice:
 
 def _some(names: list[str]) -> str:
     """A few of the names, those that most people look for first."""
-    wanted = ("offload params", "auto wrap policy", "backward prefetch", "state dict type")
+    wanted = ("offload params", "auto wrap policy", "compile", "seed")
     first = [name for name in wanted if name in names] or names[:3]
     return ", ".join([*first, "..."] if len(names) > len(first) else first)
 
@@ -144,19 +143,21 @@ def _listed(session: Session, advanced: bool) -> list[Question]:
     return [
         question
         for question in QUESTIONS
-        if question.key in settled.answers and is_asked(question, session.situation(until=question.key)) is not advanced
+        if question.key in settled.answers and question.asked(session.situation(until=question.key)) is not advanced
     ]
 
 
 def _menu(session: Session, title: str, advanced: bool) -> None:
     """Ask questions by name until the person is done."""
     chosen = None
+    every = object()
     while True:
         answers = session.situation().answers
         options = [
             Option(question.key, question.name, shown(question, session.situation(question.key), answers[question.key]))
             for question in _listed(session, advanced)
         ]
+        options += [Option(every, "all of these", "one after the other")] if advanced else []
         options.append(Option("", "done", "back to the review"))
         present = chosen if any(option.value == chosen for option in options) else options[0].value
         try:
@@ -165,7 +166,9 @@ def _menu(session: Session, title: str, advanced: bool) -> None:
             return
         if not chosen:
             return
-        ask_one(session, chosen)
+        for key in [option.value for option in options[:-2]] if chosen is every else [chosen]:
+            if key in session.situation().answers:
+                ask_one(session, key)
 
 
 def _elsewhere(session: Session, target: Target) -> Target:

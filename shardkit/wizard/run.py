@@ -1,6 +1,5 @@
 """`shardkit config` with a person at the keyboard: from the first question to the saved file."""
 
-import shlex
 import shutil
 import sys
 import time
@@ -10,18 +9,17 @@ from typing import Any
 
 from shardkit import env
 from shardkit.config import files
-from shardkit.config.command import command_for
 from shardkit.config.hardware import Hardware, detect
 from shardkit.config.schema import Config
-from shardkit.errors import EXIT_INTERRUPTED, ConfigError, UsageError
+from shardkit.errors import EXIT_INTERRUPTED, ConfigError, ModelError, UsageError
 from shardkit.model import comment
-from shardkit.wizard import draft
+from shardkit.wizard import commands, draft
 from shardkit.wizard.answers import from_config, to_config
-from shardkit.wizard.loop import Session, ask_all
+from shardkit.wizard.loop import Session, ask_all, read_model
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
 from shardkit.wizard.review import Target, check_writable, review
-from shardkit.wizard.situation import SLURM, Situation
+from shardkit.wizard.situation import Situation
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,6 @@ class WizardOptions:
     no_input: bool = False
     """Never ask; where something would have to be asked, name the flags."""
 
-    start: Config | None = None
-    """Answers to begin with: from --defaults, --set, --template or --from."""
-
     folder: Path = field(default_factory=Path.cwd)
     """The project's folder."""
 
@@ -76,9 +71,11 @@ def converse(options: WizardOptions, prompter: Prompter, hardware: Hardware | No
     if not options.user:
         check_writable(path)
     try:
-        session, target, is_resumed = _begin(options, prompter, path, hardware or detect())
-        ask_all(session, skip_given=is_resumed)
-        saved = review(session, target)
+        begun = _begin(options, prompter, path, hardware or detect())
+        session = begun.session
+        if not begun.is_complete:
+            ask_all(session, skip_given=begun.is_resumed)
+        saved = review(session, begun.target)
     except KeyboardInterrupt:
         more = "; the next run offers to resume" if draft.find(path) else ""
         print(f"shardkit config: stopped, nothing was written{more}.", file=sys.stderr)
@@ -104,9 +101,8 @@ def _check_that_somebody_answers(options: WizardOptions, plain: bool) -> None:
     reason = next((text for text, holds in reasons.items() if holds), None)
     if reason:
         raise UsageError(
-            f"config: needs answers and cannot ask ({reason}); try: shardkit config --defaults, "
-            "with --set KEY=VALUE for what differs, --template NAME or --from FILE to start from a file, "
-            "--model SPEC and --output PATH."
+            f"config: cannot ask its questions ({reason}); give flags: --defaults, --set KEY=VALUE, --template NAME, "
+            "--from FILE.\n  for example: shardkit config --defaults --set mixed_precision=bf16"
         )
 
 
@@ -118,13 +114,23 @@ def _prompter(plain: bool) -> Prompter:
     return QuestionaryPrompter()
 
 
-def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Hardware) -> tuple[Session, Target, bool]:
-    """The session with what is known before the first question, where its file goes, and whether it is resumed."""
-    situation = Situation(hardware, base=options.start or Config(), folder=options.folder)
-    _greet(prompter, situation, path, options)
+@dataclass(frozen=True)
+class _Begun:
+    """The session with what is known before the first question, and where its file goes."""
+
+    session: Session
+    target: Target
+    is_resumed: bool
+    """Whether the answers are those of a stopped run."""
+    is_complete: bool
+    """Whether a file has all answers: it is edited in the review."""
+
+
+def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Hardware) -> _Begun:
+    _greet(prompter, Situation(hardware, folder=options.folder), path, options)
     resumed = _resumed(prompter, path)
-    former, config = _former(prompter, path, options)
-    known = options.start or config or _from_accelerate(prompter, path, options)
+    former, config = (None, None) if resumed else _former(prompter, path, options)
+    known = config if resumed else config or _from_accelerate(prompter, path, options)
     situation = Situation(hardware, base=known or Config(), has_base=known is not None, folder=options.folder)
     given = from_config(known, situation) if known is not None else {}
     spec = options.model or (comment.read(former) if former else None)
@@ -132,15 +138,29 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     session = Session(prompter, situation, ModelReader(options.folder), given)
     session.model_is_asked = options.model is None
     session.on_answer = lambda answers: draft.keep(path, dict(answers))
-    session.reader.begin(given.get("model"))
-    return session, Target(path, former, options.dry_run), bool(resumed)
+    _read_named_model(session, is_edited=known is not None)
+    return _Begun(session, Target(path, former, options.dry_run), bool(resumed), known is not None)
+
+
+def _read_named_model(session: Session, is_edited: bool) -> None:
+    """Read the model that the command line, the file or the stopped run names; say at once where it cannot be."""
+    try:
+        found = read_model(session)
+        if found:
+            session.prompter.say(f"  model: {found}")
+    except ModelError as error:
+        session.model_problem = str(error)
+        if is_edited:
+            session.prompter.say(f"! {error}")
 
 
 def _greet(prompter: Prompter, s: Situation, path: Path, options: WizardOptions) -> None:
-    memory = f"{s.hardware.memory_bytes / 2**30:.0f} GiB of memory"
+    memory = f"{s.hardware.memory_bytes / 2**30:.0f} GiB of host memory"
     scheduler = f", {s.hardware.scheduler.name} job" if s.hardware.scheduler else ""
     prompter.say(f"Found here: {s.hardware.in_words}, {memory}{scheduler}.")
-    prompter.say(f"{'Shows' if options.dry_run else 'Writes'} {Target(path).shown}. Ctrl-C stops; nothing is lost.")
+    prompter.say(
+        f"{'Shows' if options.dry_run else 'Writes'} {Target(path).shown}. Ctrl-C stops; your answers are kept."
+    )
 
 
 def _resumed(prompter: Prompter, path: Path) -> dict[str, Any]:
@@ -148,7 +168,7 @@ def _resumed(prompter: Prompter, path: Path) -> dict[str, Any]:
     found = draft.find(path)
     if found is None:
         return {}
-    options = (Option(True, "resume", found.text(time.time())), Option(False, "start fresh", "forget them"))
+    options = (Option(True, "resume", found.text(time.time())), Option(False, "start anew", "forgets these answers"))
     if _choose(prompter, Prompt("The last run was stopped before it saved. Resume?"), options, True):
         return found.given
     draft.discard()
@@ -166,10 +186,10 @@ def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str
         choices: tuple[Option, ...] = (Option("over", "start over", f"the old one is kept as {path.name}.bak"),)
         title = f"{path.name} exists, and cannot be read."
     else:
-        choices = (Option("edit", "edit it", "its answers are selected; its comments stay"),)
+        choices = (Option("edit", "edit it", "opens the review with its answers; its comments stay"),)
         choices += (Option("over", "start over", f"the old one is kept as {path.name}.bak"),)
         title = f"{path.name} exists ({_in_words(config)}). What now?"
-    choices += (Option("stop", "leave it as it is", "or choose another with --output"),)
+    choices += (Option("stop", "leave it as it is", "--output PATH writes another file"),)
     chosen = _choose(prompter, Prompt(title), choices, choices[0].value)
     if chosen == "stop":
         raise _Left
@@ -178,7 +198,8 @@ def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str
 
 def _from_accelerate(prompter: Prompter, path: Path, options: WizardOptions) -> Config | None:
     """The configuration of an Accelerate file in the folder, where there is none of ours and the person wants it."""
-    found = next((options.folder / name for name in files.ACCELERATE_NAMES if (options.folder / name).is_file()), None)
+    here = [options.folder / name for name in files.ACCELERATE_NAMES if (options.folder / name).is_file()]
+    found = here[0] if here else files.accelerates_own()
     if found is None or path.exists() or options.force:
         return None
     try:
@@ -186,10 +207,10 @@ def _from_accelerate(prompter: Prompter, path: Path, options: WizardOptions) -> 
     except ConfigError:
         return None
     choices = (
-        Option(True, "begin with it", "its answers are selected; it stays as it is"),
-        Option(False, "begin anew", "it stays as it is"),
+        Option(True, "start from it", "opens the review with its answers; the file itself is not changed"),
+        Option(False, "start anew", "all questions are asked; the file itself is not changed"),
     )
-    title = f"{found.name} is an Accelerate file ({_in_words(config)}). Begin with its answers?"
+    title = f"{found.name if here else found} is an Accelerate file ({_in_words(config)}). Start from it?"
     return config if _choose(prompter, Prompt(title), choices, True) else None
 
 
@@ -208,26 +229,13 @@ def _choose(prompter: Prompter, prompt: Prompt, options: tuple[Option, ...], def
 
 
 def _say_what_next(session: Session, options: WizardOptions, saved: Target) -> None:
+    situation, model = session.situation(), session.given.get("model")
     if not saved.dry_run:
         print(f"Saved {saved.shown}.")
-        print(f"Run it:    {_launch_line(session.situation())}")
-        print("Plan it:   shardkit plan")
-    command = _command(to_config(session.situation()), session.given.get("model"), options, saved)
-    print(f"The same without questions:\n{command}", file=sys.stderr if saved.dry_run else sys.stdout)
-
-
-def _launch_line(s: Situation) -> str:
-    """How the file is used, on one machine or on several."""
-    if s.machines == 1:
-        return "shardkit launch train.py"
-    if s.where == SLURM:
-        return "srun bash -c 'shardkit launch --machine-rank $SLURM_NODEID train.py'   (one task a machine)"
-    return f"shardkit launch --machine-rank N train.py   (on every machine, N from 0 to {s.machines - 1})"
-
-
-def _command(config: Config, model: str | None, options: WizardOptions, saved: Target) -> str:
-    """The line that gives the same file where nobody is asked."""
+        told = commands.lines(situation, saved.path, model)
+        print("\n".join(told))
+        if meaning := commands.meanings(told):
+            session.prompter.say(meaning)
     usual = options.user or saved.path == options.folder / "shardkit.yaml"
-    command = command_for(config, None if usual else saved.path)
-    command += f" --model {shlex.quote(model)}" if model else ""
-    return command + (" --user" if options.user else "")
+    again = commands.config_line(to_config(situation), model, None if usual else saved.path, options.user)
+    print(f"The same without questions:\n{again}", file=sys.stderr if saved.dry_run else sys.stdout)

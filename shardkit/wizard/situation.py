@@ -7,8 +7,8 @@ from typing import Any
 
 from shardkit.config.hardware import Hardware
 from shardkit.config.schema import Config, ShardingStrategy
-from shardkit.model.builtin import BUILTIN
 from shardkit.model.describe import Description
+from shardkit.model.sources import is_by_sizes
 
 HERE, CPU, ELSEWHERE, SEVERAL, SLURM, TPU = "here", "cpu", "elsewhere", "several", "slurm", "tpu"
 
@@ -34,6 +34,18 @@ class Situation:
     def gpus(self) -> int:
         """GPUs of this machine."""
         return len(self.hardware.devices)
+
+    @property
+    def devices_text(self) -> str:
+        """What this machine trains on, in words."""
+        names = sorted({device.name for device in self.hardware.devices})
+        return f"{self.gpus} x {', '.join(names)}" if self.gpus else f"CPU only, {self.hardware.cores} cores"
+
+    @property
+    def planned_device(self) -> str | None:
+        """The GPU of other machines as `shardkit plan --device` takes it; None where it is found here or not known."""
+        chosen = self.answers.get("gpu")
+        return {"other": self.answers.get("gpu_memory"), "unknown": None}.get(str(chosen), chosen)
 
     @property
     def where(self) -> str:
@@ -75,5 +87,4 @@ class Situation:
     @property
     def has_class_names(self) -> bool:
         """Whether the model's class names are those of the training script: not where only sizes are known."""
-        by_formula = self.model is not None and (self.model.spec in BUILTIN or self.model.spec.startswith("gpt:"))
-        return self.model is not None and self.model.has_class_names and not by_formula
+        return self.model is not None and self.model.has_class_names and not is_by_sizes(self.model.spec)

@@ -1,0 +1,78 @@
+"""What `shardkit checkpoint` tells of rows, facts and differences, as lines for a reader."""
+
+from typing import TYPE_CHECKING, Any
+
+from shardkit import sizes
+
+if TYPE_CHECKING:
+    from shardkit.checkpoint.compare import Difference, Magnitude
+
+
+def row(row: dict[str, Any]) -> str:
+    if row["problem"]:
+        return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
+    marks = [name for name in ("latest", "pinned") if row[name]]
+    told = f"{row['kind']:<7}  {count(row['world_size'], 'rank'):>9}  {sizes.in_words(row['bytes']):>9}  {date(row)}"
+    return "  ".join([f"step {row['step']:>8}", told, ", ".join(["complete", *marks])])
+
+
+def facts(facts: dict[str, Any]) -> list[str]:
+    mesh = " x ".join(f"{name} {size}" for name, size in zip(*(facts["mesh"].get(k, []) for k in ("names", "shape"))))  # noqa: B905
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    lines = [
+        facts["path"],
+        f"  step      {facts['step']}, epoch {facts['epoch']}, {facts['samples_seen']:,} samples seen",
+        f"  saved     {date(facts)}, {facts['kind']}, {count(facts['world_size'], 'rank')}"
+        + (f", mesh {mesh}" if mesh else ""),
+        f"  by        {versions}; run {facts['run_id'][:12]}",
+        f"  size      {sizes.in_words(facts['bytes'])} in {count(facts['files'], 'file')}, {facts['digest']} digests",
+    ]
+    for section, part in facts["sections"].items():
+        if part["tensors"]:
+            kinds, tied = ", ".join(part["dtypes"]), f"; {len(part['tied'])} tied" if part["tied"] else ""
+            held = f"{sizes.in_words(part['bytes'])}, {count(part['tensors'], 'tensor')}"
+            lines.append(f"  {section:<9} {held}, {part['elements']:,} elements, {kinds}{tied}")
+    if own := facts.get("own"):
+        files = f", {count(own['files'], 'file')} of {sizes.in_words(own['bytes'])}" if own["files"] else ""
+        lines.append(f"  own       {', '.join(own['of'])}, differently on each rank{files}")
+    for section, entries in facts.get("tensors", {}).items():
+        lines += [
+            f"  {section}: {name}  {e['dtype']} {e['shape']} {' '.join(e['placements'])}" for name, e in entries.items()
+        ]
+    return lines
+
+
+def difference(found: "Difference") -> list[str]:
+    lines = [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.facts.items()]
+    lines += [f"only in the first: {name}" for name in found.only_first]
+    lines += [f"only in the second: {name}" for name in found.only_second]
+    lines += [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.other_shape.items()]
+    lines += [f"{name}: {magnitude(found.magnitudes[name])}" for name in found.other_values]
+    lines += [f"state: {name} differs" for name in found.other_state]
+    counted = len(found.other_values) + len(found.other_shape)
+    return [*lines, f"{count(found.equal, 'tensor')} equal, {counted} not."]
+
+
+def pruned(told: dict[str, Any]) -> list[str]:
+    verb = "would delete" if told["dry_run"] else "deleted"
+    lines = [f"stays, and does not count: {problem}" for problem in told["damaged"]]
+    lines += [f"{verb} {found} (left by a save that was cut off)" for found in told["debris"]]
+    lines += [f"{verb} {found}" for found in told["removed"]]
+    end = " (dry run)" if told["dry_run"] else ""
+    return [*lines, f"{count(len(told['removed']), 'checkpoint')}, {sizes.in_words(told['bytes'])}{end}"]
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def date(row: dict[str, Any]) -> str:
+    return f"{row['created_utc'][:19].replace('T', ' ')} UTC"
+
+
+def magnitude(found: "Magnitude") -> str:
+    """`12 of 4,096 differ, at most by 0.0013 (2.1% of the larger value)`."""
+    text = f"{found.count:,} of {found.of:,} values differ"
+    if found.max_abs is None:
+        return f"{text}, not finite"
+    return f"{text}, at most by {found.max_abs:.3g} (relative: {found.max_rel:.3g})"

@@ -1,0 +1,98 @@
+"""`shardkit completion bash`: a script with which the shell completes verbs, commands, flags and their choices.
+
+The script holds every word, so that Tab starts no Python.
+"""
+
+from importlib import import_module
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shardkit.cli import HELP
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
+
+_BASH = """\
+_shardkit() {
+    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""
+    case "$before" in
+%(values)s
+        *) case "${COMP_WORDS[1]} ${COMP_WORDS[2]}" in
+%(words)s
+            *) [[ $COMP_CWORD == 1 ]] && words="%(verbs)s" ;;
+        esac ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _shardkit shardkit
+"""
+_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+
+
+@app.command()
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="bash, zsh or fish.")],
+) -> int:
+    """Print the completion for a shell. bash and zsh: eval "$(shardkit completion bash)"; fish: pipe it into source."""
+    print(_fish() if shell == "fish" else (_ZSH if shell == "zsh" else "") + _bash(), end="")
+    return 0
+
+
+def _commands() -> dict[tuple[str, ...], list[str]]:
+    """The words that may follow each verb, and each command of a verb."""
+    from shardkit.cli.main import VERBS
+
+    found: dict[tuple[str, ...], list[str]] = {}
+    for verb in VERBS:
+        command: Any = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
+        inner = getattr(command, "commands", {})
+        for name, one in inner.items():
+            found[verb, name] = _flags(one)
+        found[verb,] = [*inner, *_flags(command)]
+    found["completion",] += ["bash", "zsh", "fish"]
+    return found
+
+
+def _flags(command: Any) -> list[str]:
+    return [name for option in command.params for name in option.opts if name.startswith("-")] + ["--help"]
+
+
+def _values() -> dict[str, list[str]]:
+    """What may follow a flag, where that is a choice."""
+    from shardkit import templates
+    from shardkit.config.keys import all_keys
+    from shardkit.config.schema import ShardingStrategy
+    from shardkit.plan.devices import DEVICES
+
+    return {
+        "--set": [f"{key.name}=" for key in all_keys().values()],
+        "--template": templates.names(),
+        "--strategy": [strategy.value for strategy in ShardingStrategy],
+        "--mixed-precision": ["no", "fp16", "bf16"],
+        "--device": list(DEVICES),
+        "--find": ["max-batch", "min-gpus", "strategy"],
+        "--to": ["accelerate"],
+        "--dtype": ["fp32", "bf16", "fp16"],
+    }
+
+
+def _bash() -> str:
+    words = _commands()
+    values = [f'        {flag}) words="{" ".join(choices)}" ;;' for flag, choices in _values().items()]
+    two = [f'            "{" ".join(path)}") words="{" ".join(found)}" ;;' for path, found in words.items() if path[1:]]
+    one = [f'            "{path[0]} "*) words="{" ".join(found)}" ;;' for path, found in words.items() if not path[1:]]
+    verbs = " ".join(path[0] for path in words if not path[1:])
+    return _BASH % {"values": "\n".join(values), "words": "\n".join([*two, *one]), "verbs": verbs}
+
+
+def _fish() -> str:
+    lines = ["complete -c shardkit -f"]
+    for path, found in _commands().items():
+        seen = " and ".join(f"__fish_seen_subcommand_from {name}" for name in path).replace(" and ", "; and ")
+        if not path[1:]:
+            lines.append(f"complete -c shardkit -n __fish_use_subcommand -a {path[0]}")
+        lines.append(f"complete -c shardkit -n '{seen}' -a '{' '.join(found)}'")
+    for flag, choices in _values().items():
+        name = flag.removeprefix("--")
+        lines.append(f"complete -c shardkit -l {name} -x -a '{' '.join(choices)}'")
+    return "\n".join([*lines, "complete -c shardkit -n '__fish_seen_subcommand_from launch' -F"]) + "\n"

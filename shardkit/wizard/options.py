@@ -1,0 +1,156 @@
+"""What can be chosen in each question, with its consequence beside it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardkit.config.schema import ShardingStrategy
+from shardkit.model.cut import select_units
+from shardkit.model.describe import count_text
+from shardkit.plan import devices
+from shardkit.sizes import in_words
+from shardkit.wizard import defaults, numbers
+from shardkit.wizard.prompter import Option
+from shardkit.wizard.question import show
+from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
+from shardkit.wizard.when import gpu_without_bf16, why_not
+
+STRATEGY_TEXTS = {
+    ShardingStrategy.FULL_SHARD: "parameters, gradients and optimizer state sharded; least memory",
+    ShardingStrategy.SHARD_GRAD_OP: "as 1, but parameters stay gathered until backward; less traffic",
+    ShardingStrategy.NO_SHARD: "every process holds everything (DDP); most memory",
+    ShardingStrategy.HYBRID_SHARD: "FULL_SHARD within each machine, replicated across machines",
+    ShardingStrategy.HYBRID_SHARD_ZERO2: "SHARD_GRAD_OP within each machine, replicated across machines",
+}
+
+
+def yes_no(yes: str, no: str) -> Callable[[Situation], Sequence[Option]]:
+    """The two options of a yes-or-no question, with what each means."""
+    return lambda s: (Option(False, "no", no), Option(True, "yes", yes))
+
+
+def fixed(*options: Option) -> Callable[[Situation], Sequence[Option]]:
+    """Options that depend on nothing."""
+    return lambda s: options
+
+
+def where(s: Situation) -> Sequence[Option]:
+    here = [Option(HERE, "this machine", s.devices_text)]
+    if s.gpus:
+        here.append(Option(CPU, "CPU of this machine", "slow; for tests"))
+    return (
+        *here,
+        Option(ELSEWHERE, "another machine", "one machine with GPUs; the file is only written here"),
+        Option(SEVERAL, "several machines", "the launch command is typed on each machine"),
+        Option(SLURM, "SLURM", "machines and address come from the job"),
+        Option(TPU, "TPU", "with PyTorch/XLA"),
+    )
+
+
+def gpus(s: Situation) -> Sequence[Option]:
+    """The devices that `shardkit plan` knows, and any other by its memory."""
+    known = {key: device for key, device in devices.DEVICES.items() if key not in {"cpu", "tpu-v5e"}}
+    listed = [
+        Option(key, device.name, f"{in_words(device.memory_bytes or 0)} of memory") for key, device in known.items()
+    ]
+    return (
+        *listed,
+        Option("other", "another GPU", "its memory is asked next"),
+        Option("unknown", "not known", "no figure is compared with its memory"),
+    )
+
+
+def precision(s: Situation) -> Sequence[Option]:
+    said = s.base.mixed_precision if s.has_base and s.base.use_cpu == s.on_cpu else ""
+    reason = "needs a GPU" if (s.on_cpu or s.on_tpu) and said != "fp16" else ""
+    old = gpu_without_bf16(s)
+    no_bf16 = f"{old} does not support it" if old and not s.on_cpu and said != "bf16" else ""
+    return (
+        Option("bf16", "bf16", "same range as fp32, no loss scaling", disabled=no_bf16),
+        Option("fp16", "fp16", "for GPUs without bf16; the loss is scaled for you", disabled=reason),
+        Option("no", "no", "fp32 throughout: most memory, slowest"),
+    )
+
+
+def strategies(s: Situation) -> Sequence[Option]:
+    """The five strategies; with a model, memory, fit and traffic beside each instead of the text."""
+    estimates, device = numbers.estimates(s), numbers.device_of(s)
+    suggested = defaults.strategy(s).value if estimates else None
+    options = []
+    for strategy, text in STRATEGY_TEXTS.items():
+        reason = why_not(s, strategy)
+        if reason:
+            text = ""
+        elif strategy in estimates:
+            text = numbers.cells(estimates[strategy], device)
+            text += "  (suggested)" if strategy.value == suggested else ""
+        options.append(Option(strategy.value, strategy.value, text, reason))
+    return options
+
+
+def details(s: Situation) -> Sequence[Option]:
+    """All of FSDP's details as suggested, in words, or one by one."""
+    classes = defaults.classes(s).value
+    by_class = f"one unit for each {' and '.join(classes)}" if classes else "one unit for each repeated block"
+    by_size = f"units of {show(defaults.min_params(s).value)} parameters"
+    wrapping = by_class if defaults.wrapping(s).value == "TRANSFORMER_BASED_WRAP" else by_size
+    offload = "CPU offload on" if defaults.offload(s).value else "no CPU offload"
+    return (
+        Option("suggested", "as suggested", f"{offload}; {wrapping}; prefetch in backward; sharded state dict"),
+        Option("each", "one by one", "every choice with what it costs: 7 questions"),
+    )
+
+
+def offload(s: Situation) -> Sequence[Option]:
+    no, yes = numbers.offload_texts(s)
+    return Option(False, "no", no), Option(True, "yes", yes)
+
+
+def wrapping(s: Situation) -> Sequence[Option]:
+    by_class = Option("TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP", "one unit for each block class")
+    by_size = Option("SIZE_BASED_WRAP", "SIZE_BASED_WRAP", "units of at least so many parameters")
+    whole = Option("NO_WRAP", "NO_WRAP", "the whole model is one unit; most memory")
+    return numbers.with_peaks(s, "auto_wrap_policy", (by_class, by_size, whole))
+
+
+def prefetch(s: Situation) -> Sequence[Option]:
+    before = Option("BACKWARD_PRE", "BACKWARD_PRE", "before this unit's gradients; fastest")
+    after = Option("BACKWARD_POST", "BACKWARD_POST", "after this unit's gradients; less memory")
+    none = Option("NO_PREFETCH", "NO_PREFETCH", "when the unit is needed; least memory, slowest")
+    return numbers.with_peaks(s, "backward_prefetch", (before, after, none))
+
+
+def class_options(s: Situation) -> Sequence[Option]:
+    """The classes of the model that can be units; none where they are not known."""
+    if s.model is None or not s.has_class_names:
+        return ()
+    return tuple(
+        Option(c.name, c.name, f"{c.count} x {count_text(c.numel_each)}, {c.share:.0%} of parameters")
+        for c in numbers.block_classes(s.model)
+    )
+
+
+def reduce_dtypes(s: Situation) -> Sequence[Option]:
+    return (
+        Option(None, "default", "fp32"),
+        Option("fp32", "fp32", "as the default, written into the file"),
+        Option("bf16", "bf16", "half the traffic, less exact"),
+        Option("fp16", "fp16", "half the traffic; can overflow", disabled="needs a GPU" if s.on_cpu else ""),
+    )
+
+
+# --- what is said of a given answer ---
+
+
+def processes_note(s: Situation, value: Any) -> str:
+    """The total, and a warning where the cores are fewer."""
+    total = f"{s.machines * int(value):,} in total" if s.machines > 1 else ""
+    crowded = s.on_cpu and s.where in {HERE, CPU} and int(value) > s.hardware.cores
+    return "; ".join(filter(None, [total, f"more than the {s.hardware.cores} cores here: slow" if crowded else ""]))
+
+
+def units_note(s: Situation, value: Any) -> str:
+    """How many units a smallest size gives."""
+    if s.model is None:
+        return ""
+    config = s.base.fsdp.model_copy(update={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": int(value)})
+    return f"gives {len(select_units(s.model.tree, config)) + 1} units"

@@ -1,0 +1,144 @@
+"""Typed text -> an answer. Each raises ValueError where it cannot be one: `what is wrong (got ...); what to do.`"""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardkit.config.schema import read_count, read_names
+from shardkit.model import sources
+from shardkit.plan import devices
+from shardkit.wizard.options import class_options
+from shardkit.wizard.situation import HERE, SEVERAL, Situation
+
+NONE_WORDS = {"none", "no", "-"}
+
+
+def in_range(typed: str, low: int, high: int | None) -> int:
+    """A whole number: 2, 1e8, 100M, 100,000,000."""
+    number = read_count(typed)
+    allowed = f"{low:,} to {high:,}" if high else f"{low:,} or more"
+    if not isinstance(number, int):
+        raise ValueError(f"not a whole number (got {typed!r}); give {allowed}.")
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"out of range (got {number:,}); give {allowed}.")
+    return number
+
+
+def whole_number(low: int, high: int | None = None) -> Callable[[Situation, str], int]:
+    """Reads a whole number within bounds that depend on nothing."""
+
+    def check(s: Situation, typed: str) -> int:
+        return in_range(typed, low, high)
+
+    return check
+
+
+def optional_number(s: Situation, typed: str) -> int | None:
+    """A number from 0, or none."""
+    return None if typed.lower() in NONE_WORDS else in_range(typed, 0, None)
+
+
+def optional_text(s: Situation, typed: str) -> str | None:
+    """Any text, or none."""
+    return None if typed.lower() in NONE_WORDS else typed
+
+
+def model(s: Situation, typed: str) -> str | None:
+    """The name of a model, by its form alone: instant. None: without one."""
+    if typed.lower() in {*NONE_WORDS, "skip"}:
+        return None
+    if sources.has_form(typed, s.folder):
+        return typed
+    raise ValueError(f"not a model (got {typed!r}); give {sources.FORMS}, or press Enter to continue without one.")
+
+
+def machines(s: Situation, typed: str) -> int:
+    """How many machines."""
+    return in_range(typed, 2 if s.where == SEVERAL else 1, 4096)
+
+
+def machine_rank(s: Situation, typed: str) -> int:
+    """This machine's number; the word "launch" leaves it to the launch command."""
+    return 0 if typed.lower() in {"launch", *NONE_WORDS} else in_range(typed, 0, s.machines - 1)
+
+
+def processes_per_machine(s: Situation, typed: str) -> int:
+    """How many processes on each machine; on GPUs of this machine not more than there are."""
+    number = in_range(typed, 1, 4096)
+    if s.where == HERE and not s.on_cpu and number > s.gpus:
+        raise ValueError(f"more than the GPUs of this machine (got {number}); give 1 to {s.gpus}, or choose its CPU.")
+    return number
+
+
+def gpu_memory(s: Situation, typed: str) -> str:
+    """The memory of one GPU, such as 48GiB."""
+    if not devices.read_bytes(typed):
+        raise ValueError(f"not a size (got {typed!r}); give the memory of one GPU, like 48GiB.")
+    return typed
+
+
+def address(s: Situation, typed: str) -> str | None:
+    """A host, or host:port; None: given at launch."""
+    if typed.lower() in NONE_WORDS:
+        return None
+    host, port = split_address(typed)
+    if not host or any(character.isspace() for character in host):
+        raise ValueError(f"not an address (got {typed!r}); give a name or IP, and a port if wanted: node-a:29500.")
+    if port is not None and not 1 <= port <= 65535:
+        raise ValueError(f"port out of range (got {port}); give 1 to 65535.")
+    return typed
+
+
+def split_address(address: str) -> tuple[str, int | None]:
+    """("node-a", 29500) of "node-a:29500"; the port is None where none is given. IPv6 with a port is bracketed."""
+    if address.startswith("["):
+        host, _, rest = address[1:].partition("]")
+        return host, _port(rest[1:]) if rest.startswith(":") else None
+    if address.count(":") == 1:
+        host, _, port = address.partition(":")
+        return host, _port(port)
+    return address, None
+
+
+def _port(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(f"not a port (got {text!r}); give 1 to 65535.")
+    return int(text)
+
+
+def classes(s: Situation, typed: str) -> list[str]:
+    """Names of classes with commas; of the model's where it is known."""
+    names = [] if typed.lower() in NONE_WORDS else read_names(typed)
+    wrong = [name for name in names if not name.isidentifier()]
+    if wrong:
+        raise ValueError(f"not a class name (got {wrong[0]!r}); give names with commas, like BertLayer, T5Block.")
+    known = {option.value for option in class_options(s)}
+    missing = [name for name in names if known and name not in known]
+    if missing:
+        raise ValueError(f"not a class of the model (got {missing[0]}); choose among {', '.join(sorted(known))}.")
+    return names
+
+
+def pairs(s: Situation, typed: str) -> list[str]:
+    """NAME=value, with commas."""
+    found = names(s, typed)
+    wrong = [pair for pair in found if not pair.partition("=")[0].isidentifier() or "=" not in pair]
+    if wrong:
+        raise ValueError(f"not NAME=value (got {wrong[0]!r}); give pairs with commas, like XLA_USE_SPMD=1, DEBUG=0.")
+    return found
+
+
+def names(s: Situation, typed: str) -> list[Any]:
+    """Words with commas."""
+    return [] if typed.lower() in NONE_WORDS else read_names(typed)
+
+
+def commands(s: Situation, typed: str) -> list[str]:
+    """Commands with semicolons."""
+    return [] if typed.lower() in NONE_WORDS else [part.strip() for part in typed.split(";") if part.strip()]
+
+
+def identifier(s: Situation, typed: str) -> str:
+    """The name of a function."""
+    if not typed.isidentifier():
+        raise ValueError(f"not a function's name (got {typed!r}); give one like main.")
+    return typed

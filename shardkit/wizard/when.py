@@ -1,0 +1,117 @@
+"""When a question has a meaning, and which answers are possible, as things are."""
+
+from shardkit.config.schema import ShardingStrategy
+from shardkit.wizard.situation import ELSEWHERE, SEVERAL, SLURM, Situation
+
+
+def several(s: Situation) -> bool:
+    """More than one machine."""
+    return s.machines > 1
+
+
+def counts_machines(s: Situation) -> bool:
+    """Where the number of machines is not known to be one."""
+    return s.where in {SEVERAL, SLURM} or (s.on_tpu and s.base.num_machines > 1)
+
+
+def machines_are_asked(s: Situation) -> bool:
+    """Not within a SLURM job, which says how many there are."""
+    return not (s.where == SLURM and s.is_in_slurm_job)
+
+
+def chooses_device(s: Situation) -> bool:
+    """Where it is open whether GPUs or CPUs train."""
+    return s.where in {ELSEWHERE, SEVERAL, SLURM}
+
+
+def no_gpu_here(s: Situation) -> bool:
+    """No GPU on this machine, from which those of the others could be known."""
+    return not s.gpus
+
+
+def gpu_is_unknown(s: Situation) -> bool:
+    """GPUs of another machine: their kind is not found here."""
+    return not s.on_cpu and (s.where == ELSEWHERE or (s.where in {SEVERAL, SLURM} and not s.gpus))
+
+
+def another_gpu(s: Situation) -> bool:
+    """A GPU that is not in the list."""
+    return gpu_is_unknown(s) and s.answers.get("gpu") == "other"
+
+
+def shards(s: Situation) -> bool:
+    """FSDP runs."""
+    return s.shards
+
+
+def each_detail(s: Situation) -> bool:
+    """The details of FSDP are asked one by one."""
+    return s.answers.get("details") == "each"
+
+
+def by_class(s: Situation) -> bool:
+    """Units are classes."""
+    return wraps(s) and s.answers["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+
+
+def by_size(s: Situation) -> bool:
+    """Units are found by their number of parameters."""
+    return wraps(s) and s.answers["fsdp.auto_wrap_policy"] == "SIZE_BASED_WRAP"
+
+
+def wraps(s: Situation) -> bool:
+    """Whether the model is cut into units: by FSDP, and by PyTorch/XLA's."""
+    return s.shards or tpu_fsdp(s)
+
+
+def splits(s: Situation) -> bool:
+    """More than one process, and torch's strategies apply."""
+    return s.world_size > 1 and not s.on_tpu
+
+
+def many(s: Situation) -> bool:
+    """More than one process."""
+    return s.world_size > 1
+
+
+def tpu(s: Situation) -> bool:
+    """On a TPU."""
+    return s.on_tpu
+
+
+def not_tpu(s: Situation) -> bool:
+    """On GPUs or CPUs."""
+    return not s.on_tpu
+
+
+def pod(s: Situation) -> bool:
+    """On several TPU machines."""
+    return s.on_tpu and bool(s.answers.get("tpu_use_cluster"))
+
+
+def tpu_fsdp(s: Situation) -> bool:
+    """PyTorch/XLA's FSDP runs."""
+    return s.on_tpu and bool(s.answers.get("xla"))
+
+
+def never(s: Situation) -> bool:
+    """Under "Advanced" only."""
+    return False
+
+
+def why_not(s: Situation, strategy: ShardingStrategy) -> str:
+    """Why a strategy cannot be chosen; "" where it can. What an edited file says can stay."""
+    if s.has_base and s.base.fsdp.sharding_strategy is strategy and s.base.num_machines == s.machines:
+        return ""
+    if not strategy.is_hybrid or s.base.shardkit.mesh.replicate_size > 1 or s.base.shardkit.mesh.shard_size > 1:
+        return ""
+    if s.machines < 2:
+        return "needs 2 machines"
+    return "needs 2 processes on each machine" if s.per_machine < 2 else ""
+
+
+def gpu_without_bf16(s: Situation) -> str | None:
+    """A GPU that will be used and cannot compute in bf16."""
+    if s.on_tpu or s.where == ELSEWHERE:
+        return None
+    return next((device.name for device in s.hardware.devices if not device.has_bf16), None)

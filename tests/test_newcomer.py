@@ -1,0 +1,504 @@
+"""Issue 11: what a newcomer met in the wizard and in the commands, by its rows (1: test_printed_commands)."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardkit import templates
+from shardkit.cli.main import run
+from shardkit.config import files
+from shardkit.model.sources import describe
+from shardkit.wizard.answers import settle
+from shardkit.wizard.inplace import QuestionaryPrompter
+from shardkit.wizard.prompter import Prompt
+from shardkit.wizard.questions import QUESTIONS
+from shardkit.wizard.situation import Situation
+from tests.wizard_screen import Screen
+from tests.wizard_talk import (
+    CPU_ONLY,
+    DOWN,
+    EIGHT_GPUS,
+    ENTER,
+    SMALL_GPT,
+    project,
+    talk,
+    talk_plainly,
+)
+
+SIZES = [(80, 24), (60, 12)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    return project(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def starter(folder) -> Path:
+    """The project with the starter's model, in a module named gpt."""
+    shutil.copy(templates.folder() / "gpt.py", folder)
+    return folder
+
+
+def saved(folder: Path) -> dict:
+    return yaml.safe_load((folder / "shardkit.yaml").read_text())
+
+
+def screen(folder: Path, size: tuple[int, int], *arguments: str) -> Screen:
+    kept = {name: os.environ[name] for name in ("PATH", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HOME")}
+    kept |= {"PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    return Screen([sys.executable, "-m", "shardkit", "config", *arguments], folder, *size, kept)
+
+
+# --- 2: models ---
+
+
+@pytest.mark.slow
+def test_2_a_module_named_gpt_is_a_module(starter, capsys):
+    assert talk_plainly(["gpt:GPT", "", "", "", "", "", "save"], CPU_ONLY) == 0
+    assert "model: gpt:GPT (GPT, 875,264 parameters, 4 x Block)" in capsys.readouterr().out
+    assert "# model: gpt:GPT" in (starter / "shardkit.yaml").read_text()
+    assert describe("gpt:GPT", folder=starter).numel == 875_264
+    assert describe("gpt:layers=2,hidden=64,heads=4").name == "GPT"
+
+
+@pytest.mark.slow
+def test_2_a_model_that_cannot_be_built_is_told_at_its_own_question(starter, capsys):
+    assert talk_plainly(["gpt:nothing", "gpt:GPT", "", "", "", "", "", "save"], CPU_ONLY) == 0
+    shown = capsys.readouterr().out
+    first, told, second = (
+        shown.find(text) for text in ("Which model?", "no attribute 'nothing'", "Where will it run?")
+    )
+    assert 0 < first < told < second
+    assert shown.count("Where will it run?") == shown.count("Precision?") == 1
+    assert "# model: gpt:GPT" in (starter / "shardkit.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_2_a_model_of_the_command_line_is_told_before_the_first_question(starter, capsys):
+    assert talk_plainly(["", "", "", "", "", "", "save"], CPU_ONLY, model="gpt:nothing") == 0
+    shown = capsys.readouterr().out
+    assert 0 < shown.find("no attribute 'nothing'") < shown.find("Where will it run?")
+    assert shown.count("Which model?") == 1
+
+
+# --- 3: what is on the screen ---
+
+ADDRESS = (
+    "num_machines: 2\nnum_processes: 4\nmain_process_ip: gpu-node-017.cluster.example.org\nmain_process_port: 29500\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_3_a_default_is_shown_whole(folder, size):
+    terminal = screen(folder, size)
+    try:
+        terminal.wait_for("Which model?")
+        terminal.press(ENTER)
+        terminal.wait_for("Where will it run?")
+        terminal.press(ENTER)
+        terminal.wait_for("Processes on")
+        terminal.press(ENTER)
+        terminal.wait_for("Precision?")
+        terminal.press(ENTER)
+        terminal.wait_for("Sharding strategy?")
+        terminal.press(ENTER)
+        terminal.wait_for("one by one")
+        terminal.press("o" + ENTER)
+        terminal.wait_for("CPU offload:")
+        terminal.press(ENTER)
+        terminal.wait_for("Wrapping:")
+        terminal.press("s" + ENTER)
+        terminal.wait_for("Smallest unit")
+        terminal.wait_for("Enter takes 100,000,000: FSDP's usual value")
+    finally:
+        terminal.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_3_an_address_is_shown_whole(folder, size):
+    (folder / "shardkit.yaml").write_text(ADDRESS)
+    terminal = screen(folder, size)
+    try:
+        terminal.wait_for("edit it")
+        terminal.press(ENTER)
+        terminal.wait_for("Save to")
+        terminal.press("2" + ENTER)
+        terminal.wait_for("Which answer?")
+        terminal.press("a" + ENTER)
+        terminal.wait_for("Address of machine 0?")
+        terminal.wait_for("gpu-node-017.cluster.example.org:29500")
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (60, 12), (60, 40), (40, 14)])
+def test_3_option_texts_are_shown_whole(size, monkeypatch):
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size(size))
+    prompter = QuestionaryPrompter()
+    model = replace(describe(SMALL_GPT), spec="my_model:build")
+    for given in ({"where": "several"}, {"where": "elsewhere"}, {"where": "tpu"}, {"details": "each"}):
+        situation = settle(Situation(EIGHT_GPUS, model=model), given)
+        for question in QUESTIONS:
+            options = question.options(situation)
+            for option, choice in zip(
+                options, prompter._choices(options, Prompt(question.title), len(options) <= 9), strict=True
+            ):
+                text = " ".join(f"{choice.title} {choice.description or ''}".split())
+                wanted = option.disabled or option.consequence
+                assert " ".join(wanted.split()) in text, (question.key, option.label)
+                lines = str(choice.title).splitlines()
+                assert len(lines[0]) <= size[0] - 6 and all(len(line) < size[0] for line in lines)
+
+
+def test_3_help_leaves_the_pointer_where_it_is(folder):
+    keys = ENTER + DOWN + "?" + " " + ENTER
+    assert talk(keys + ENTER * 7) == 0
+    assert saved(folder)["use_cpu"] is True, "the second place was chosen, not the default"
+
+
+def test_3_help_at_a_typed_answer_goes_on_with_it(folder):
+    assert talk(ENTER * 2 + "?" + " " + "4" + ENTER * 6) == 0
+    assert saved(folder)["num_processes"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_3_help_does_not_pile_up(folder, size):
+    terminal = screen(folder, size)
+    try:
+        terminal.wait_for("Which model?")
+        for _ in range(3):
+            terminal.press("?")
+            terminal.wait_for("(any key goes on)")
+            assert "Which model?" not in terminal.text
+            terminal.press(" ")
+            terminal.wait_for("Which model?")
+            assert "Nothing is downloaded" not in terminal.text
+    finally:
+        terminal.close()
+
+
+def test_3_a_letter_goes_round_the_options_that_begin_with_it(folder):
+    assert talk(ENTER + "s" + "s" + ENTER + "3" + ENTER * 8) == 0
+    assert saved(folder)["num_machines"] == 3, "several, then SLURM"
+    assert "main_process_ip" not in saved(folder), "SLURM's address comes from the job"
+
+
+@pytest.mark.parametrize("text", ["num_processes: 4\n", "distributed_type: MULTI_GPU\nnum_processes: 8\n"])
+def test_3_edit_opens_the_review(folder, capsys, text):
+    (folder / "shardkit.yaml").write_text(text)
+    assert talk_plainly(["edit", "save"]) == 0
+    shown = capsys.readouterr().out
+    assert "Where will it run?" not in shown and "Nothing is changed." in shown
+    assert (folder / "shardkit.yaml").read_text() == text
+
+
+def test_3_changing_the_device_in_the_review_takes_its_defaults_along(folder, capsys):
+    asked = ["", "CPU", "", "", "", "", "change", "where", "this machine", "done", "save"]
+    assert talk_plainly(asked) == 0
+    assert (saved(folder)["num_processes"], saved(folder)["mixed_precision"]) == (8, "bf16")
+    shown = capsys.readouterr().out
+    assert "processes per machine is now 8: one for each GPU found here" in shown
+    assert "mixed precision is now bf16" in shown
+
+
+def test_3_an_answer_of_ones_own_stays_when_the_device_changes(folder):
+    asked = ["", "CPU", "4", "bf16", "", "", "change", "where", "this machine", "done", "save"]
+    assert talk_plainly(asked) == 0
+    assert (saved(folder)["num_processes"], saved(folder)["mixed_precision"]) == (4, "bf16")
+
+
+def test_3_gpus_elsewhere_are_asked_for_and_then_something_fits(folder, capsys):
+    model = "gpt:layers=32,hidden=4096,heads=32"
+    asked = ["another", "GPU", "L4 24 GB", "", "", "", "", "save"]
+    assert talk_plainly(asked, CPU_ONLY, model=model) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[1]: line for line in shown.splitlines() if line.strip()[:3] in {"1. ", "3. "}}
+    assert "yes" in rows["FULL_SHARD"] and "NO" in rows["NO_SHARD"]
+    assert "of 22.5 GiB (L4 24 GB)" in shown
+
+
+def test_3_any_gpu_by_its_memory(folder, capsys):
+    asked = ["another", "GPU", "another GPU", "lots", "16GiB", "", "", "", "", "save"]
+    assert talk_plainly(asked, CPU_ONLY, model="gpt:layers=32,hidden=4096,heads=32") == 0
+    shown = capsys.readouterr().out
+    assert "not a size (got 'lots')" in shown and "it has 16.0 GiB" in shown
+    assert "--device 16GiB" in shown
+
+
+# --- 4: the details of FSDP ---
+
+DETAILS = ["offload_params", "auto_wrap_policy", "backward_prefetch", "forward_prefetch", "state_dict_type"]
+
+
+def test_4_offload_wrapping_prefetch_and_state_dict_are_on_the_way(folder, capsys):
+    details = ["each", "yes", "SIZE", "50M", "NO_PREFETCH", "yes", "FULL", "yes"]
+    details[0] = "one by one"
+    assert talk_plainly(["", "", "", "", "", *details, "save"]) == 0
+    fsdp = saved(folder)["fsdp_config"]
+    assert fsdp["fsdp_offload_params"] is True and fsdp["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP"
+    assert fsdp["fsdp_min_num_params"] == 50_000_000 and fsdp["fsdp_backward_prefetch"] == "NO_PREFETCH"
+    assert fsdp["fsdp_forward_prefetch"] is True and fsdp["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+    assert fsdp["fsdp_activation_checkpointing"] is True
+
+
+def test_4_each_detail_has_its_cost_beside_it(folder, capsys):
+    asked = ["", "", "", "1", "one by one", "", "", "", "", "", "", "", "save"]
+    assert talk_plainly(asked, model="gpt:layers=32,hidden=4096,heads=32") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in ("no 15.", "TRANSFORMER_BASED_WRAP 15.", "NO_WRAP ", "BACKWARD_PRE 15.", "NO_PREFETCH "):
+        assert option in shown
+    costs = [float(shown.partition(f" {name} ")[2].split()[0].replace(",", "")) for name in ("NO_WRAP", "NO_PREFETCH")]
+    assert costs[0] > 15.4 > costs[1]
+
+
+def test_4_the_suggested_details_are_named_and_one_answer(folder, capsys):
+    assert talk_plainly(["", "", "", "", "", "", "save"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no CPU offload; one unit for each repeated block; prefetch in backward; sharded state dict" in shown
+
+
+def test_4_details_can_be_opened_and_closed_again_in_the_review(folder):
+    opened = ["change", "FSDP details", "one by one", "yes", "", "", "", "", "", "", "done"]
+    closed = ["change", "FSDP details", "as suggested", "done"]
+    assert talk_plainly(["", "", "", "", "", "", *opened, *closed, "save"]) == 0
+    assert saved(folder)["fsdp_config"]["fsdp_offload_params"] is False
+
+
+def test_4_all_advanced_settings_can_be_asked_in_one_go(folder, capsys):
+    situation = settle(Situation(EIGHT_GPUS), {})
+    left = [q.key for q in QUESTIONS if q.key in situation.answers and not q.asked(situation)]
+    assert len(left) > 10
+    assert talk_plainly(["", "", "", "", "", "", "advanced", "all of these", *[""] * len(left), "done", "save"]) == 0
+    assert capsys.readouterr().out.count("Which setting?") == 2
+
+
+def test_4_readme_and_wizard_agree():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    [said] = [part for part in text.split("\n\n") if part.startswith("**`shardkit config`**")]
+    for word in ("strategy 1 to 5", "offload", "wrapping", "prefetch", "state dict", "precision", "machines"):
+        assert word in " ".join(said.split())
+
+
+# --- 5: flags and files ---
+
+
+def test_5_defaults_for_several_machines_ask_for_the_device(folder, capsys):
+    words = ["config", "--defaults", "--set", "num_machines=2", "--set", "num_processes=16"]
+    assert run(words) == 2
+    assert "do the 2 machines train on GPUs? (no GPU is found on this one); add --set use_cpu=false" in (
+        capsys.readouterr().err
+    )
+    assert run([*words, "--set", "use_cpu=false"]) == 0
+    assert saved(folder)["use_cpu"] is False and saved(folder)["mixed_precision"] == "bf16"
+
+
+def test_5_defaults_say_why_the_cpu_is_taken(folder, capsys):
+    assert run(["config", "--defaults"]) == 0
+    assert "use_cpu is true, because no GPU is found here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_5_from_a_file_nothing_is_asked(folder):
+    (folder / "other.yaml").write_text("num_processes: 4\ndistributed_type: FSDP\n")
+    for arguments in (
+        ["--from", "other.yaml"],
+        ["--template", "cpu", "--force"],
+        ["--set", "shardkit.seed=1", "--force"],
+    ):
+        terminal = screen(folder, (80, 24), *arguments)
+        try:
+            assert terminal.wait_for_end() == 0, terminal.text
+        finally:
+            terminal.close()
+
+
+@pytest.fixture
+def accelerates_own(folder, monkeypatch) -> Path:
+    """The file that `accelerate config` writes for its user."""
+    monkeypatch.setenv("HF_HOME", str(folder.parent / "hf"))
+    path = folder.parent / "hf" / "accelerate" / "default_config.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("distributed_type: FSDP\nnum_processes: 6\nmixed_precision: bf16\n")
+    return path
+
+
+def test_5_accelerates_own_file_is_offered(folder, accelerates_own):
+    assert talk_plainly(["", "save"]) == 0
+    assert saved(folder)["num_processes"] == 6
+
+
+def test_5_accelerates_own_file_is_mentioned_and_not_read(folder, accelerates_own, capsys):
+    (folder / ".git").mkdir()
+    assert run(["config", "show"]) == 0
+    captured = capsys.readouterr()
+    assert str(accelerates_own) in captured.err and "num_processes: 6" not in captured.out
+    assert run(["config", "validate"]) == 2
+    assert str(accelerates_own) in capsys.readouterr().err
+    (folder / "train.py").write_text("")
+    assert run(["launch", "--dry-run", "train.py"]) == 0
+    assert str(accelerates_own) in capsys.readouterr().err
+
+
+def test_5_the_order_in_which_files_are_looked_for_is_in_the_docs():
+    text = (Path(__file__).parent.parent / "docs" / "how-to" / "configure.md").read_text()
+    places = ["--config", "$SHARDKIT_CONFIG", *files.NAMES[:1], files.ACCELERATE_NAMES[-1], "config.yaml"]
+    section = text.partition("## Which file is used")[2]
+    assert section and sorted(section.find(place) for place in places) == [section.find(place) for place in places]
+
+
+# --- 8: completion, help, checkpoints, keys ---
+
+
+def completed(line: str) -> list[str]:
+    """What bash offers at the end of a command line."""
+    script = (
+        f'eval "$({sys.executable} -m shardkit completion bash)"\n'
+        f"COMP_WORDS=({line}); [[ '{line}' == *' ' ]] && COMP_WORDS+=('')\n"
+        'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _shardkit; echo "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("shardkit pl", "plan"),
+        ("shardkit config va", "validate"),
+        ("shardkit config --temp", "--template"),
+        ("shardkit config validate --j", "--json"),
+        ("shardkit checkpoint ver", "verify"),
+        ("shardkit plan --strategy HYBRID_SHARD_", "HYBRID_SHARD_ZERO2"),
+        ("shardkit launch --set fsdp.off", "fsdp.offload_params="),
+        ("shardkit config --template multi", "multi-node"),
+    ],
+)
+def test_8_the_shell_completes(line, offered):
+    assert completed(line) == [offered]
+
+
+def test_8_every_shell_gets_a_script(capsys):
+    for shell in ("bash", "zsh", "fish"):
+        assert run(["completion", shell]) == 0
+        assert "verify" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["config"], ["config", "validate"], ["config", "show"], ["plan"], ["launch"], ["checkpoint"], ["env"]]
+    + [["checkpoint", name] for name in ("list", "inspect", "verify", "diff", "merge", "prune", "convert")],
+    ids=" ".join,
+)
+def test_8_h_is_help_everywhere_and_never_boxed(words, capsys):
+    assert run([*words, "-h"]) == 0
+    short = capsys.readouterr().out
+    assert run([*words, "--help"]) == 0
+    assert capsys.readouterr().out == short
+    assert "Usage" in short or "VERB" in short
+    assert not set(short) & set("╭╮╰╯│─")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("checkpoint.keep_last", "shardkit.checkpoint.keep_last"),
+        ("keep_last", "shardkit.checkpoint.keep_last"),
+        ("keep_lst", "shardkit.checkpoint.keep_last"),
+        ("shardin_strategy", "fsdp.sharding_strategy"),
+        ("launch.max_restart", "shardkit.launch.max_restarts"),
+    ],
+)
+def test_8_a_key_without_its_prefix_is_suggested_in_full(name, meant, folder, capsys):
+    assert run(["config", "--defaults", "--set", f"{name}=1"]) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_8_a_key_of_a_file_without_its_prefix_too(folder, capsys):
+    (folder / "shardkit.yaml").write_text("offload_param: true\nkeep_lst: 3\n")
+    assert run(["config", "validate"]) == 2
+    told = capsys.readouterr().err
+    assert "did you mean fsdp_config.fsdp_offload_params?" in told
+    assert "did you mean shardkit.checkpoint.keep_last?" in told
+
+
+def test_8_sizes_have_one_unit():
+    package = Path(__file__).parent.parent / "shardkit"
+    theirs = {"checkpoint/write.py"}
+    for path in package.rglob("*.py"):
+        if str(path.relative_to(package)) not in theirs:
+            assert "1e6:.1f} MB" not in path.read_text() and "%.1f MB" not in path.read_text(), path
+
+
+# --- 9: one suggestion ---
+
+
+def test_9_pages_wizard_and_plan_suggest_by_the_same_rule(folder, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "concepts" / "strategies.md").read_text()
+    said = " ".join(page.split())
+    assert "nothing is faster" not in said
+    assert (
+        "the one with the least traffic over the slowest link" in said and "fit with 20% of the memory to spare" in said
+    )
+    model = "gpt:layers=32,hidden=4096,heads=32"
+    assert talk_plainly(["", "", "", "", "", "save"], model=model) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert run(["plan", "--world", "8", "--device", "h100-80", "--per-machine", "8"]) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    assert "Default: SHARD_GRAD_OP (least traffic over the slowest link among those that fit" in shown
+    assert "Suggested: 2 SHARD_GRAD_OP (least traffic over the slowest link among those that fit" in planned
+
+
+# --- 11: what README and tutorial print ---
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-run.md"])
+def test_11_every_plan_in_order_in_a_fresh_folder_is_as_printed(page, folder, capsys):
+    """The commands of a page, one after the other: what was configured before does not change what is printed."""
+    (folder / ".git").mkdir()
+    for name in ("gpt.py", "train.py"):
+        shutil.copy(templates.folder() / name, folder)
+    text = (Path(__file__).parent.parent / page).read_text()
+    compared = 0
+    command: list[str] = []
+    for language, block in re.findall(r"^```(sh|text)\n(.*?)^```", text, re.M | re.S):
+        joined = block.replace("\\\n", " ")
+        if language == "text" and joined.startswith("$ shardkit plan"):
+            command = shlex.split(joined.splitlines()[0])[2:]
+            joined = joined.partition("\n")[2]
+        elif language == "sh":
+            for line in joined.splitlines():
+                words = shlex.split(line, comments=True)[1:]
+                if words and words[0] in {"plan", "config"}:
+                    capsys.readouterr()
+                    assert run(words) == 0, line
+                    command = words
+            continue
+        if not command or command[0] != "plan":
+            continue
+        capsys.readouterr()
+        assert run(command) == 0
+        printed = capsys.readouterr().out
+        for part in joined.split("...\n"):
+            assert part.strip() in printed, f"{page}: {part}"
+        compared, command = compared + 1, []
+    assert compared == 1
+
+
+def test_11_there_is_an_install_section_and_claims_have_a_date():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    assert "## Install" in text and "pip install ." in text
+    section = text.partition("## Beside the others")[2]
+    assert section.startswith("\n\nAs of November 2026") and "LitData" in section
