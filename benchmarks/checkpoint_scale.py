@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import interleaved
-from shardkit.checkpoint import apart, disk, layout, manifest, state, tensors, write
+from shardkit.checkpoint import apart, disk, index_json, layout, manifest, opening, state, tensors
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.state import Live
@@ -128,10 +128,10 @@ def measure_shardkit(ranks: int, blocks: int) -> dict[str, Any]:
     captured = state.capture(live, "sharded", rank, ranks)
     for section in captured.index.sections:
         tensors.pieces_to_write(captured.index, section, captured.tensors[section], rank)
-    write.fingerprints(captured)
+    opening.fingerprints(captured)
     apart.of_items(captured)
     seconds = time.perf_counter() - began
-    records = len(disk.to_json_in_order(layout.index_to_json(captured.index))) + len(_manifest(captured.index))
+    records = len(disk.to_json_in_order(index_json.to_json(captured.index))) + len(_manifest(captured.index))
     return {
         "tensors": sum(map(len, captured.index.sections.values())),
         "save_s": seconds,
@@ -167,9 +167,9 @@ def _plan_a_load(now: Index, saved: int, rank: int) -> float:
     """Seconds until a rank knows which saved pieces overlap what it holds: read the index, look at every tensor."""
     then = Index("sharded", saved, [replace(mesh, shape=(saved,)) if mesh.size > 1 else mesh for mesh in now.meshes])
     then.sections = now.sections
-    text = disk.to_json_in_order(layout.index_to_json(then))
+    text = disk.to_json_in_order(index_json.to_json(then))
     began = time.perf_counter()
-    index = layout.index_from_json(disk.from_json(text, "index.json"), "index.json")
+    index = index_json.from_json(disk.from_json(text, "index.json"), "index.json")
     found = 0
     for section, entries in now.sections.items():
         for name, entry in entries.items():

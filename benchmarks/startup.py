@@ -3,7 +3,9 @@
     python -m benchmarks.startup [--rounds 5] [--group launch] [--output startup.json]
 
 Each is a fresh process with warm file caches (the run that checks it comes before), in a folder and a home directory
-of its own. "launch" starts a script that does nothing on 2 CPU ranks; "missing script" is the time to the error. For
+of its own. "launch" starts a script that does nothing on 2 CPU ranks; "meet on N" one whose ranks import torch, make a
+gloo group, pass one barrier and leave, beside a plain Python that only imports torch; "missing script" is the time to
+the error. For
 "validate" accelerate's nearest is `config update`, which reads the file, checks its keys and writes it again.
 """
 
@@ -20,18 +22,28 @@ from pathlib import Path
 from benchmarks import interleaved
 
 SHARDKIT = (sys.executable, "-m", "shardkit")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
-# With --cpu it would start one process only; with --use_fsdp it starts 2 on a CPU too.
-ACCELERATE_LAUNCH = (*ACCELERATE, "launch", "--use_fsdp", "--num_processes", "2", "--num_machines", "1")
-ACCELERATE_LAUNCH += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
+
+
+def launchers(ranks: int, script: str) -> dict[str, tuple[str, ...]]:
+    """Who starts a script on so many CPU ranks."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    # With --cpu it would start one process only; with --use_fsdp it starts 2 on a CPU too.
+    accelerate = (*ACCELERATE, "launch", "--use_fsdp", "--num_processes", str(ranks), "--num_machines", "1")
+    accelerate += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
+    return {
+        "shardkit launch": (*SHARDKIT, "launch", "--cpu", "-n", str(ranks), script),
+        "torchrun": (*torchrun, script),
+        "accelerate launch": (*accelerate, script),
+    }
+
 
 # By group: who runs what. The first is ours. Commands run in a folder that holds noop.py and two configuration files.
 GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
-    "launch": {
-        "shardkit launch": (*SHARDKIT, "launch", "--cpu", "-n", "2", "noop.py"),
-        "torchrun": (*TORCHRUN, "noop.py"),
-        "accelerate launch": (*ACCELERATE_LAUNCH, "noop.py"),
+    "launch": launchers(2, "noop.py"),
+    **{
+        f"meet on {ranks}": {**launchers(ranks, "meet.py"), "python": (sys.executable, "-c", "import torch")}
+        for ranks in (1, 2, 8)
     },
     "help": {
         "shardkit --help": (*SHARDKIT, "--help"),
@@ -45,16 +57,17 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "shardkit config validate": (*SHARDKIT, "config", "validate", "config.yaml"),
         "accelerate config update": (*ACCELERATE, "config", "update", "--config_file", "update.yaml"),
     },
-    "missing script": {
-        "shardkit launch": (*SHARDKIT, "launch", "--cpu", "-n", "2", "missing.py"),
-        "torchrun": (*TORCHRUN, "missing.py"),
-        "accelerate launch": (*ACCELERATE_LAUNCH, "missing.py"),
-    },
+    "missing script": launchers(2, "missing.py"),
 }
 FAILING = ("missing script",)
 NOOP = """import os, pathlib
 pathlib.Path("rank" + os.environ["RANK"] + "of" + os.environ["WORLD_SIZE"]).touch()
 """
+MEET = f"""import torch
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+{NOOP}"""
 CONFIGURATION = """compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 mixed_precision: 'no'
@@ -109,6 +122,7 @@ def measure(group: str, folder: Path, rounds: int) -> tuple[dict[str, list[float
 def _furnish(place: Path) -> None:
     place.mkdir()
     (place / "noop.py").write_text(NOOP)
+    (place / "meet.py").write_text(MEET)
     for name in ("config.yaml", "update.yaml"):
         (place / name).write_text(CONFIGURATION)
 
@@ -118,8 +132,9 @@ def check(command: tuple[str, ...], place: Path, group: str) -> str | None:
     done = _run(command, place)
     if bool(done.returncode) != (group in FAILING):
         return f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
-    if group == "launch" and not all((place / f"rank{rank}of2").exists() for rank in range(2)):
-        return "it did not start ranks 0 and 1 of 2"
+    ranks = 2 if group == "launch" else int(group.partition("meet on ")[2] or 0)
+    if "-c" not in command and not all((place / f"rank{rank}of{ranks}").exists() for rank in range(ranks)):
+        return f"it did not start {ranks} ranks"
     if group in FAILING and "missing.py" not in done.stdout + done.stderr:
         return f"it failed for another reason: {(done.stderr or done.stdout).strip()[-300:]}"
     return None

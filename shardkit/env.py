@@ -38,6 +38,12 @@ def update(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def replace(variables: Mapping[str, str]) -> None:
+    """Make these all the variables of this process."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def is_true(name: str) -> bool:
     """Whether the variable is set to 1, true, yes or on."""
     return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}

@@ -1,12 +1,19 @@
-"""Fixtures that all tests share. They also police: no test may leave a changed environment or working folder behind."""
+"""Fixtures that all tests share. They also police: no test may leave threads, a process group, files, a
+changed environment or working folder behind."""
 
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import Pool, leave
+
+ROOT = Path(__file__).parent.parent
 
 # A test decides itself whether it runs "in CI", by a scheduler, or with a user's settings.
 for _name in [name for name in os.environ if name.startswith(("SHARDKIT_", "ACCELERATE_", "FSDP_", "SLURM_"))]:
@@ -37,7 +44,8 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    environment, folder = dict(os.environ), os.getcwd()
+    environment, folder, files = dict(os.environ), os.getcwd(), _files_of_the_checkout()
+    threads, had_group = _threads(), _has_group()
     yield
     changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
     changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second when an optimizer is built
@@ -45,3 +53,31 @@ def _nothing_leaks() -> Iterator[None]:
     os.environ.update(environment)
     os.chdir(folder)
     assert not changed, f"the test left environment variables changed: {sorted(changed)}"
+    assert had_group or not _has_group(), "the test left a process group up; let it use the fixture alone"
+    left = _files_of_the_checkout() - files
+    assert not left, f"the test left files in the checkout: {sorted(left)}"
+    assert not (more := _lasting(_threads() - threads)), f"the test left threads running: {[t.name for t in more]}"
+
+
+def _has_group() -> bool:
+    """Without importing torch for it: where nobody has, there is none."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _files_of_the_checkout() -> set[str]:
+    """Names at the top, where a test that writes into its working folder would leave something."""
+    return set(os.listdir(ROOT)) - {".coverage", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+def _lasting(threads: set[threading.Thread], timeout_s: float = 5.0) -> set[threading.Thread]:
+    """Those that do not end soon. Threads of pools and of torch that live as long as the process are not counted."""
+    ours = {thread for thread in threads if not thread.name.startswith(("ThreadPoolExecutor", "QueueFeeder", "pydevd"))}
+    until = time.monotonic() + timeout_s
+    while (left := {t for t in ours if t.is_alive()}) and time.monotonic() < until:
+        time.sleep(0.01)
+    return left

@@ -87,10 +87,10 @@ def counted_at_a_save(config: dict) -> list[tuple[int, int, int]]:
     for batch in loader:
         with accelerator.accumulate(model):
             one_step(accelerator, model, optimizer, batch)
-            at_step = accelerator.accumulation.state_dict()
+            at_step = accelerator._run.accumulation.state_dict()
             found.append((at_step["step"], at_step["samples_seen"], accelerator.counters.samples_seen))
-    accelerator.accumulation.load_state_dict({"step": 5, "samples_seen": 60})
-    assert accelerator.accumulation.state_dict() == {"step": 5, "samples_seen": 60}
+    accelerator._run.accumulation.load_state_dict({"step": 5, "samples_seen": 60})
+    assert accelerator._run.accumulation.state_dict() == {"step": 5, "samples_seen": 60}
     return found
 
 
@@ -536,7 +536,7 @@ def test_code_replaces_the_file_and_the_table_says_so(tmp_path, capsys):
     path.write_text("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: bf16\n")
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=4, config=path)
     assert accelerator.mixed_precision == "no" and accelerator.gradient_accumulation_steps == 4
-    lines = summary.text(accelerator).splitlines()
+    lines = summary.text(accelerator._run).splitlines()
     assert any(line.strip() == "Accelerator(mixed_precision=...): mixed_precision no" for line in lines)
     assert any(f"{path}:" in line for line in lines) and any("use_cpu True (line 2)" in line for line in lines)
     assert "mixed_precision: no from Accelerator(mixed_precision=...) replaces bf16 from" in capsys.readouterr().err
@@ -577,7 +577,7 @@ def table(config: dict) -> list[str]:
     model.head.requires_grad_(False)
     model.blocks[1].up.weight = model.blocks[0].up.weight
     accelerator.prepare(model, DataLoader(Points(16), batch_size=4))
-    return summary.text(accelerator).splitlines()
+    return summary.text(accelerator._run).splitlines()
 
 
 def test_the_table_says_what_runs(ranks):

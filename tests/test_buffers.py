@@ -107,7 +107,7 @@ def normalized(project, strategy, reduce, exports=False):
             accelerator.save_model(model, project / f"export-{step}")
         else:
             accelerator.save_state(project / str(step))
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     logging.getLogger("shardkit").removeHandler(handler)
     return [line for line in lines if "buffers differ" in line]
 

@@ -66,20 +66,20 @@ def save_change_save(project, change, blocking, output):
     run[0].register_for_checkpointing(noted)
     train(run, 1)
     first = run[0].save_state(output, blocking=blocking)
-    saving.wait(run[0])
+    saving.wait(run[0]._run)
     before = manifest.read(first).save_id
     run[0].wait_for_everyone()
     if change is not None:
         change(run, noted)
     second = run[0].save_state(output, blocking=blocking)
     assert (second == first) == (change is not step_by_hand)
-    saving.wait(run[0])
+    saving.wait(run[0]._run)
     expected = summary(run, noted)
     perturb_weights(run, noted)
     noted.value, run[2].param_groups[0]["lr"] = 99, 99.0
     run[0].load_state(second)
     found = summary(run, noted)
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return manifest.read(second).save_id != before, found == expected
 
 
@@ -112,7 +112,7 @@ def change_on_one_rank(project):
     noted.value = run[0].process_index
     run[0].save_state()
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return manifest.read(path).save_id != before, noted.value
 
 
@@ -128,7 +128,7 @@ def damage_and_save(project):
     run[0].wait_for_everyone()
     run[0].save_state()
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return folder.inspect(path).step
 
 
@@ -164,7 +164,7 @@ def folds(project):
             told.append(torch.equal(model.weight.full_tensor(), weights))
         assert folder.candidates(path.parent)[0].path == path, "the newest one is this fold's"
         model, optimizer = accelerator.free_memory(model, optimizer)
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     return told
 
 
@@ -181,13 +181,13 @@ def freed_while_saving(project):
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     weights = model.weight.full_tensor().clone()
     path = accelerator.save_state(blocking=False)
-    kept = accelerator.saving.background
+    kept = accelerator._run.saving.background
     model, optimizer = accelerator.free_memory(model, optimizer)
     assert not kept._buffers and not kept._step_hooks
     model = nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.load_state(path)
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     return torch.equal(model.weight.full_tensor(), weights)
 
 
@@ -218,7 +218,7 @@ def beside_and_then(project, then):
             run[0].load_state(path)
             run[0].save_state()
     same = all(torch.equal(p.full_tensor(), w) for p, w in zip(run[1].parameters(), weights, strict=True))
-    saving.close(run[0])  # as end_training does, but for the process group
+    saving.close(run[0]._run)  # as end_training does, but for the process group
     return same, folder.inspect(path).step, [found.step for found in folder.steps(path.parent)]
 
 
@@ -231,7 +231,7 @@ def test_a_save_beside_training_and_then(ranks, tmp_path, then):
 
 def save_and_wait(run, blocking):
     run[0].save_state(blocking=blocking)
-    saving.wait(run[0])
+    saving.wait(run[0]._run)
 
 
 def fail_and_save(project, fault, blocking):
@@ -245,10 +245,10 @@ def fail_and_save(project, fault, blocking):
         save_and_wait(run, blocking)
     forked.arm(None)
     path = run[0].save_state(blocking=blocking)
-    saving.wait(run[0])
+    saving.wait(run[0]._run)
     step = folder.inspect(path).step
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return step, run[0].counters.step, sorted(found.name for found in path.parent.iterdir())
 
 
@@ -269,12 +269,12 @@ def two_accelerators(project):
     second[0].load_state()
     train(second, 1)
     second[0].save_state()
-    saving.close(first[0])
+    saving.close(first[0]._run)
     taken = (project / "checkpoints" / lock.NAME).read_text()
     second[0].wait_for_everyone()
     train(second, 1)
     second[0].save_state()
-    saving.close(second[0])
+    saving.close(second[0]._run)
     second[0].wait_for_everyone()
     return second[0].counters.step, "pid" in taken, (project / "checkpoints" / lock.NAME).read_text()
 
@@ -294,13 +294,13 @@ def save_in_the_loop(project):
         accelerator.save_state(project / str(number))
     accelerator.save_state(project / "end")
     accelerator.save_state(project / "end")
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     left = []
     for name in (*range(number + 1), "end"):
         resumed = run_of(project / "again")
         resumed[0].load_state(project / str(name))
         left.append(sum(1 for _ in resumed[3]))
-        saving.close(resumed[0])
+        saving.close(resumed[0]._run)
     return left
 
 

@@ -64,7 +64,7 @@ def save_meters(project, kind, blocking=True, equal=False):
     run[0].state.fsdp_plugin.set_state_dict_type(kind)
     path = run[0].save_state(blocking=blocking)
     meter.fill(7)  # what is saved beside training is what was
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return path
 
 
@@ -72,7 +72,7 @@ def load_meters(project, lines=None):
     run, meter = metered(project)
     meter.fill(9)
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return shown(meter)
 
 
@@ -115,7 +115,7 @@ def on_some_ranks(project, registered):
     run[0].save_state()
     meter.fill(9)
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return shown(meter)
 
 
@@ -142,7 +142,7 @@ def drifting_rates(project):
     for group in run[2].param_groups:
         group["lr"] = 0.0
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return [group["lr"] for group in run[2].param_groups]
 
 
@@ -182,7 +182,7 @@ def save_as(project, count):
     if dist.get_rank() == 1:
         meter.state["half"] += count
     path = run[0].save_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return path
 
 

@@ -65,7 +65,7 @@ def in_parts(project, parts, workers):
         assert run[0].counters.step == sum(parts[:number])
         seen += train(run, steps)
         run[0].save_state()
-        saving.close(run[0])
+        saving.close(run[0]._run)
     multiprocessing.current_process()._config["daemon"] = True
     return seen
 
@@ -91,7 +91,7 @@ def part_of(project, steps, first):
         run[0].load_state()
     seen = [samples for samples, _ in train(run, steps)]
     run[0].save_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return seen
 
 
@@ -137,11 +137,11 @@ def saved_at(project, place):
             optimizer.step()
             optimizer.zero_grad()
         given.append(accelerator.gather_for_metrics(numbers).sort().values.tolist())
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     resumed, (step, samples) = run_of(project), manifest_counts(at_save)
     resumed[0].load_state(at_save)
     again = [samples for samples, _ in train(resumed, 2)]
-    saving.close(resumed[0])
+    saving.close(resumed[0]._run)
     return step, samples, given[2:] == again
 
 
@@ -164,12 +164,12 @@ def evaluated(project):
     for number, _ in enumerate(evaluation):
         if number == 1:
             accelerator.save_state()
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     resumed = run_of(project)
     evaluation = resumed[0].prepare(DataLoader(torch.arange(24), batch_size=4))
     resumed[0].load_state()
     seen = [number for batch in evaluation for number in resumed[0].gather_for_metrics(batch).tolist()]
-    saving.close(resumed[0])
+    saving.close(resumed[0]._run)
     return seen, resumed[3].samples_seen
 
 
@@ -194,7 +194,7 @@ def load_inside_the_loop(project):
             counters = (accelerator.counters.step, accelerator.counters.samples_seen, loader.samples_seen)
             break
     accelerator.load_state(path)
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     return message.splitlines()[0].endswith("cannot be loaded; nothing was changed:"), counters, loader.samples_seen
 
 
@@ -229,11 +229,11 @@ def beside(project):
     path = run[0].save_state(blocking=False)
     train(run, 2)
     path_after = run[0].save_state(blocking=False)
-    saving.wait(run[0])
+    saving.wait(run[0]._run)
     run[0].load_state(path)
     same = all(torch.equal(a.to_local(), weights[n].to_local()) for n, a in run[1].state_dict().items())
     latest = folder.read_latest(path.parent)
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return same, path.name, path_after.name, latest
 
 
@@ -287,7 +287,7 @@ def refuse_things(project):
     (project / "other/notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="a folder with other things in it"):
         run[0].save_state(project / "other")
-    run[0].project.automatic_checkpoint_naming = False
+    run[0].project_configuration.automatic_checkpoint_naming = False
     with pytest.raises(UsageError, match="no folder is given"):
         run[0].save_state()
 
@@ -363,7 +363,7 @@ def go_back(project):
     run[0].save_state()
     run[0].load_state()
     again = run[0].counters.step
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return step, names, again, manifest.read(project / "checkpoints/step-00000005").parent is not None
 
 
@@ -407,7 +407,7 @@ def adapters_only(project):
     after = steps(2)
     accelerator.load_state()
     again = steps(2)
-    saving.close(accelerator)
+    saving.close(accelerator._run)
     assert torch.equal(before["base.weight"], again["base.weight"])
     assert not torch.equal(before["up.weight"], again["up.weight"])
     assert all(torch.equal(after[name], again[name]) for name in after)

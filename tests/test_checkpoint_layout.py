@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from shardkit.checkpoint import layout
+from shardkit.checkpoint import index_json, layout
 from shardkit.checkpoint.layout import Box, Entry, Index, Mesh
 from shardkit.errors import CheckpointCorrupted
 
@@ -101,12 +101,12 @@ def test_the_index_survives_its_file():
     index.aliases = {"model": {"tied": "a"}}
     index.sort()
     assert list(index.sections["model"]) == ["a", "b"]
-    text = json.loads(json.dumps(layout.index_to_json(index)))
-    assert layout.index_from_json(text, "x") == index
+    text = json.loads(json.dumps(index_json.to_json(index)))
+    assert index_json.from_json(text, "x") == index
     for damage in ("kind", "meshes", "sections", "aliases"):
         wrong = {**text, damage: "?"}
         with pytest.raises(CheckpointCorrupted, match="not an index"):
-            layout.index_from_json(wrong, "x")
+            index_json.from_json(wrong, "x")
 
 
 def llama_70b_with_adam(ranks):
@@ -134,7 +134,7 @@ def llama_70b_with_adam(ranks):
 def test_the_index_does_not_grow_with_the_ranks(ranks):
     index = llama_70b_with_adam(ranks)
     assert sum(map(len, index.sections.values())) == 2169
-    assert len(json.dumps(layout.index_to_json(index))) < 400_000
+    assert len(json.dumps(index_json.to_json(index))) < 400_000
     chunks = [layout.chunks_of(index, section, ranks - 1) for section in index.sections]
     assert len(chunks[1]) == 2 * len(chunks[0])
 

@@ -24,7 +24,7 @@ def saved_and_loaded(project, output):
     torch.nn.init.zeros_(run[1][0].weight)
     run[0].load_state(output)
     same = all(torch.equal(p.full_tensor(), w) for p, w in zip(run[1].parameters(), weights, strict=True))
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return same
 
 
@@ -57,7 +57,7 @@ def in_a_linked_project(project):
     train(run, 1)
     run[0].save_state()
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return path.resolve().parent, run[0].counters.step
 
 
@@ -86,7 +86,7 @@ def archived(project):
     train(run, 1)
     run[0].save_state()
     run[0].load_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return run[0].counters.step, second.is_symlink(), manifest.read(project / "archive").step
 
 
@@ -142,7 +142,7 @@ def test_a_tilde_is_the_home_folder(alone, tmp_path, monkeypatch):
     run[0].save_state()
     run[0].save_model(run[1], "~/export")
     run[0].save({"a": 1}, "~/values.json")
-    saving.close(run[0])
+    saving.close(run[0]._run)
     assert manifest.read(tmp_path / "out").step == 0
     assert (tmp_path / "export/model.safetensors").exists() and (tmp_path / "values.json").exists()
     assert (tmp_path / "project/checkpoints/step-00000000").is_dir() and not (tmp_path / "~").exists()

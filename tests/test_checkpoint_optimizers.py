@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit import Accelerator
 from shardkit.checkpoint import convert, manifest, state
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError, StateIncomplete
@@ -385,3 +386,35 @@ def test_replicas_that_drifted_are_kept_apart_not_mixed(ranks, tmp_path):
     assert ranks.run(2, drifting, tmp_path / "c") == [[([2.0], [3.0])] * 2, [([3.0], [3.0])] * 2]
     sizes = [path.stat().st_size for path in (tmp_path / "c/optim").iterdir()]
     assert sum(sizes) < 1.1 * 2 * 700 * 500 * 4, "what is alike is written once"
+
+
+def load_into_others(project):
+    """What AdamW and StepLR left, for SGD and for a cosine."""
+    told = []
+    for make, schedule in (
+        (lambda p: torch.optim.SGD(p, lr=0.1), lambda o: torch.optim.lr_scheduler.StepLR(o, 2)),
+        (torch.optim.AdamW, lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)),
+        (torch.optim.AdamW, lambda o: torch.optim.lr_scheduler.StepLR(o, 3)),
+    ):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        accelerator = Accelerator(config={"use_cpu": True})
+        made = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
+        accelerator.save_state(project / "saved")
+        accelerator.free_memory()
+        model = torch.nn.Linear(3, 2)
+        optimizer = make(model.parameters())
+        made = accelerator.prepare(model, optimizer, schedule(optimizer))
+        try:
+            accelerator.load_state(project / "saved")
+        except CheckpointError as error:
+            told.append(str(error))
+        del made
+    return told
+
+
+def test_a_state_of_another_kind_of_optimizer_or_schedule_is_refused(ranks, tmp_path):
+    for told in ranks.run(2, load_into_others, tmp_path):
+        assert len(told) == 2
+        assert "optim: saved of another kind than SGD (it has amsgrad, betas" in told[0]
+        assert "scheduler.0: saved of another kind than CosineAnnealingLR (it has gamma, step_size in place" in told[1]

@@ -15,7 +15,8 @@ def load_too_early(project):
     train(run, 2)
     run[0].save_state()
     early = run_of(project)[0]
-    parts = early.models, early.optimizers, early.schedulers, early.loaders
+    state = early._run
+    parts = state.models, state.optimizers, state.schedulers, state.loaders
     kept = [list(part) for part in parts]
     told = []
     for missing in (parts, parts[:2], parts[1:2], parts[3:]):

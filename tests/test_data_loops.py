@@ -456,7 +456,7 @@ def test_workers_of_a_loader_that_is_freed_end_at_once():
     (worker,) = [one for one in multiprocessing.active_children() if one not in others]
     gc.disable()
     try:
-        accelerator.loaders.clear()
+        accelerator._run.loaders.clear()
         del loader
         assert not worker.is_alive()
     finally:
@@ -556,3 +556,43 @@ def test_a_training_loop_that_looks_at_its_own_loader(ranks):
             assert [seen for *_, seen in counts] == [
                 min(40, 4 * world * (n + 1)) for _ in range(2) for n in range(batches)
             ]
+
+
+def gathered(loop) -> list[int]:
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    first = accelerator.prepare(DataLoader(torch.arange(24), batch_size=4))
+    second = accelerator.prepare(DataLoader(torch.arange(100, 117), batch_size=4))
+    found = loop(accelerator, first, second)
+    accelerator.free_memory()
+    return [value for part in found for value in part.tolist()]
+
+
+def both_of_a_zip(accelerator, first, second):
+    return [accelerator.gather_for_metrics(part) for pair in zip(first, second, strict=False) for part in pair]
+
+
+def one_ahead(accelerator, first, second):
+    found, batches = [], iter(second)
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        found.append(accelerator.gather_for_metrics(batch))
+        batch = following
+    return found
+
+
+def predictions_inside(accelerator, first, second):
+    return [accelerator.gather_for_metrics(x * 2) // 2 for _ in islice(first, 2) for x in second]
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        (both_of_a_zip, [*range(24), *range(100, 117)]),
+        (one_ahead, [*range(100, 117)]),
+        (predictions_inside, [*range(100, 117)] * 2),
+    ],
+)
+def test_samples_for_metrics_are_those_of_their_own_loader(ranks, loop, expected):
+    for found in ranks.run(2, gathered, loop):
+        assert sorted(found) == sorted(expected)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import disk, folder, manifest, retention, snapshot, write
+from shardkit.checkpoint import commit, disk, faults, folder, manifest, opening, retention, snapshot, write
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import forked
@@ -154,20 +154,20 @@ def no_agreement():
 def no_rename():
     """Write at once into the final name."""
     folder.temporary_folder = lambda final, save_id: final
-    write._is_taken = lambda final: False
+    commit.is_taken = opening.is_taken = lambda final: False
     disk.publish = lambda temporary, final: None
-    write._after_commit = lambda *rest: None
+    write.after_commit = lambda *rest: None
 
 
 def retention_first():
-    found = write._commit
+    found = write.commit
 
-    def commit(prepared, written):
+    def commit_after_retention(prepared, written):
         retention.expendable = lambda root, *rest: folder.steps(root)
         retention.apply(prepared.request.final.parent, 1)
         return found(prepared, written)
 
-    write._commit = commit
+    write.commit = commit_after_retention
 
 
 @pytest.mark.fault_row(41)
@@ -245,7 +245,7 @@ def test_everything_is_on_disk_before_the_name_is_given(tmp_path):
 
 
 def test_published_points_are_those_after_the_rename():
-    points = list(write.faults.SAVE_POINTS)
+    points = list(faults.SAVE_POINTS)
     assert set(PUBLISHED) | {"trash"} == set(points[points.index("rename") + 1 :])
 
 

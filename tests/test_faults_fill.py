@@ -125,7 +125,7 @@ def refuse_to_save(project, fault):
     run[0].load_state(path)
     train(run, 1)
     run[0].save_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return found, [item.step for item in folder.steps(path.parent)]
 
 
@@ -148,7 +148,7 @@ def freed_after_a_failure(project):
     run[0].free_memory()
     model = run[0].prepare(torch.nn.Linear(2, 2))
     run[0].save_state(project / "new")
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return model.weight.shape[0]
 
 
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_was_replaced_before_is_noticed(saved, tmp_path):
     live = prepared("plain")
     fill(live, 77)
     with pytest.raises(CheckpointCorrupted, match="another checkpoint took its place while it was read"):
-        read._load(live, checkpoint, agreed, read._How("digest", True, True, read.Unfinished()))
+        read._load(live, checkpoint, agreed, read.How("digest", True, True, read.Unfinished()))
     assert values_in(live) == {77.0}
 
 

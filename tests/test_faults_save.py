@@ -248,9 +248,9 @@ def save_apart(root):
     """Ranks on machines of their own, simulated by working folders of their own."""
     import torch.distributed as dist
 
-    from shardkit.checkpoint import write
+    from shardkit.checkpoint import put
 
-    write.SHARED_STORAGE_WAIT_S = 0.5
+    put.SHARED_STORAGE_WAIT_S = 0.5
     mine = root / f"machine-{dist.get_rank()}"
     mine.mkdir()
     os.chdir(mine)

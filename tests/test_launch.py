@@ -158,6 +158,24 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path, what, code, cau
     assert "rank 0 was ended by the launcher" in done.stderr
 
 
+CHILD = """
+import os, subprocess, sys, time
+if os.environ["RANK"] == "1":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid)
+    time.sleep(0.5)
+    os._exit(3)
+time.sleep(600)
+"""
+
+
+def test_what_the_failing_rank_has_started_ends_with_it(tmp_path):  # issue 13, line 7
+    (tmp_path / "parent.py").write_text(CHILD)
+    done = launch(tmp_path, "-n", "2", "parent.py")
+    assert done.returncode == 3, done.stderr
+    wait_until_gone([int(pid) for pid in re.findall(r"child (\d+)", done.stdout)])
+
+
 @pytest.mark.fault_row(28)
 def test_a_stopped_rank_is_found_and_named(tmp_path):
     done = launch(tmp_path, "-n", "2", "--set", "shardkit.launch.hang_timeout_s=5", script("stopped"))
@@ -169,12 +187,14 @@ def test_a_stopped_rank_is_found_and_named(tmp_path):
 
 
 @pytest.mark.fault_row(32)
-@pytest.mark.parametrize("to", ["launcher", "rank 1"])
-def test_a_signal_ends_in_one_save_at_the_same_step_everywhere(tmp_path, to):
+@pytest.mark.parametrize(
+    ("to", "number"), [("launcher", signal.SIGTERM), ("launcher", signal.SIGHUP), ("rank 1", signal.SIGTERM)]
+)
+def test_a_signal_ends_in_one_save_at_the_same_step_everywhere(tmp_path, to, number):
     with running(tmp_path, "-n", "2", script("steps")) as launched:
         launched.wait_for("step 2", count=2)
         pid = launched.process.pid if to == "launcher" else int(launched.wait_for(r"pid (\d+) of rank 1")[0])
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
         assert launched.end() == 75, launched.text()
     saved = re.findall(r"saving (\d+)", launched.text())
     assert len(saved) == 2

@@ -369,13 +369,6 @@ def test_the_cause_is_the_first_end_that_is_no_consequence(outcomes, rank, code)
     assert (found.rank, found.exit_code) == (rank, code)
 
 
-def test_on_several_machines_the_cause_may_be_elsewhere():
-    lost = Outcome(0, exit_code=1, error=error(0, lost=True))
-    found = diagnosis.diagnose([lost, Outcome(1, exit_code=-15, was_killed=True)], several_machines=True)
-    assert found.rank == 0
-    assert "look at the other machines" in found.cause
-
-
 def test_the_words_for_a_failure():
     found = diagnosis.diagnose(
         [

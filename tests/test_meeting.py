@@ -36,7 +36,7 @@ CALLS = {
     "save_state": (CheckpointSaveError, lambda run, folder: run[0].save_state(folder / "one")),
     "save_model": (CheckpointSaveError, lambda run, folder: run[0].save_model(run[1], folder / "export")),
     "load_state": (CheckpointError, lambda run, folder: run[0].load_state(folder / "there")),
-    "resume": (CheckpointError, lambda run, folder: saving.resume(run[0])),
+    "resume": (CheckpointError, lambda run, folder: saving.resume(run[0]._run)),
 }
 
 
@@ -55,7 +55,7 @@ def on_rank_0_only(project, call):
             told = str(caught.value)
         run[0].wait_for_everyone()
         act(run, project)
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return lines, told
 
 
@@ -76,7 +76,7 @@ def come_late(project):
         if dist.get_rank() == 1:
             time.sleep(1.5)
         path = run[0].save_state()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return lines, manifest.read(path).step
 
 
@@ -97,7 +97,7 @@ def in_different_calls(project):
         run[0].save_state() if dist.get_rank() == 0 else run[0].load_state(path)
     run[0].wait_for_everyone()  # else one's next load could meet the other's first
     run[0].load_state(path)
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return lines
 
 
@@ -123,7 +123,7 @@ def save_in_an_except(project, who):
                 told, seconds = str(caught.value), time.monotonic() - began
                 is_kept = caught.value.__cause__ is own
     run[0].wait_for_everyone()
-    saving.close(run[0])
+    saving.close(run[0]._run)
     return lines, told, seconds, is_kept
 
 

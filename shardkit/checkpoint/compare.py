@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, layout, values
+from shardkit.checkpoint import disk, index_json, layout, values
 from shardkit.checkpoint.layout import ITEM_BYTES, Box, Entry
 from shardkit.checkpoint.verify import Checkpoint, Files, damages, section_of
 from shardkit.errors import CheckpointCorrupted
@@ -142,7 +142,7 @@ def _label(key: tuple[str, str]) -> str:
 def _sections_with_equal_digests(a: Files, b: Files) -> set[str]:
     """Sections that the same ranks wrote the same bytes of: nothing of them has to be read again."""
     one, two = a.checkpoint, b.checkpoint
-    if layout.index_to_json(one.index) != layout.index_to_json(two.index) or one.manifest.digest != two.manifest.digest:
+    if index_json.to_json(one.index) != index_json.to_json(two.index) or one.manifest.digest != two.manifest.digest:
         return set()
     equal = set()
     for section in one.index.sections:

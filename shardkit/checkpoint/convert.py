@@ -20,8 +20,8 @@ import torch
 from shardkit.checkpoint import dcp, folder, optimizers, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
 from shardkit.checkpoint.layout import Entry, Index, Mesh
+from shardkit.checkpoint.request import Request
 from shardkit.checkpoint.state import Captured, section_name
-from shardkit.checkpoint.write import Request
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointError
 

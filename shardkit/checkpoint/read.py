@@ -15,18 +15,17 @@ A sharded checkpoint and a full one differ in `layout.pieces` only: a full tenso
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import apart, faults, folder, manifest, optimizers, state, tensors, values
-from shardkit.checkpoint.fill import Saved, entry_of_parameter
+from shardkit.checkpoint import apart, faults, folder, manifest, optimizers, state, values
+from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import Skipped
-from shardkit.checkpoint.layout import Entry, Index
+from shardkit.checkpoint.load_plan import How, Plan, Unfinished, no_tensor, plan_of, positions
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, section_name
 from shardkit.checkpoint.verify import Checkpoint, Files, check_headers, hash_file, open_checkpoint
@@ -37,9 +36,6 @@ from shardkit.log import get_logger
 
 logger = get_logger(__name__)
 
-# A run may change its precision between a save and a load; its loss scale then has no place to go, or starts anew.
-OPTIONAL = ("scaler",)
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -49,22 +45,6 @@ class Loaded:
     common: dict[str, Any]
     random_is_exact: bool
     skipped: tuple[Skipped, ...] = ()
-
-
-@dataclass
-class Unfinished:
-    """What a load that failed had begun to write: `parts` of the live state, from the checkpoint `path`."""
-
-    path: Path | None = None
-    parts: set[str] = field(default_factory=set)
-
-    def begin(self, path: Path, parts: set[str]) -> None:
-        """From now on the live state is a mix."""
-        self.path, self.parts = path, self.parts | parts
-
-    def end(self) -> None:
-        """It is whole again."""
-        self.path, self.parts = None, set()
 
 
 def open_together(path: Path, control: ControlGroup) -> Checkpoint:
@@ -109,7 +89,7 @@ def load(
     CheckpointError: nothing was changed. StateIncomplete: part of the state was, and `unfinished` holds which.
     """
     checkpoint = open_together(path, control)
-    how = _How(verify, strict, data_position, unfinished or Unfinished())
+    how = How(verify, strict, data_position, unfinished or Unfinished())
     return _load(live, checkpoint, control, how)
 
 
@@ -129,7 +109,7 @@ def load_newest(
     steps. A checkpoint that is undamaged but does not fit the model is an error, and no reason to fall back.
     """
     skipped: list[Skipped] = []
-    how = _How(verify, strict, data_position, unfinished or Unfinished())
+    how = How(verify, strict, data_position, unfinished or Unfinished())
     for step, name in _candidates(root, control):
         try:
             checkpoint = open_together(root / name, control)
@@ -189,17 +169,7 @@ def _warn_of(skipped: list[Skipped], checkpoint: Checkpoint, control: ControlGro
         logger.warning("checkpoint: resuming at step %d, which is newer than what is saved of step %s.", step, given_up)
 
 
-@dataclass(frozen=True)
-class _How:
-    """How to load, and what an earlier load has left."""
-
-    verify: str
-    strict: bool
-    data_position: bool
-    unfinished: Unfinished
-
-
-def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) -> Loaded:
+def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> Loaded:
     here = f"checkpoint: {checkpoint.path}"
     if not how.data_position:
         live = replace(live, loaders={})
@@ -207,7 +177,7 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) 
     with ExitStack() as stack:
         with _Agreement(control, here, before) as step:
             files = stack.enter_context(Files(checkpoint))
-            plan = _plan(live, checkpoint, control, how)
+            plan = plan_of(live, checkpoint, control, how)
             step.problems = plan.problems
         saved = Saved(files, plan.own_rank, control.tick)
         with _Agreement(control, here, before):
@@ -249,178 +219,6 @@ def _all_problems(answers: list[Any]) -> tuple[list[str], bool]:
     return unique[:8], any(corrupted for _, corrupted in answers)
 
 
-# ---- plan ----
-
-
-@dataclass
-class _Plan:
-    """What this rank is to be given."""
-
-    common: dict[str, Any]
-    own: dict[str, Any] | None
-    """What this rank had for itself; None on another number of ranks."""
-    own_rank: int | None = None
-    left_out: set[tuple[int, str]] = field(default_factory=set)
-    of_rank_0: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
-    """(section, saved name, live tensor)."""
-    parts: set[str] = field(default_factory=set)
-    """Of the live state, what is written."""
-
-
-def _plan(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: _How) -> _Plan:
-    common = checkpoint.json("state/common.json")
-    own = None
-    if checkpoint.manifest.world_size == control.world_size:
-        own = checkpoint.json(f"state/rank-{control.rank:05d}.json")
-        random_state.check(own["rng"])
-    index, strict, plan = checkpoint.index, how.strict, _Plan(common, own)
-    for number, model in enumerate(live.models):
-        _plan_model(model, section_name("model", number), index, strict, plan)
-    names = state.parameter_names(live.models)
-    _take_own(plan, checkpoint, control.rank, _parameters(live, names), strict)
-    for number, optimizer in enumerate(live.optimizers):
-        _plan_optimizer(optimizer, number, names, index, strict, plan)
-    if strict:
-        plan.problems += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
-        plan.problems += _unclaimed_loaders(live, plan.common) if how.data_position else []
-    plan.problems += _unusable_positions(live, plan, checkpoint.manifest.world_size)
-    left = sorted(how.unfinished.parts - plan.parts)
-    if left:
-        text = f"written by the load of {how.unfinished.path} that failed, and not in this checkpoint"
-        plan.problems.append(f"{apart.labels_text(left)}: {text}")
-    return plan
-
-
-def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:
-    """The live parameters by the names that optimizers know them by."""
-    return {names[id(p)]: p for model in live.models for p in model.parameters() if id(p) in names}
-
-
-def _take_own(plan: _Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor], strict: bool) -> None:
-    """Put what this rank had for itself, or rank 0, where all ranks have the rest."""
-    index = checkpoint.index
-    found = apart.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live), strict)
-    plan.common, plan.own_rank = found.common, found.own_rank
-    plan.left_out, plan.of_rank_0 = found.left_out, found.of_rank_0
-    plan.problems += found.problems
-
-
-def _is_alike(index: Index, fqn: str, live: dict[str, torch.Tensor]) -> bool:
-    """Whether this rank holds the part of a parameter that the same rank held when it was saved."""
-    saved = entry_of_parameter(index, fqn)
-    if saved is None or fqn not in live:
-        return False
-    now = Index(index.kind, index.world_size)
-    entry = tensors.entry_of(live[fqn], now, index.meshes[saved.mesh], fqn)
-    return (now.meshes[entry.mesh], entry.placements, entry.shape) == (
-        index.meshes[saved.mesh],
-        saved.placements,
-        saved.shape,
-    )
-
-
-def _plan_model(model: nn.Module, section: str, index: Index, strict: bool, plan: _Plan) -> None:
-    if section not in index.sections:
-        plan.problems += [_not_saved(section)] if strict else []
-        return
-    entries, aliases = index.sections[section], index.aliases[section]
-    mine = state.model_tensors(model)
-    saved = {*entries, *aliases}
-    ties = state.tied_names(model, mine)
-    if strict:
-        missing = [name for name in mine if name not in saved and ties.get(name) not in saved]
-        plan.problems += optimizers.listed(section, "in the model, not in the checkpoint", missing)
-        unexpected = sorted(name for name in saved if name not in mine)
-        plan.problems += optimizers.listed(section, "in the checkpoint, not in the model", unexpected)
-    for name, tensor in mine.items():
-        source = aliases.get(name, name)
-        if source not in entries or name in ties:
-            continue
-        problem = _mismatch(entries[source], tensor)
-        if problem:
-            plan.problems.append(f"{section}: {name}: {problem}")
-        else:
-            plan.weights.append((section, source, tensor))
-            plan.parts.add(f"{section}: {name}")
-
-
-def _not_saved(section: str) -> str:
-    return f"{section}: prepared now, and not in the checkpoint; load with strict=False to leave it as it is"
-
-
-def _mismatch(entry: Entry, tensor: torch.Tensor) -> str | None:
-    if entry.shape != tuple(tensor.shape):
-        return f"shape {list(entry.shape)} in the checkpoint, {list(tensor.shape)} in the model"
-    if entry.dtype != tensors.DTYPES.get(tensor.dtype):
-        return f"dtype {entry.dtype} in the checkpoint, {tensors.DTYPES.get(tensor.dtype)} in the model"
-    if not tensors.has_memory(tensor):
-        return "has no values yet in the model (got a tensor on the meta device); prepare the model first"
-    return None
-
-
-def _plan_optimizer(
-    optimizer: torch.optim.Optimizer, number: int, names: dict[int, str], index: Index, strict: bool, plan: _Plan
-) -> None:
-    section = section_name("optim", number)
-    if section not in index.sections or number >= len(plan.common["optimizers"]):
-        plan.problems += [_not_saved(section)] if strict else []
-        return
-    saved = plan.common["optimizers"][number]
-    plan.problems += optimizers.problems_with(optimizer, names, section, saved, strict)
-    plan.parts |= {f"{section}: {fqn}" for fqn in optimizers.parameters_by_name(optimizer, names, section)}
-
-
-def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[str]:
-    missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
-    unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL)]
-    return [
-        *optimizers.listed("objects", "registered now, not in the checkpoint", missing),
-        *optimizers.listed("objects", "in the checkpoint, not registered now", unexpected),
-    ]
-
-
-def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[str]:
-    """Whole models and optimizers of the checkpoint that nothing live takes: forgotten, or not prepared yet."""
-    models = {name for name in index.sections if name.startswith("model")}
-    models -= {section_name("model", number) for number in range(len(live.models))}
-    unclaimed = [section_name("optim", n) for n in range(len(live.optimizers), len(common["optimizers"]))]
-    return [
-        f"{section}: in the checkpoint, and not prepared now; prepare it before loading, or load with strict=False"
-        for section in [*sorted(models), *unclaimed]
-    ]
-
-
-def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[str]:
-    missing = [name for name in common["loaders"] if name not in live.loaders]
-    if not missing:
-        return []
-    return [
-        f"{', '.join(missing)}: its position is in the checkpoint, and it is not prepared now; "
-        "prepare it before loading, or load with data_position=False"
-    ]
-
-
-def _positions(plan: _Plan) -> dict[str, Any]:
-    """By loader, as saved."""
-    return (plan.common if plan.own is None else plan.own)["loaders"]
-
-
-def _unusable_positions(live: Live, plan: _Plan, saved_ranks: int) -> list[str]:
-    """Positions in the data that mean nothing for the loaders that are prepared now."""
-    problems, saved = [], _positions(plan)
-    for name, loader in live.loaders.items():
-        if name in saved:
-            reason = loader.misfit(values.decode(saved[name], _no_tensor), saved_ranks)
-            problems += [f"{name}: {reason}"] if reason else []
-    return problems
-
-
-def _no_tensor(name: str) -> Any:
-    raise CheckpointCorrupted(f"state: a position in the data holds a tensor ({name}); it is damaged.")
-
-
 # ---- verify ----
 
 
@@ -445,15 +243,15 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 # ---- objects ----
 
 
-def _object_states(live: Live, plan: _Plan, saved: Saved) -> Iterator[tuple[Stateful, Any]]:
+def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[Stateful, Any]]:
     """What loaders, schedulers and registered objects are to load; tensors are read."""
     for name, item in live.objects.items():
         if name in plan.common["objects"]:
             yield item, _decoded(item, name, plan.common["objects"][name], saved)
-    positions = _positions(plan)
+    saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: that they take their positions is known, so none is taken back
-        if name in positions:
-            yield loader, values.decode(positions[name], _no_tensor)
+        if name in saved_positions:
+            yield loader, values.decode(saved_positions[name], no_tensor)
 
 
 def _decoded(item: Stateful, name: str, encoded: Any, saved: Saved) -> Any:
@@ -487,7 +285,7 @@ def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, he
 # ---- fill ----
 
 
-def _fill(live: Live, plan: _Plan, saved: Saved, control: ControlGroup, here: str, unfinished: Unfinished) -> None:
+def _fill(live: Live, plan: Plan, saved: Saved, control: ControlGroup, here: str, unfinished: Unfinished) -> None:
     """Read weights and optimizer states into the live tensors. StateIncomplete on all ranks where it fails on one."""
     outcome = "part of the state is this checkpoint's now, and part is not; load another one before you go on"
     unfinished.begin(saved.files.checkpoint.path, plan.parts)
@@ -500,7 +298,7 @@ def _fill(live: Live, plan: _Plan, saved: Saved, control: ControlGroup, here: st
     unfinished.end()
 
 
-def _fill_here(live: Live, plan: _Plan, saved: Saved, rank: int) -> None:
+def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int) -> None:
     for number, (section, name, tensor) in enumerate(plan.weights):
         if number == len(plan.weights) // 2:
             faults.reach("fill", rank)
@@ -514,7 +312,7 @@ def _fill_here(live: Live, plan: _Plan, saved: Saved, rank: int) -> None:
     saved.files.refuse_changed()
 
 
-def _warn_of_rank_0(plan: _Plan, control: ControlGroup) -> None:
+def _warn_of_rank_0(plan: Plan, control: ControlGroup) -> None:
     if plan.of_rank_0 and control.rank == 0:
         logger.warning(
             "checkpoint: %s: each rank that saved had its own; on another number of ranks all get that of rank 0.",
@@ -522,7 +320,7 @@ def _warn_of_rank_0(plan: _Plan, control: ControlGroup) -> None:
         )
 
 
-def _restore_random(checkpoint: Checkpoint, plan: _Plan, control: ControlGroup, has_loaders: bool) -> None:
+def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, has_loaders: bool) -> None:
     """Last of all, so that nothing before it draws from the generators."""
     if plan.own is not None:
         random_state.restore(plan.own["rng"])

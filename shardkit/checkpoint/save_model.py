@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit import sizes
-from shardkit.checkpoint import apart, disk, export, faults, layout, state, tensors, write
+from shardkit.checkpoint import apart, disk, export, faults, layout, put, state, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
@@ -300,7 +300,7 @@ def _write(
     control: ControlGroup,
 ) -> None:
     """Write what this rank holds, and bring it to disk."""
-    write.wait_until_seen(temporary)
+    put.wait_until_seen(temporary)
     where = {name: (file.name, place) for file in files for name, place in file.places.items()}
     opened: dict[str, disk.Durable] = {}
     with ExitStack() as stack:

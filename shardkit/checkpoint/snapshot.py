@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardkit.checkpoint import faults, state, tensors, write
 from shardkit.checkpoint.layout import Chunk
-from shardkit.checkpoint.write import Prepared
+from shardkit.checkpoint.request import Prepared
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, folder, layout, manifest
+from shardkit.checkpoint import disk, folder, index_json, layout, manifest
 from shardkit.checkpoint.layout import Box, Index, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointCorrupted
@@ -53,7 +53,7 @@ class Checkpoint:
     @cached_property
     def index(self) -> Index:
         """What tensors there are, and where."""
-        return layout.index_from_json(self.json("index.json"), str(self.path / "index.json"))
+        return index_json.from_json(self.json("index.json"), str(self.path / "index.json"))
 
 
 def _label(place: list[Any]) -> str:

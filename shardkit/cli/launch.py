@@ -66,6 +66,9 @@ def launch(
     show: Annotated[
         str | None, typer.Option("--show", metavar="RANKS", help="Whose output to show: all, or ranks like 0,1.")
     ] = None,
+    start_by: Annotated[
+        str | None, typer.Option("--start", metavar="HOW", help="fork, exec or auto: how ranks start.")
+    ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Record the real peak of memory per rank.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
@@ -85,6 +88,7 @@ def launch(
         "shardkit.launch.max_restarts": restarts,
         "shardkit.launch.log_dir": logs,
         "shardkit.launch.show": show,
+        "shardkit.launch.start": start_by,
     }
     chosen = {name: value for name, value in said.items() if value is not None}
     problems: list[str] = []

@@ -282,9 +282,9 @@ def _answer(request: "Request", question: str | None) -> "Answer":
 
 
 def _save_plot(answer: "Answer", path: Path) -> None:
-    from shardkit.plan import plot
+    from shardkit.plan import picture
 
-    plot.save(answer, path)
+    picture.save(answer, path)
     typer.echo(f"wrote {path}", err=True)
 
 

@@ -30,7 +30,8 @@ NAMES = ("shardkit.yaml", "shardkit.yml")
 ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml", "default_config.yaml")
 # Whoever reads a message fixes the first lines first.
 _SHOWN_PROBLEMS = 10
-_OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids", "shardkit.launch.log_dir"}
+_OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids"}
+_OF_A_MACHINE |= {"shardkit.launch.log_dir", "shardkit.launch.bind_address"}
 
 
 @dataclass(frozen=True)

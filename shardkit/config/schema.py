@@ -334,6 +334,15 @@ class LaunchConfig(Section):
     show: str = "all"
     """Ranks whose output is shown: all, or numbers with commas."""
 
+    start: Annotated[Literal["auto", "fork", "exec"], BeforeValidator(read_word)] = "auto"
+    """How ranks start: fork (from a process with torch loaded), exec (each a new Python), auto (fork on the CPU)."""
+
+    meet_timeout_s: Seconds = Field(900.0, gt=0)
+    """How long the machines of a run wait for one another at the start, in seconds."""
+
+    bind_address: Text = None
+    """Address that machine 0 listens on, where it is not the one that the others call; loopback on one machine."""
+
     threads_per_rank: Count = Field(0, ge=0)
     """OMP_NUM_THREADS of every rank; 0: cores divided by ranks on this machine."""
 

@@ -7,12 +7,13 @@ skip_first_batches(loader, n)                     start this epoch after n batch
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, Literal
-from weakref import WeakMethod
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import agreed_seed, own_seed
@@ -41,6 +42,12 @@ class Loop:
     is_last: bool = False
     is_padded: bool = False
     last_yield: int = 0
+    began: int = field(default_factory=lambda: next(_yields))
+    """The number of yields of all loaders before its own first."""
+    local_samples: int | None = None
+    """Samples in this rank's batch that is out; None where its tensors do not say."""
+    tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
+    """The tensors of this rank's batch that is out."""
     is_open: bool = True
     is_finished: bool = False
     """Whether it came to the end of its epoch; the position is that of the next one then."""
@@ -62,6 +69,14 @@ class Loop:
         self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
         self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)
+
+    def given(self, batch: Any) -> Any:
+        """The batch, as this rank's loop gets it."""
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        self.tensors = [ref(tensor) for tensor in tensors]
+        lengths = {len(tensor) for tensor in tensors if tensor.dim()}
+        self.local_samples = lengths.pop() if len(lengths) == 1 else None
+        return batch
 
 
 def prepare_loader(
@@ -113,6 +128,7 @@ class PreparedLoader:
         self._device = device
         self._seed = seed
         self._loop: Loop | None = None
+        self._ended: Loop | None = None
         self._next = self._used = Position()
         self._is_positioned = False
         self._is_restored = False
@@ -127,7 +143,7 @@ class PreparedLoader:
             for piece in self._source.pieces(self._seed, loop.position, is_moved):
                 loop.take(piece)
                 self._loop = loop  # loops over one loader may take turns
-                yield to_device(piece.batch, self._device)
+                yield loop.given(to_device(piece.batch, self._device))
                 if self.after_batch is not None and (after_batch := self.after_batch()) is not None:
                     after_batch(self)
             loop.position, loop.is_finished = Position(epoch + 1), True
@@ -152,7 +168,7 @@ class PreparedLoader:
 
     def _end(self, loop: Loop) -> None:
         """The loop is over, or left. A loop inside another that no step was made in leaves that one as it was found."""
-        loop.is_open, outer = False, loop.outer
+        loop.is_open, outer, self._ended = False, loop.outer, loop
         if self._loop is not loop:
             return
         if outer is not None and outer.is_open and not loop.steps:
@@ -178,6 +194,27 @@ class PreparedLoader:
     def last_yield(self) -> int:
         """A number that grows with every batch of any loader; 0 outside of loops."""
         return 0 if self._loop is None else self._loop.last_yield
+
+    @property
+    def began(self) -> int:
+        """As `last_yield`, of the moment when the loop began."""
+        return 0 if self._loop is None else self._loop.began
+
+    @property
+    def local_samples(self) -> int | None:
+        """Samples in this rank's batch that is out; None where its tensors do not say."""
+        return None if self._loop is None else self._loop.local_samples
+
+    def batch_tensors(self) -> list[torch.Tensor]:
+        """Those of this rank's batch that is out (of an ended loop: the last one) which somebody still has."""
+        loop = self._loop or self._ended
+        found = [] if loop is None else [reference() for reference in loop.tensors]
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
+    def last_remainder(self) -> int:
+        """As `remainder`, of the last batch of the loop that has ended."""
+        return self._ended.batch_samples if self._ended is not None and self._ended.is_padded else -1
 
     @property
     def batch_samples(self) -> int:

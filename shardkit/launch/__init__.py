@@ -1,1 +1,1 @@
-"""`shardkit launch`: preflight and spec (no torch), elastic (torch), diagnosis of failures and hangs."""
+"""`shardkit launch`: preflight and spec (no torch), machines and ranks (torch), diagnosis of failures and hangs."""

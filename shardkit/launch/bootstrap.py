@@ -3,7 +3,8 @@
     python -m shardkit.launch.bootstrap train.py --lr 3e-4
     python -m shardkit.launch.bootstrap -m package.module --lr 3e-4
 
-Nothing here imports torch: a script that does not need it starts at once.
+or the same arguments to `main`, in a process that was forked (`forking.py`). Nothing here imports torch: a script that
+does not need it starts at once.
 """
 
 import ctypes
@@ -28,8 +29,8 @@ LEAVE_TIMEOUT_S = 30.0
 OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
-def main(arguments: list[str]) -> None:
-    """Runs the script; the process ends with the code that the script would have ended with."""
+def main(arguments: list[str]) -> int:
+    """Runs the script; the code that Python would end its process with."""
     die_with(int(env.get(names.LAUNCHER_PID) or 0))
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
     place = records.PlaceWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
@@ -39,13 +40,12 @@ def main(arguments: list[str]) -> None:
     faulthandler.register(signal.SIGUSR2, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
     place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
     connect_output(folder)
-    code = 0
     try:
         check_world()
         run(arguments)
     except BaseException as error:
-        code = report(folder, rank, error, log_file)
-    leave(code)
+        return report(folder, rank, error, log_file)
+    return 0
 
 
 def die_with(launcher: int) -> None:
@@ -88,22 +88,36 @@ def check_world() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Runs `script arguments...` or `-m module arguments...` as Python itself would."""
+    """Runs `script arguments...` or `-m module arguments...` as Python itself would.
+
+    `__main__` stays what it was to the end: classes of the script can be pickled, workers can be spawned.
+    """
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = __builtins__
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        put_first_in_path(Path.cwd())
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+    elif Path(arguments[0]).is_dir():
+        sys.argv = arguments
+        put_first_in_path(Path(arguments[0]).absolute())
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         sys.argv = arguments
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)  # until now: the working folder
-        run_script(str(Path(arguments[0]).absolute()))
+        put_first_in_path(Path(arguments[0]).resolve().parent)
+        run_script(str(Path(arguments[0]).absolute()), main_module.__dict__)
 
 
-def run_script(script: str) -> None:
-    """Runs a file as a `__main__` that stays: classes of the script can be pickled, workers can be spawned."""
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=script, __builtins__=__builtins__, __loader__=SourceFileLoader("__main__", script))
-    sys.modules["__main__"] = module
-    exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
+def put_first_in_path(folder: Path) -> None:
+    """Puts the folder where Python puts the script's, in place of that with which this process was started."""
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # python -P (since 3.11) and -I: no such folder
+        sys.path[0] = str(folder)
+
+
+def run_script(script: str, names: dict[str, object]) -> None:
+    """Runs a file in the namespace of `__main__`."""
+    names.update(__file__=script, __cached__=None, __loader__=SourceFileLoader("__main__", script))
+    exec(compile(Path(script).read_bytes(), script, "exec"), names)
 
 
 def report(folder: Path, rank: int, error: BaseException, log_file) -> int:
@@ -123,24 +137,25 @@ def report(folder: Path, rank: int, error: BaseException, log_file) -> int:
 
 
 def leave_together(folder: Path, rank: int) -> None:
-    """Waits for the machine's other ranks: torch elastic ends the rest as soon as the first has left."""
+    """Waits for the machine's other ranks: the launcher ends the rest as soon as the first has left."""
     ranks_here = int(env.get("LOCAL_WORLD_SIZE") or 1)
     until = time.monotonic() + LEAVE_TIMEOUT_S
     while len(records.read_errors(folder)) < ranks_here and time.monotonic() < until:
         time.sleep(0.02)
 
 
-def leave(code: int) -> None:
-    """Ends the process as Python would, but for a process group that the script has left open.
+def has_open_group() -> bool:
+    """Whether the script has left its process group open.
 
     Its threads are still running when C++ takes down what they stand on, and now and then that aborts a rank which
-    was done ("terminate called without an active exception"). Else C++ has its end: profilers write their files then.
+    was done ("terminate called without an active exception").
     """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        sys.exit(code)
-    leave_torch_standing(code)
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    code = main(sys.argv[1:])
+    if has_open_group():
+        leave_torch_standing(code)
+    sys.exit(code)

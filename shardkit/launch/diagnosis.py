@@ -46,18 +46,15 @@ class Diagnosis:
     outcome: Outcome
 
 
-def diagnose(outcomes: Sequence[Outcome], several_machines: bool = False) -> Diagnosis:
+def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
     """The root cause among ranks of which at least one failed."""
-    root = root_of(outcomes, several_machines)
+    root = root_of(outcomes)
     others = tuple(_consequence(outcome) for outcome in outcomes if outcome is not root and _failed(outcome))
-    cause = cause_of(root)
-    if several_machines and _lost_a_peer(root):
-        cause += " (no rank of this machine failed by itself: look at the other machines' output)"
     where = root.error.where if root.error is not None else ""
-    return Diagnosis(root.rank, cause, where, others, exit_code_of(root), root)
+    return Diagnosis(root.rank, cause_of(root), where, others, exit_code_of(root), root)
 
 
-def root_of(outcomes: Sequence[Outcome], several_machines: bool = False) -> Outcome:
+def root_of(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome that all others follow from."""
     own = [outcome for outcome in outcomes if _is_own_failure(outcome)]
     if own:
@@ -66,9 +63,9 @@ def root_of(outcomes: Sequence[Outcome], several_machines: bool = False) -> Outc
     left = [outcome for outcome in outcomes if outcome.exit_code == 0]
     if left:
         return min(left, key=lambda outcome: outcome.time_s)
-    # Here a rank that lost no peer is the one that the others lost; on several machines it may be elsewhere.
+    # A rank that lost no peer is the one that the others lost.
     failed = [outcome for outcome in outcomes if _failed(outcome)] or list(outcomes)
-    return min(failed, key=lambda outcome: (_lost_a_peer(outcome) is not several_machines, outcome.time_s))
+    return min(failed, key=lambda outcome: (_lost_a_peer(outcome), outcome.time_s))
 
 
 def cause_of(outcome: Outcome) -> str:
@@ -136,6 +133,11 @@ def _next_step(error: RankError | None) -> str:
             "parameters in accelerator.register_forward_method(model, name); p.full_tensor() gives a whole copy"
         )
     return ""
+
+
+def saved(step: int) -> str:
+    """A line on the newest checkpoint; empty where there is none (-1)."""
+    return f"\n  Last good checkpoint: step {step}; --resume auto goes on from it." if step >= 0 else ""
 
 
 def _is_own_failure(outcome: Outcome) -> bool:

@@ -1,48 +1,58 @@
-"""Starts the ranks through torch elastic, in this process, and stays until the last one has ended.
+"""One launch from the log folder to the last word, with torch elastic's variables for the ranks.
 
-run(spec)           log folder, ranks, restarts; returns after success, raises what the run ended with
-run_once(spec, ..)  the ranks, once
-start_ranks(..)     torch elastic itself: rendezvous, processes, who failed
+run(spec)             log folder, torch, machines, ranks, restarts; raises what the run ended with
+run_once(spec, ..)    the ranks, once
+together(report, ..)  what all machines know of it
 """
 
 import contextlib
-import gc
 import json
-import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from shardkit import env
+from shardkit import __version__, env
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, names, records
+from shardkit.launch import diagnosis, names, records, ways
 from shardkit.launch.diagnosis import Outcome
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, headline
 from shardkit.launch.watch import Hang, Watch
+from shardkit.launch.ways import Start
+
+if TYPE_CHECKING:  # they load torch
+    from shardkit.launch.meeting import Meeting
+    from shardkit.launch.ranks import Ended
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of starting the ranks once."""
+    """What came of starting the ranks once, on all machines."""
 
     outcomes: tuple[Outcome, ...]
-    watch: Watch
     started_s: float
-    has_failed: bool
+    committed_step: int
+    """The newest step of which some rank saw a complete checkpoint; -1: none."""
+    logs: dict[int, str]
+    """Where each rank's log is."""
+    hang: str | None = None
+    stop: int | None = None
+    """The signal that ended it."""
 
     @property
-    def committed_step(self) -> int:
-        """The newest step of which some rank saw a complete checkpoint; -1: none."""
-        return max((rank.place.committed_step for rank in self.watch.ranks.values()), default=-1)
+    def has_failed(self) -> bool:
+        return any(outcome.exit_code != 0 for outcome in self.outcomes)
 
 
 def run(spec: LaunchSpec) -> Path:
@@ -54,16 +64,35 @@ def run(spec: LaunchSpec) -> Path:
     say(headline(spec, _short(log_dir)))
     began_s = time.monotonic()
     restarts = Restarts(spec.launch.max_restarts)
-    while True:
-        error = run_attempt(spec, log_dir, restarts)
-        if error is None:
-            say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
-            return log_dir
-        restarts.count(error)
-        say(restarts.announcement())
+    with ways.prepared(spec) as start:
+        from shardkit.launch import meeting
+
+        with meeting.opened(spec, greeting(spec), say) as machines:
+            while True:
+                error = run_attempt(spec, start, machines, log_dir, restarts)
+                if error is None:
+                    say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
+                    return log_dir
+                restarts.count(error)
+                say(restarts.announcement())
 
 
-def run_attempt(spec: LaunchSpec, log_dir: Path, restarts: Restarts) -> ShardkitError | None:
+def greeting(spec: LaunchSpec) -> dict[str, Any]:
+    """What the machines of a run compare before anything starts."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "shardkit": __version__,
+        "torch": version("torch"),
+        "num_machines": spec.num_machines,
+        "num_processes": spec.world_size,
+        "config": files.shared_values(spec.config),
+    }
+
+
+def run_attempt(
+    spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restarts: Restarts
+) -> ShardkitError | None:
     """None after success; the error where the ranks may be started again; raises it where they may not."""
     with tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -73,11 +102,11 @@ def run_attempt(spec: LaunchSpec, log_dir: Path, restarts: Restarts) -> Shardkit
         )
         output.start()
         try:
-            attempt = run_once(spec, folder, log_dir, restarts.number)
+            attempt = run_once(spec, start, machines, folder, log_dir, restarts.number)
         finally:
             output.close()
         restarts.saw_checkpoint(attempt.committed_step)
-        error = error_of(attempt, spec, log_dir, output) if attempt.has_failed else None
+        error = error_of(attempt, spec, output) if attempt.has_failed else None
     if error is not None and not restarts.allows(error):
         raise restarts.final(error)
     return error
@@ -101,23 +130,81 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
     }
 
 
-def run_once(spec: LaunchSpec, folder: Path, log_dir: Path, restart: int) -> Attempt:
-    """Starts the ranks and waits for the last one."""
+def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, log_dir: Path, restart: int) -> Attempt:
+    """Starts the ranks and waits for the last one, on all machines. Raises MachineError where one of them is lost."""
+    from shardkit.launch import ranks
+    from shardkit.launch.meeting import Lost
+
     watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
-    started_s = time.monotonic()
-    watch.start()
     try:
         with signals_to(watch):
-            failures = start_ranks(spec, log_dir, restart)
-    finally:
-        watch.close()
-    outcomes = outcomes_of(watch, failures, records.read_errors(folder))
-    return Attempt(outcomes, watch, started_s, bool(failures))
+            machines.begin(ranks.name_of(restart))
+            started_s = time.monotonic()
+            watch.start()
+            try:
+                ended = ranks.run(spec, start, machines, folder, restart)
+            finally:
+                watch.close()
+        report = report_of(spec, watch, ended, records.read_errors(folder), started_s, _short(log_dir))
+        reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
+    except OSError as error:
+        raise MachineError(f"launch: the ranks could not be started: {error}") from error
+    except Lost as lost:
+        names = " and ".join(map(machines.name_of, lost.machines))
+        raise MachineError(
+            f"launch: lost {names}: no sign of life from the launcher there; the ranks here were ended. Look at that "
+            "machine and at the network, and start again with --resume auto."
+        ) from None
+    return together(reports, machines, started_s)
+
+
+def report_of(
+    spec: LaunchSpec, watch: Watch, ended: "Ended", errors: dict[int, records.RankError], started_s: float, logs: str
+) -> dict[str, Any]:
+    """What this machine tells the others of its ranks. Times are seconds since the start, which all share."""
+    hang = watch.hang
+    return {
+        "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
+        "committed_step": max((rank.place.committed_step for rank in watch.ranks.values()), default=-1),
+        "hang": _hang(hang, spec.launch.hang_timeout_s, logs) if hang is not None else None,
+        "stop": watch.stop.number if watch.stop is not None else None,
+        "logs": logs,
+    }
+
+
+def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> Attempt:
+    """The attempt, from what each machine says of it."""
+    outcomes: list[Outcome] = []
+    logs: dict[int, str] = {}
+    for machine, report in sorted(reports.items()):
+        where = report["logs"] if machine == machines.machine else f"{machines.name_of(machine)}: {report['logs']}"
+        for fields in report["outcomes"]:
+            error = records.RankError(**fields["error"]) if fields["error"] else None
+            outcomes.append(shifted(Outcome(**{**fields, "error": error}), started_s))
+            logs[fields["rank"]] = where
+    known = [report for _, report in sorted(reports.items())]
+    return Attempt(
+        tuple(outcomes),
+        started_s,
+        max(report["committed_step"] for report in known),
+        logs,
+        next((report["hang"] for report in known if report["hang"]), None),
+        next((report["stop"] for report in known if report["stop"]), None),
+    )
+
+
+def shifted(outcome: Outcome, seconds: float) -> Outcome:
+    """The outcome with its times counted from another moment."""
+    error = outcome.error and replace(outcome.error, time_s=outcome.error.time_s + seconds)
+    return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
 
 
 @contextlib.contextmanager
 def signals_to(watch: Watch) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and Ctrl-C go to the ranks; while there are none yet, they end the launch."""
+    """SIGTERM, SIGUSR1 and Ctrl-C go to the ranks; while there are none yet, they end the launch.
+
+    A terminal that is closed (SIGHUP) is a wish to end as SIGTERM is, unless it is ignored (nohup).
+    """
 
     def tell(number: int, frame: object) -> None:
         if not watch.ranks and not records.read_places(watch.folder):
@@ -128,12 +215,14 @@ def signals_to(watch: Watch) -> Iterator[None]:
             )
         if watch.stop is None:
             say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop; once more ends them at once")
-        watch.tell_to_stop(number)
+        watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     found = {number: signal.signal(number, tell) for number in numbers}
     try:
         yield
@@ -142,67 +231,11 @@ def signals_to(watch: Watch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start_ranks(spec: LaunchSpec, log_dir: Path, restart: int) -> dict[int, int]:
-    """Exit codes of the ranks that failed, by rank, negative for signals; empty after success."""
-    with without_collection():
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    keep_in_file(logging.getLogger("torch.distributed.elastic"), log_dir / "launcher.log")
-    is_alone, meeting = spec.num_machines == 1, spec.rendezvous
-    config = LaunchConfig(
-        min_nodes=spec.num_machines,
-        max_nodes=spec.num_machines,
-        nproc_per_node=spec.ranks_here,
-        run_id=f"shardkit-{restart}",
-        rdzv_backend=meeting.backend,
-        rdzv_endpoint=meeting.endpoint,
-        rdzv_configs=rendezvous_settings(spec),
-        local_addr="localhost" if is_alone else None,
-        max_restarts=0,
-        monitor_interval=0.1,
-        signals_to_handle="SIGQUIT",  # the others are ours: see signals_to
-        logs_specs=DefaultLogsSpecs(),
-    )
-    try:
-        elastic_launch(config, sys.executable)(*spec.command[1:])
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except (RuntimeError, OSError, TimeoutError) as error:
-        raise MachineError(_no_meeting(spec, error)) from error
-    return {}
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage collection inside: importing torch makes a million objects that stay, and looking through them again
-    and again is a tenth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def rendezvous_settings(spec: LaunchSpec) -> dict[str, object]:
-    """torch elastic's own settings for the way in which the machines meet."""
-    if spec.rendezvous.backend == "static":
-        return {"rank": spec.machine_rank}
-    return {"is_host": str(spec.machine_rank == 0).lower()} if spec.rendezvous.backend == "c10d" else {}
-
-
-def outcomes_of(watch: Watch, failures: dict[int, int], errors: dict[int, records.RankError]) -> tuple[Outcome, ...]:
-    """What torch elastic, the watch and the ranks themselves know of each rank, put together."""
+def outcomes_of(watch: Watch, ended: "Ended", errors: dict[int, records.RankError]) -> tuple[Outcome, ...]:
+    """What their parent, the watch and the ranks themselves know of each rank of this machine, put together."""
     outcomes = []
-    others_failed = {code for code in failures.values() if code != -signal.SIGTERM}
-    for rank in sorted({*failures, *watch.ranks, *errors}):
+    for rank, code in sorted(ended.codes.items()):
         known = watch.ranks.get(rank)
-        code = failures.get(rank, known.exit_code if known else None)
-        if code is None and known is not None and known.is_gone:
-            code = 0  # torch elastic saw it end, and does not call it a failure
         outcomes.append(
             Outcome(
                 rank=rank,
@@ -211,7 +244,7 @@ def outcomes_of(watch: Watch, failures: dict[int, int], errors: dict[int, record
                 ended_s=known.ended_s if known else None,
                 error=errors.get(rank),
                 was_killed=(known is not None and known.place.pid in watch.killed)
-                or (code == -signal.SIGTERM and bool(others_failed)),
+                or (rank in ended.stopped and code in (-signal.SIGTERM, -signal.SIGKILL)),
                 phase=known.place.phase if known else "",
                 step=known.place.step if known else 0,
             )
@@ -219,20 +252,20 @@ def outcomes_of(watch: Watch, failures: dict[int, int], errors: dict[int, record
     return tuple(outcomes)
 
 
-def error_of(attempt: Attempt, spec: LaunchSpec, log_dir: Path, output: Output) -> ShardkitError:
+def error_of(attempt: Attempt, spec: LaunchSpec, output: Output) -> ShardkitError:
     """The error that a failed attempt ends with; shows the traceback of the rank that failed first, and no other."""
-    watch, logs = attempt.watch, _short(log_dir)
-    if watch.hang is not None:
-        return HangError(_hang(watch.hang, spec.launch.hang_timeout_s, logs, attempt.committed_step))
-    found = diagnosis.diagnose(attempt.outcomes, spec.num_machines > 1)
-    stop, root = watch.stop, found.outcome
+    if attempt.hang is not None:
+        return HangError(attempt.hang + diagnosis.saved(attempt.committed_step))
+    found = diagnosis.diagnose(attempt.outcomes)
+    stop, root, logs = attempt.stop, found.outcome, attempt.logs[found.rank]
     if root.error is not None and root.error.exit_code == EXIT_PREEMPTED:
         return Preempted(root.error.message)
-    if stop is not None and (root.was_killed or root.exit_code == -stop.number or found.exit_code == 128 + stop.number):
-        if stop.number == signal.SIGINT:
+    if stop is not None and (root.was_killed or root.exit_code == -stop or found.exit_code == 128 + stop):
+        if stop == signal.SIGINT:
             raise KeyboardInterrupt
-        name = diagnosis.signal_name(stop.number)
-        return RankFailure(f"launch: {name} ended the ranks; nothing was saved for it. logs {logs}", 128 + stop.number)
+        return RankFailure(
+            f"launch: {diagnosis.signal_name(stop)} ended the ranks; nothing was saved for it. logs {logs}", 128 + stop
+        )
     if root.error is not None and root.error.kind not in _SHOWN_WITHOUT_TRACEBACK:
         output.show(found.rank, root.error.traceback.rstrip("\n"))
     return RankFailure(diagnosis.render(found, attempt.started_s, logs, attempt.committed_step), found.exit_code)
@@ -257,14 +290,6 @@ def make_log_dir(spec: LaunchSpec) -> Path:
     raise MachineError(f"launch: {stem}: no free name for the logs; give --logs DIR.")
 
 
-def keep_in_file(logger: logging.Logger, path: Path) -> None:
-    """What torch elastic says goes into a file: what matters of it, shardkit says in its own words."""
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers = [logging.FileHandler(path, delay=True)]
-    logger.propagate = False
-
-
 def say(text: str) -> None:
     """A line of the launcher's own, to stderr."""
     with contextlib.suppress(OSError, ValueError):
@@ -283,25 +308,12 @@ def _writable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _hang(hang: Hang, timeout_s: float, logs: str, saved_step: int) -> str:
+def _hang(hang: Hang, timeout_s: float, logs: str) -> str:
     lines = [f"launch: HANG, no progress for {timeout_s:g} s", hang.table]
     lines.append(f"  First to stop: rank {hang.first}. The stacks of all ranks are in {logs}/rank*.stack.")
     if hang.all_wait:
         lines.append("  Every rank waits for its peers: their collectives do not match, or the network is in the way.")
-    if saved_step >= 0:
-        lines.append(f"  Last good checkpoint: step {saved_step}; --resume auto goes on from it.")
     return "\n".join(lines)
-
-
-def _no_meeting(spec: LaunchSpec, error: Exception) -> str:
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    if spec.num_machines == 1:
-        return f"launch: the ranks could not be started: {first}"
-    return (
-        f"launch: machine {spec.machine_rank} of {spec.num_machines} did not meet the others at "
-        f"{spec.rendezvous.endpoint} ({spec.rendezvous.backend}): {first}\n"
-        "  Start the same command on every machine, each with its own --machine-rank, and let the port through."
-    )
 
 
 def _short(path: Path) -> str:

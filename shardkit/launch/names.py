@@ -27,6 +27,10 @@ STOP_TIMEOUT_S = "SHARDKIT_STOP_TIMEOUT_S"
 """How long ranks have to save and leave."""
 
 
+SECRET = "SHARDKIT_SECRET"
+"""The same on all machines of a run: what their launchers tell one another is signed with it."""
+
+
 def stack_path(log_dir: Path, rank: int) -> Path:
     """The file with the stacks of a rank's threads, written when the run hangs."""
     return log_dir / f"rank{rank}.stack"

@@ -58,7 +58,7 @@ class _Stream:
     screen: TextIO
     bar_shown_s: float
     lines: Lines = field(default_factory=Lines)
-    rank: int = -1  # known once the rank has said it: torch elastic numbers the ranks
+    rank: int = -1  # known once the rank has said it
 
 
 class Output:

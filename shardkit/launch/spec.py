@@ -1,6 +1,7 @@
 """One launch as a plain value: what runs, on how many ranks, with which variables. `--dry-run` prints it."""
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -53,8 +54,13 @@ class LaunchSpec:
     @property
     def command(self) -> tuple[str, ...]:
         """The command line of every rank."""
+        return tuple(python_command("shardkit.launch.bootstrap", self.rank_arguments))
+
+    @property
+    def rank_arguments(self) -> tuple[str, ...]:
+        """What every rank's bootstrap is told."""
         script = ("-m", self.script) if self.is_module else (self.script,)
-        return (sys.executable, "-m", "shardkit.launch.bootstrap", *script, *self.arguments)
+        return (*script, *self.arguments)
 
     @property
     def shown_ranks(self) -> frozenset[int] | None:
@@ -104,6 +110,12 @@ def launch_spec(
         has_prefix=has_prefix and config.num_processes > 1,
         origins=origins or {},
     )
+
+
+def python_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command line that runs a module with the options (-X, -W, ...) that this Python was started with."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-m", module, *arguments]
 
 
 def device_of(config: Config) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardkit.launch.failure import is_users, short_name
 
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-WAITING = ("/torch/distributed/",)
+WAITING = ("/torch/distributed/", "/shardkit/distributed/control.py")
 """Code in which a rank waits for its peers."""
 
 

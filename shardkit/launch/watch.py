@@ -132,9 +132,9 @@ class Watch:
 
     def _look_at_exit(self, rank: Rank) -> None:
         try:
-            # WNOWAIT leaves the process to torch elastic, which is its parent in this same process.
+            # WNOWAIT leaves the process to the thread that started it.
             status = os.waitid(os.P_PID, rank.place.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # torch elastic has taken it already
+        except ChildProcessError:  # that thread has taken it already
             rank.is_gone, rank.ended_s = True, time.monotonic()
             return
         if status is None:

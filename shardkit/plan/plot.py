@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from shardkit.errors import MachineError, UsageError
+from shardkit.errors import MachineError
 from shardkit.plan.answer import Answer, Row
 from shardkit.plan.closed_form import Memory
 from shardkit.sizes import in_words
@@ -55,24 +55,6 @@ class Axis:
         return self.start + self.length * value / self.maximum
 
 
-def save(answer: Answer, path: Path) -> None:
-    """Write the picture to the file; its suffix says how: .svg, .html or .png."""
-    writers = {".svg": _save_svg, ".html": _save_html, ".png": _save_png}
-    if path.suffix.lower() not in writers:
-        raise UsageError(f"--plot: what kind of file? (got {path.name!r}); end it with .svg, .html or .png.")
-    writers[path.suffix.lower()](answer, path)
-
-
-def _save_svg(answer: Answer, path: Path) -> None:
-    path.write_text(svg(answer), encoding="utf-8")
-
-
-def _save_html(answer: Answer, path: Path) -> None:
-    from shardkit.plan.page import page
-
-    path.write_text(page(answer, _title(answer)), encoding="utf-8")
-
-
 def svg(answer: Answer) -> str:
     """The picture as one SVG element."""
     bars_height = len(answer.rows) * (_BAR_HEIGHT + _BAR_GAP) + 96
@@ -80,10 +62,10 @@ def svg(answer: Answer) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13" role="img" '
-        f'aria-label="{escape(_title(answer), quote=True)}">',
+        f'aria-label="{escape(title(answer), quote=True)}">',
         _definitions(),
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(20, 28, _title(answer), size=17, weight="bold"),
+        _text(20, 28, title(answer), size=17, weight="bold"),
         _text(20, 48, _subtitle(answer)),
         *_legend(),
         *_timeline(answer, _TOP, _TIMELINE_HEIGHT),
@@ -93,7 +75,7 @@ def svg(answer: Answer) -> str:
     return "\n".join(parts)
 
 
-def _title(answer: Answer) -> str:
+def title(answer: Answer) -> str:
     request = answer.request
     return f"{request.description.name} on {request.world_size:,} x {request.device.name}"
 
@@ -309,7 +291,7 @@ def _cut_mark(x: float, y: float) -> str:
     return f'<path d="{strokes}" stroke="white" stroke-width="5"/>'
 
 
-def _save_png(answer: Answer, path: Path) -> None:
+def save_png(answer: Answer, path: Path) -> None:
     """The same two panels by matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -319,7 +301,7 @@ def _save_png(answer: Answer, path: Path) -> None:
         ) from None
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     over_time, side_by_side = figure.subplots(2, 1)
-    figure.suptitle(_title(answer))
+    figure.suptitle(title(answer))
     _draw_timeline(answer, over_time)
     _draw_bars(answer, side_by_side)
     figure.savefig(path, dpi=120)

@@ -26,19 +26,19 @@ from torch import nn
 
 from shardkit.config.schema import Config, DistributedType
 from shardkit.data import loader as data
+from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import buffers, collectives, process
 from shardkit.distributed.seed import set_seed
 from shardkit.distributed.tensors import is_fsdp, unwrapped
-from shardkit.distributed.watch import Watch
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.optim import clip, loss_scale, rebind
-from shardkit.runtime import boundary, foreign_steps, measure, objects, prepare, settings, summary, turns, unsupported
-from shardkit.runtime.accumulate import Accumulation, Counters
+from shardkit.optim import clip
+from shardkit.runtime import boundary, measure, objects, prepare, settings, summary, turns, unsupported
+from shardkit.runtime.accumulate import Counters
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
-from shardkit.runtime.same_modules import SameModules
+from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
 from shardkit.sharding import gradient_sync, precision
@@ -76,43 +76,21 @@ class Accelerator:
         unsupported.refuse_arguments(others)
         chosen = settings.settings(config, mixed_precision, gradient_accumulation_steps, cpu)
         launched = process.check_world(chosen.config, chosen.chosen)
-        self.process = process.start(launched)
-        self.config = precision.supported(launched, self.process.device)
-        self.origins = chosen.chosen
-        self.mesh = build_mesh(self.config, self.process)
-        self.project = _project(project_dir, project_config)
-        self.saving: Any = None  # what saving and loading keep over the run, from their first use on
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.split_batches, self.even_batches = split_batches, even_batches
-        self.watch: Watch | None = None
-        self._start_empty()
-        if self.config.shardkit.seed is not None:
-            set_seed(self.config.shardkit.seed)
-        boundary.watch(self)
-        self.started_bytes = measure.start(self.process.device)
-
-    def _start_empty(self, counters: Counters | None = None) -> None:
-        self.models: list[nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[AcceleratedScheduler] = []
-        self.loaders: list[PreparedLoader] = []
-        self.registered: list[Any] = []
-        self.names_before: list[tuple[rebind.ParameterNames, nn.Module]] = []
-        self.prepared_parameters: list[tuple[nn.Module, set[int]]] = []
-        self.state = State(self)
-        self.accumulation = Accumulation(
-            self.config.shardkit.gradient_accumulation_steps,
-            self.models,
-            self.loaders,
-            loss_scale.make_scaler(self.config, self.process.device),
-            counters,
+        place = process.start(launched)
+        supported = precision.supported(launched, place.device)
+        self._run = Run(
+            config=supported,
+            origins=chosen.chosen,
+            process=place,
+            mesh=build_mesh(supported, place),
+            project=_project(project_dir, project_config),
+            loops=Loops(step_scheduler_with_optimizer, split_batches, even_batches),
+            started_bytes=measure.start(place.device),
         )
-        self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
-        self.accumulation.before_step = self.same_modules.check
-        foreign_steps.watch(self.accumulation)
-        self.is_resumed = False
-        self._is_announced = False
-        self._trigger = False
+        self.state = State(self._run)
+        if supported.shardkit.seed is not None:
+            set_seed(supported.shardkit.seed)
+        boundary.watch(self._run)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):  # a property of ours, inside of which an attribute is missing
@@ -127,10 +105,10 @@ class Accelerator:
         An optimizer may be built before, with or without state: it follows its model's parameters. None passes.
         `weights`: see `prepare_model`. Collective: every rank calls it with the same kinds of objects.
         """
-        prepared = prepare.prepare(self, arguments, weights)
-        if self.models and not self._is_announced:
-            self._is_announced = True
-            log.info("%s", summary.text(self))
+        prepared = prepare.prepare(self._run, arguments, weights)
+        if self._run.models and not self._run.is_announced:
+            self._run.is_announced = True
+            log.info("%s", summary.text(self._run))
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: nn.Module, weights: str | Path | None = None) -> nn.Module:
@@ -166,7 +144,7 @@ class Accelerator:
             raise UsageError(
                 f"register_for_checkpointing: no state_dict and load_state_dict (got {kinds}); give the class both."
             )
-        self.registered.extend(registered)
+        self._run.registered.extend(registered)
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
         """The loader, whose next iteration starts after so many batches of its epoch."""
@@ -177,12 +155,12 @@ class Accelerator:
 
         The counters go on: what is saved afterwards is newer than what was saved before.
         """
-        if self.saving is not None:
+        if self._run.saving is not None:
             from shardkit.runtime import saving
 
-            saving.forget(self)
-        self._start_empty(self.counters)
-        boundary.watch(self)
+            saving.forget(self._run)
+        self._run.forget()
+        boundary.watch(self._run)
         boundary.collect_garbage()
         return (None,) * len(released)
 
@@ -192,7 +170,7 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """One micro-batch, from forward to zero_grad. In all but the last of a window, optimizer, scheduler and
         zero_grad do nothing. The last batch of the loader ends a window early, with the right mean."""
-        with self.accumulation.micro_batch(models or self.models):
+        with self._run.accumulation.micro_batch(models or self._run.models):
             yield
 
     def register_forward_method(self, model: nn.Module, *names: str) -> None:
@@ -215,7 +193,7 @@ class Accelerator:
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Gradients of the loss, which is divided by the number of micro-batches in a step, and scaled under fp16."""
-        self.accumulation.backward(loss, **arguments)
+        self._run.accumulation.backward(loss, **arguments)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -239,44 +217,44 @@ class Accelerator:
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
         """Gradients as they are without fp16's loss scale, of one optimizer or of all; nothing while accumulating."""
-        for one in self.optimizers if optimizer is None else [optimizer]:
+        for one in self._run.optimizers if optimizer is None else [optimizer]:
             if self.sync_gradients:
                 one.make_gradients_final()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether fp16 overflowed in the last step, so that no parameter changed."""
-        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._run.optimizers)
 
     def autocast(self, *_: Any, **__: Any) -> AbstractContextManager:
         """The precision of a prepared model's forward, for other code under DDP or in one process. FSDP's units cast by
         themselves: nothing is done there."""
-        return precision.autocast(self.config, self.device)
+        return precision.autocast(self._run.config, self.device)
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch is the last of its window: the optimizer steps."""
-        return self.accumulation.sync_gradients
+        return self._run.accumulation.sync_gradients
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches in a step; a new value holds from the next window on."""
-        return self.accumulation.steps
+        return self._run.accumulation.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         settings.check_accumulation(steps)
-        self.accumulation.steps = steps
+        self._run.accumulation.steps = steps
 
     @property
     def counters(self) -> Counters:
         """Optimizer steps, micro-batches since the last one, and samples so far."""
-        return self.accumulation.counters
+        return self._run.accumulation.counters
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler under fp16, else None."""
-        return self.accumulation.scaler
+        return self._run.accumulation.scaler
 
     # ---- saving and loading ----
 
@@ -296,7 +274,7 @@ class Accelerator:
         unsupported.refuse_pickle(safe_serialization)
         from shardkit.runtime import saving
 
-        return saving.save_state(self, output_dir, blocking=blocking)
+        return saving.save_state(self._run, output_dir, blocking=blocking)
 
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
@@ -306,8 +284,7 @@ class Accelerator:
         CheckpointError on all ranks, and nothing changed; or StateIncomplete where a disk failed half-way."""
         from shardkit.runtime import saving
 
-        self.is_resumed = True
-        return saving.load_state(self, input_dir, data_position=data_position, strict=strict)
+        return saving.load_state(self._run, input_dir, data_position=data_position, strict=strict)
 
     def resume(self) -> bool:
         """Restores what `shardkit launch --resume` names, and whether it did. To be called after `prepare`. Collective.
@@ -315,7 +292,7 @@ class Accelerator:
         never (the default): nothing; auto: the project's newest valid checkpoint, nothing where there is none yet;
         a path: that checkpoint. Without this call nothing is resumed: a script decides when its objects are ready.
         """
-        return boundary.resume(self)
+        return boundary.resume(self._run)
 
     def save_model(
         self,
@@ -329,14 +306,14 @@ class Accelerator:
         unsupported.refuse_pickle(safe_serialization)
         from shardkit.runtime import saving
 
-        size = self.config.shardkit.checkpoint.max_shard_size if max_shard_size is None else max_shard_size
-        saving.save_model(self, model, save_directory, size, dtype)
+        size = self._run.config.shardkit.checkpoint.max_shard_size if max_shard_size is None else max_shard_size
+        saving.save_model(self._run, model, save_directory, size, dtype)
 
     def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
         """The model's whole state dict, on rank 0; other ranks may get an empty one. Collective."""
         from shardkit.runtime import saving
 
-        return saving.get_state_dict(self, model)
+        return saving.get_state_dict(model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
         """Rank 0 writes a dict of tensors as safetensors, or JSON-able values as JSON. Collective where tensors are
@@ -347,35 +324,42 @@ class Accelerator:
             objects.save(whole, f)
 
     @property
+    def config(self) -> Config:
+        """The configuration that runs."""
+        return self._run.config
+
+    @property
     def project_dir(self) -> str | None:
         """The project's folder."""
-        return self.project.project_dir
+        return self._run.project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
         """The folder for logs: the project's, unless it names another."""
-        return self.project.logging_dir
+        return self._run.project.logging_dir
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """The project's folder and how checkpoints in it are named."""
-        return self.project
+        return self._run.project
 
     # ---- among ranks ----
 
     def gather(self, tensor: Any) -> Any:
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective."""
-        self.accumulation.note_meeting()
+        self._run.accumulation.note_meeting()
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that pad the loader's last batch; other objects as one list. Collective."""
-        self.accumulation.note_meeting()
-        return collectives.gather_real(input_data, self._real_samples(), use_gather_object)
+        self._run.accumulation.note_meeting()
+        return collectives.gather_real(
+            input_data, padding.real_samples(self._run.loaders, input_data), use_gather_object
+        )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks, on every rank. Collective."""
-        self.accumulation.note_meeting()
+        self._run.accumulation.note_meeting()
         return collectives.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
@@ -388,12 +372,12 @@ class Accelerator:
 
     def set_trigger(self) -> None:
         """Raises a flag that `check_trigger` sees on all ranks, for instance to stop early."""
-        self._trigger = True
+        self._run.is_triggered = True
 
     def check_trigger(self) -> bool:
         """Whether any rank has raised the flag; then it is down again everywhere. Collective."""
-        found = self.process.control.any(self._trigger)
-        self._trigger = self._trigger and not found
+        found = self._run.process.control.any(self._run.is_triggered)
+        self._run.is_triggered = self._run.is_triggered and not found
         return found
 
     def wait_for_everyone(self) -> None:
@@ -452,44 +436,44 @@ class Accelerator:
     def end_training(self) -> None:
         """Waits for every rank and for a save in flight, then takes the process group down; under `launch --measure`
         says what the run took of memory. The last call of a script. Collective."""
-        boundary.end(self)
+        boundary.end(self._run)
 
     # ---- who and where ----
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return self.process.is_main
+        return self._run.process.is_main
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is its machine's first rank."""
-        return self.process.is_local_main
+        return self._run.process.is_local_main
 
     @property
     def is_last_process(self) -> bool:
         """Whether this is the last rank."""
-        return self.process.rank == self.process.world_size - 1
+        return self._run.process.rank == self._run.process.world_size - 1
 
     @property
     def process_index(self) -> int:
         """This rank."""
-        return self.process.rank
+        return self._run.process.rank
 
     @property
     def local_process_index(self) -> int:
         """This rank among those of its machine."""
-        return self.process.local_rank
+        return self._run.process.local_rank
 
     @property
     def num_processes(self) -> int:
         """Ranks in total."""
-        return self.process.world_size
+        return self._run.process.world_size
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return self.process.device
+        return self._run.process.device
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -499,23 +483,18 @@ class Accelerator:
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one rank."""
-        return self.process.world_size > 1
+        return self._run.process.world_size > 1
 
     @property
     def mixed_precision(self) -> str:
         """no, fp16 or bf16: what runs."""
-        return self.config.mixed_precision
-
-    def _real_samples(self) -> int | None:
-        """Samples in the batch that is out, where padding follows them; else None."""
-        loader = data.active_loader(self.loaders)
-        return None if loader is None or loader.remainder < 0 else loader.remainder
+        return self._run.config.mixed_precision
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return prepare.own_parameters(self, parameters)
+        return prepare.own_parameters(self._run, parameters)
 
     def _make_final(self, parameters: list[torch.Tensor]) -> None:
-        for optimizer in prepare.optimizers_of(self, parameters):
+        for optimizer in prepare.optimizers_of(self._run, parameters):
             optimizer.make_gradients_final()
 
 

@@ -17,6 +17,7 @@ from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress
 from shardkit.errors import UsageError
 from shardkit.sharding.gradient_sync import deferred, finish_deferred
+from shardkit.sharding.mixed_losses import keep_plain
 
 NEVER = ("never", -1)
 
@@ -68,11 +69,14 @@ class Accumulation:
         self._divisor = steps
         self._window = 0
         self._windows = 0
-        self._is_inside = False
+        self.is_inside = False
+        """Whether the script is inside of `accumulate()`."""
         self._stepped: set[int] = set()
         self._has_stepped_in_micro_batch = False
         self._calls_before_window = 0
         self._calls_before_micro_batch = 0
+        self.micro_batches = 0
+        """Begun in this process."""
         self._batch_counted = 0
         self._samples_since_step = 0
         self._have_ranks_met = False
@@ -98,13 +102,13 @@ class Accumulation:
         if self._is_full:
             return False
         loader = self._loader_of_window
-        return self._is_inside or loader is None or loader.is_iterating
+        return self.is_inside or loader is None or loader.is_iterating
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """One micro-batch, forward to zero_grad. Before the window's last, see `deferred` for what is exchanged."""
         self._begin()
-        self._is_inside = True
+        self.is_inside = True
         try:
             with ExitStack() as stack:
                 if not self._is_full:
@@ -113,7 +117,7 @@ class Accumulation:
                         stack.enter_context(deferred(model))
                 yield
         finally:
-            self._is_inside = False
+            self.is_inside = False
         if self._is_full:
             self.counters.micro_step = 0
 
@@ -121,16 +125,17 @@ class Accumulation:
         """Gradients of the loss, divided by the window's nominal number of micro-batches, scaled under fp16."""
         self._pass_boundary_without_loader()
         progress.post("backward", self.counters.step)
-        if not (self._is_inside and self._window > 1):
+        if not (self.is_inside and self._window > 1):
             # Gradients of a window's earlier micro-batches, of an optimizer yet to step, have the old scale.
             self._update_scaler()
-        if not self._is_inside:
+        if not self.is_inside:
             self._window = 0
         self.backward_calls += 1
         self._own_calls += 1
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
+        keep_plain(loss)
         self._is_own_backward = True
         try:
             (loss if self._scaler is None else self._scaler.scale(loss)).backward(**arguments)
@@ -218,6 +223,10 @@ class Accumulation:
             self.counters.step += 1
         self._stepped.add(id(optimizer))
 
+    def note_optimizer(self) -> None:
+        """One more optimizer is prepared: its first step is a step of its own, whatever others have stepped before."""
+        self._stepped.clear()
+
     def state_dict(self) -> dict[str, int]:
         """What a save keeps of the counters: samples up to the last optimizer step, as the loaders' positions are."""
         return {"step": self.counters.step, "samples_seen": self.counters.samples_seen - self._samples_since_step}
@@ -274,6 +283,7 @@ class Accumulation:
         self._calls_before_micro_batch = self.backward_calls
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
+        self.micro_batches += 1
         loader = active_loader(self._loaders)
         is_last = loader is not None and loader.end_of_loader
         self._loader_of_window = loader

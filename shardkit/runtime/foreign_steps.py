@@ -9,12 +9,15 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.runtime.accumulate import Accumulation
 from shardkit.sharding.released import ReleasedParameter
 
+log = get_logger(__name__)
 _runs: WeakSet[Accumulation] = WeakSet()
 
 
@@ -45,7 +48,20 @@ def _refuse_released(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     first = _first_parameter(optimizer)
-    for accumulation in list(_runs):
-        own = (parameter for model in accumulation.models for parameter in model.parameters())
-        if not accumulation.is_stepping and any(first is parameter for parameter in own):
-            accumulation.note_step(optimizer, was_skipped=False)
+    runs = [accumulation for accumulation in _runs if accumulation.models]
+    if any(accumulation.is_stepping for accumulation in runs):
+        return
+    owners = [run for run in runs if any(first is p for model in run.models for p in model.parameters())]
+    for accumulation in owners:
+        accumulation.note_step(optimizer, was_skipped=False)
+    if runs and not owners and dist.is_initialized() and dist.get_world_size() > 1:
+        _tell_of_stranger(type(optimizer).__name__)
+
+
+@cache
+def _tell_of_stranger(name: str) -> None:
+    log.warning(
+        "optimizer step: %s trains parameters of no prepared model, so each rank trains them by its own samples alone; "
+        "prepare their module together with the optimizer.",
+        name,
+    )

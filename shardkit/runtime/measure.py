@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,9 +12,7 @@ from shardkit import env
 from shardkit.distributed.tensors import local_part
 from shardkit.launch import names
 from shardkit.log import get_logger
-
-if TYPE_CHECKING:
-    from shardkit.runtime.accelerator import Accelerator
+from shardkit.runtime.run import Run
 
 log = get_logger(__name__)
 _STATUS = Path("/proc/self/status")
@@ -52,15 +50,15 @@ def start(device: torch.device) -> int:
     return resident_bytes()
 
 
-def memory_of(accelerator: "Accelerator", started_bytes: int) -> Memory:
+def memory_of(run: Run, started_bytes: int) -> Memory:
     """What this rank took so far; `started_bytes` is what the process had before it prepared anything."""
-    parameters = [parameter for model in accelerator.models for parameter in model.parameters()]
-    states = [optimizer.state for optimizer in accelerator.optimizers]
-    device = accelerator.device
+    parameters = [parameter for model in run.models for parameter in model.parameters()]
+    states = [optimizer.state for optimizer in run.optimizers]
+    device = run.device
     on_gpu = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else resident_bytes("VmHWM") - started_bytes
     return Memory(
-        accelerator.process.rank,
+        run.process.rank,
         torch.cuda.get_device_name(device) if on_gpu else "cpu",
         max(0, peak),
         _bytes_of(parameters),
@@ -69,16 +67,16 @@ def memory_of(accelerator: "Accelerator", started_bytes: int) -> Memory:
     )
 
 
-def report(accelerator: "Accelerator", started_bytes: int) -> None:
+def report(run: Run, started_bytes: int) -> None:
     """Leaves every rank's memory beside its log (of a GPU a snapshot too), and says the largest. Collective."""
-    mine = memory_of(accelerator, started_bytes)
+    mine = memory_of(run, started_bytes)
     folder = env.get(names.LOG_DIR)
     if folder:
         path = Path(folder) / f"rank{mine.rank}.memory.json"
         path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
-        if accelerator.device.type == "cuda":  # every allocation with its stack, for pytorch.org/memory_viz
+        if run.device.type == "cuda":  # every allocation with its stack, for pytorch.org/memory_viz
             torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank{mine.rank}.snapshot.pickle")))
-    everyone = [Memory(**one) for one in accelerator.process.control.exchange(asdict(mine))]
+    everyone = [Memory(**one) for one in run.process.control.exchange(asdict(mine))]
     log.info("%s", text(everyone))
 
 

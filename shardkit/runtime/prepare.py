@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakMethod
 
 import torch
@@ -15,35 +15,33 @@ from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.optim import rebind
 from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.runtime.run import Run, Taken
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.sharding import precision
 from shardkit.sharding.released import ReleasedParameter
 
-if TYPE_CHECKING:
-    from shardkit.runtime.accelerator import Accelerator
-
 Kind = Literal["model", "optimizer", "loader", "scheduler", "nothing"]
 
 
-def prepare(accelerator: "Accelerator", objects: Sequence[Any], weights: str | Path | None = None) -> list[Any]:
+def prepare(run: Run, objects: Sequence[Any], weights: str | Path | None = None) -> list[Any]:
     """The objects ready for all ranks, in the given order. Collective.
 
     The order of work is fixed, so that the order of the arguments does not matter: models first, then optimizers,
     which need the models' new parameters, then schedulers, which belong to optimizers.
     """
     kinds = _kinds(objects)
-    _refuse_shared(accelerator, [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"])
+    _refuse_shared(run, [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"])
     prepared = list(objects)
     for kind, one in (
-        ("model", lambda model: _model(accelerator, model, weights)),
-        ("loader", lambda loader: _loader(accelerator, loader)),
-        ("optimizer", lambda optimizer: _optimizer(accelerator, optimizer)),
-        ("scheduler", lambda scheduler: _scheduler(accelerator, scheduler)),
+        ("model", lambda model: _model(run, model, weights)),
+        ("loader", lambda loader: _loader(run, loader)),
+        ("optimizer", lambda optimizer: _optimizer(run, optimizer)),
+        ("scheduler", lambda scheduler: _scheduler(run, scheduler)),
     ):
         for position, found in enumerate(kinds):
             if found == kind:
                 prepared[position] = one(objects[position])
-    _follow(accelerator)
+    _follow(run)
     return prepared
 
 
@@ -62,12 +60,12 @@ def kind_of(value: Any) -> Kind | None:
     return None
 
 
-def own_parameters(accelerator: "Accelerator", parameters: Any) -> list[torch.Tensor]:
+def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
     """The parameters as a list. Raises UsageError where they are not what the prepared models have now."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not accelerator.models or any(parameter.grad is not None for parameter in chosen):
+    if not run.models or any(parameter.grad is not None for parameter in chosen):
         return chosen
-    own = {id(parameter) for model in accelerator.models for parameter in model.parameters()}
+    own = {id(parameter) for model in run.models for parameter in model.parameters()}
     if any(id(parameter) in own for parameter in chosen):
         return chosen
     raise UsageError(
@@ -76,12 +74,12 @@ def own_parameters(accelerator: "Accelerator", parameters: Any) -> list[torch.Te
     )
 
 
-def optimizers_of(accelerator: "Accelerator", parameters: Sequence[torch.Tensor]) -> list[AcceleratedOptimizer]:
+def optimizers_of(run: Run, parameters: Sequence[torch.Tensor]) -> list[AcceleratedOptimizer]:
     """The prepared optimizers that train any of the parameters."""
-    if len(accelerator.optimizers) < 2:
-        return accelerator.optimizers
+    if len(run.optimizers) < 2:
+        return run.optimizers
     chosen = {id(parameter) for parameter in parameters}
-    return [one for one in accelerator.optimizers if any(id(parameter) in chosen for parameter in one.parameters)]
+    return [one for one in run.optimizers if any(id(parameter) in chosen for parameter in one.parameters)]
 
 
 def _kinds(objects: Sequence[Any]) -> list[Kind]:
@@ -97,81 +95,81 @@ def _kinds(objects: Sequence[Any]) -> list[Kind]:
     return [kind for kind in kinds if kind is not None]
 
 
-def _model(accelerator: "Accelerator", model: nn.Module, weights: str | Path | None) -> nn.Module:
-    if any(model is known for known in accelerator.models):
+def _model(run: Run, model: nn.Module, weights: str | Path | None) -> nn.Module:
+    if any(model is known for known in run.models):
         return model
     from shardkit.sharding.parallelize import at_end_of_backward, parallelize
 
     names = rebind.ParameterNames.of(model)
     path = None if weights is None else Path(weights)
-    precision.autocast_forward(model, accelerator.config, accelerator.device)
-    parallel = parallelize(model, accelerator.config, accelerator.mesh, accelerator.process, path)
-    at_end_of_backward(parallel, accelerator.accumulation.note_backward)
-    accelerator.models.append(parallel)
-    accelerator.prepared_parameters.append((parallel, {id(p) for p in parallel.parameters()}))
-    accelerator.names_before.append((names, parallel))
+    precision.autocast_forward(model, run.config, run.device)
+    parallel = parallelize(model, run.config, run.mesh, run.process, path)
+    at_end_of_backward(parallel, run.accumulation.note_backward)
+    run.models.append(parallel)
+    run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
     return parallel
 
 
-def _loader(accelerator: "Accelerator", loader: Any) -> PreparedLoader:
-    process = accelerator.process
+def _loader(run: Run, loader: Any) -> PreparedLoader:
+    process = run.process
     beside = 0
     if isinstance(loader, DataLoader):
-        beside = sum(generator_of(known) is generator_of(loader) for known in accelerator.loaders)
+        beside = sum(generator_of(known) is generator_of(loader) for known in run.loaders)
     prepared = prepare_loader(
         loader,
         process.rank,
         process.world_size,
         process.device,
-        accelerator.config.shardkit.seed,
+        run.config.shardkit.seed,
         number=beside,
-        split_batches=accelerator.split_batches,
-        even_batches=accelerator.even_batches,
+        split_batches=run.loops.split_batches,
+        even_batches=run.loops.even_batches,
     )
-    if prepared not in accelerator.loaders:
-        prepared.after_batch = WeakMethod(accelerator.accumulation.after_batch)
-        accelerator.loaders.append(prepared)
+    if prepared not in run.loaders:
+        prepared.after_batch = WeakMethod(run.accumulation.after_batch)
+        run.loaders.append(prepared)
     return prepared
 
 
-def _optimizer(accelerator: "Accelerator", optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-    for known in accelerator.optimizers:
+def _optimizer(run: Run, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+    for known in run.optimizers:
         if optimizer is known or optimizer is known.optimizer:
             return known
-    prepared = AcceleratedOptimizer(optimizer, accelerator.accumulation)
-    accelerator.optimizers.append(prepared)
+    prepared = AcceleratedOptimizer(optimizer, run.accumulation)
+    run.optimizers.append(prepared)
+    run.accumulation.note_optimizer()
     return prepared
 
 
-def _scheduler(accelerator: "Accelerator", scheduler: Any) -> AcceleratedScheduler:
-    for known in accelerator.schedulers:
+def _scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
+    for known in run.schedulers:
         if scheduler is known or scheduler is known.scheduler:
             return known
     prepared = AcceleratedScheduler(
-        scheduler, accelerator.optimizers, accelerator.accumulation, accelerator.step_scheduler_with_optimizer
+        scheduler, run.optimizers, run.accumulation, run.loops.step_scheduler_with_optimizer
     )
-    accelerator.schedulers.append(prepared)
+    run.schedulers.append(prepared)
     return prepared
 
 
-def _follow(accelerator: "Accelerator") -> None:
+def _follow(run: Run) -> None:
     """Every optimizer, also one prepared in an earlier call, works on what its models have now."""
-    if not accelerator.models:
+    if not run.models:
         return
-    for optimizer in accelerator.optimizers:
-        for names, model in accelerator.names_before:
-            rebind.rebind(optimizer.optimizer, names, model)
-        _refuse_strangers(accelerator, optimizer)
+    for optimizer in run.optimizers:
+        for one in run.taken:
+            rebind.rebind(optimizer.optimizer, one.names_before, one.model)
+        _refuse_strangers(run, optimizer)
         optimizer.follow_parameters()
 
 
-def _refuse_shared(accelerator: "Accelerator", models: Sequence[nn.Module]) -> None:
+def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
     """A parameter of two models would be sharded twice, or reduced twice."""
-    if accelerator.config.num_processes == 1 and accelerator.config.mode != "fsdp":
+    if run.config.num_processes == 1 and run.config.mode != "fsdp":
         return
-    seen = {id(p) for known in accelerator.models for p in known.parameters()}
+    seen = {id(p) for known in run.models for p in known.parameters()}
     for model in models:
-        if any(model is known for known in accelerator.models):
+        if any(model is known for known in run.models):
             continue
         own = dict(model.named_parameters())
         shared = [fqn for fqn, p in own.items() if id(p) in seen or isinstance(p, ReleasedParameter)]
@@ -183,27 +181,28 @@ def _refuse_shared(accelerator: "Accelerator", models: Sequence[nn.Module]) -> N
         seen |= {id(p) for p in own.values()}
 
 
-def _refuse_strangers(accelerator: "Accelerator", optimizer: AcceleratedOptimizer) -> None:
+def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
     """A parameter of no prepared model would get each rank's own gradient, and ranks would drift apart silently."""
-    own = {id(parameter) for model in accelerator.models for parameter in model.parameters()}
-    _refuse_late(accelerator, optimizer)
+    own = {id(parameter) for model in run.models for parameter in model.parameters()}
+    _refuse_late(run, optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
     if strangers:
         raise UsageError(
             f"prepare: {type(optimizer.optimizer).__name__} trains parameters of no prepared model "
             f"(got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}); "
-            "prepare the model before its optimizer, or in the same call."
+            "prepare the model before its optimizer, or in the same call; a parameter of no module becomes one of the "
+            "model: model.register_parameter(name, parameter), before prepare."
         )
 
 
-def _refuse_late(accelerator: "Accelerator", optimizer: AcceleratedOptimizer) -> None:
+def _refuse_late(run: Run, optimizer: AcceleratedOptimizer) -> None:
     """Nobody reduces the gradients of a module that was put into a model after it was prepared."""
     chosen = {id(parameter) for parameter in optimizer.parameters}
     late = [
         fqn
-        for model, known in accelerator.prepared_parameters
-        for fqn, parameter in unwrapped(model).named_parameters()
-        if id(parameter) in chosen and id(parameter) not in known
+        for one in run.taken
+        for fqn, parameter in unwrapped(one.model).named_parameters()
+        if id(parameter) in chosen and id(parameter) not in one.parameters
     ]
     if late:
         raise UsageError(

@@ -30,7 +30,7 @@ class SameModules:
         """Before an optimizer steps. ModelError on all ranks. Collective in the first steps, and under `debug`."""
         for model in self._models:
             if isinstance(model, Replica):
-                model.refuse_unreduced()
+                model.before_step()
         if self._left or self._is_always:
             self._left = max(0, self._left - 1)
             different = self._control.decide(self.trace(), _unlike_rank_0)

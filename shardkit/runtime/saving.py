@@ -2,74 +2,54 @@
 
 import atexit
 import uuid
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
-from shardkit.checkpoint.lock import Lock
 from shardkit.checkpoint.read import Loaded, Unfinished
+from shardkit.checkpoint.request import Prepared, Request
 from shardkit.checkpoint.snapshot import Background
 from shardkit.checkpoint.state import Captured, Live, capture
-from shardkit.checkpoint.write import Prepared, Request
 from shardkit.config import files
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, meeting, progress
-from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
-
-if TYPE_CHECKING:
-    from shardkit.runtime.accelerator import Accelerator
+from shardkit.runtime.run import Run
+from shardkit.runtime.session import Session
 
 logger = get_logger(__name__)
 
 
-@dataclass
-class Session:
-    """What saving and loading keep over a run; the Accelerator holds it."""
-
-    control: ControlGroup
-    run_id: str
-    group: Any
-    background: Background | None = None
-    lock: Lock | None = None
-    parent: str | None = None
-    last: Path | None = None
-    """What this run saved last, and has loaded nothing since."""
-    unfinished: Unfinished = field(default_factory=Unfinished)
-    has_told_of_buffers: bool = False
-
-
-def session_of(accelerator: "Accelerator") -> Session:
+def session_of(run: Run) -> Session:
     """This run's session. Collective on first use, and where the process group is a new one."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    found = accelerator.saving
+    found = run.saving
     if found is None or found.group is not group:
-        agreed = control.start(accelerator.config.shardkit.checkpoint.timeout_s)
+        agreed = control.start(run.config.shardkit.checkpoint.timeout_s)
         unfinished = Unfinished() if found is None else found.unfinished
         found = Session(agreed, agreed.share(uuid.uuid4().hex), group, unfinished=unfinished)
-        accelerator.saving = found
+        run.saving = found
     return found
 
 
-def _met(accelerator: "Accelerator", call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
+def _met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
     """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective."""
-    step = accelerator.counters.step
+    step = run.counters.step
     progress.post(phase, step)
-    meeting.meet(call, accelerator.config.shardkit.checkpoint.timeout_s, error)
-    session = session_of(accelerator)
+    meeting.meet(call, run.config.shardkit.checkpoint.timeout_s, error)
+    session = session_of(run)
     session.control.tick = lambda: progress.post(phase, step)
     return session
 
 
-def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, blocking: bool | None = None) -> Path:
+def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | None = None) -> Path:
     """The folder with the whole training state. Collective; CheckpointSaveError on all ranks where one fails.
 
     Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole, and
@@ -77,42 +57,42 @@ def save_state(accelerator: "Accelerator", output: str | Path | None = None, *, 
     byte, it is left. With `blocking` False the state is copied aside and written beside training; where such a save
     fails, the next call raises on every rank, unless it says `blocking` True.
     """
-    final = _final(accelerator, output)
-    session = _met(accelerator, "save_state", "save", CheckpointSaveError)
-    _settle(accelerator, is_last_chance=blocking is True)
-    request = _request(accelerator, session, final, output)
-    _warn_of_open_window(accelerator)
-    prepared = write.ready(lambda: _captured(accelerator, session), request, session.control)
+    final = _final(run, output)
+    session = _met(run, "save_state", "save", CheckpointSaveError)
+    _settle(run, is_last_chance=blocking is True)
+    request = _request(run, session, final, output)
+    _warn_of_open_window(run)
+    prepared = write.ready(lambda: _captured(run, session), request, session.control)
     if prepared is None:
         logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, final)
-    elif accelerator.config.shardkit.checkpoint.blocking if blocking is None else blocking:
+    elif run.config.shardkit.checkpoint.blocking if blocking is None else blocking:
         _warn_of_buffers(session, prepared.drifted)
         write.finish(prepared, session.control)
         _committed(session, request)
     else:
         _warn_of_buffers(session, prepared.drifted)
-        _save_beside(accelerator, session, request, prepared)
+        _save_beside(run, session, request, prepared)
     progress.post("saved", request.step)
     return final
 
 
-def _settle(accelerator: "Accelerator", is_last_chance: bool) -> None:
+def _settle(run: Run, is_last_chance: bool) -> None:
     """As `wait`; but where the script insists on a save now, one that failed before is only logged. Collective."""
     try:
-        wait(accelerator)
+        wait(run)
     except CheckpointSaveError as error:
         if not is_last_chance:
             raise
         logger.error("%s", error)
 
 
-def _captured(accelerator: "Accelerator", session: Session) -> Captured:
+def _captured(run: Run, session: Session) -> Captured:
     if session.unfinished.parts:
         raise CheckpointError(
             f"the state is incomplete since loading {session.unfinished.path} failed half-way; load a checkpoint first"
         )
     agreed = session.control
-    return capture(live_of(accelerator), _kind(accelerator), agreed.rank, agreed.world_size)
+    return capture(live_of(run), _kind(run), agreed.rank, agreed.world_size)
 
 
 def _warn_of_buffers(session: Session, drifted: list[str]) -> None:
@@ -129,12 +109,12 @@ def _warn_of_buffers(session: Session, drifted: list[str]) -> None:
         )
 
 
-def _save_beside(accelerator: "Accelerator", session: Session, request: Request, prepared: Prepared) -> None:
+def _save_beside(run: Run, session: Session, request: Request, prepared: Prepared) -> None:
     if session.background is None:
-        beside = control.start_beside(accelerator.config.shardkit.checkpoint.timeout_s)
+        beside = control.start_beside(run.config.shardkit.checkpoint.timeout_s)
         session.background = Background(beside)
         atexit.register(session.background.last_words)
-    optimizers = [item.optimizer for item in accelerator.optimizers]
+    optimizers = [item.optimizer for item in run.optimizers]
     session.background.start(prepared, optimizers, lambda: _committed(session, request))
 
 
@@ -144,32 +124,32 @@ def _committed(session: Session, request: Request) -> None:
         progress.committed(request.step)
 
 
-def wait(accelerator: "Accelerator") -> None:
+def wait(run: Run) -> None:
     """Until a save in flight is committed. Collective; every rank raises CheckpointSaveError where it failed."""
-    session = session_of(accelerator)
+    session = session_of(run)
     if session.background is not None:
         session.background.wait(session.control)
 
 
-def close(accelerator: "Accelerator") -> None:
+def close(run: Run) -> None:
     """Finish the save in flight and leave the folder to other runs. Collective, where anything was saved or loaded."""
-    session = accelerator.saving
+    session = run.saving
     if session is None:
         return
     try:
-        wait(accelerator)
+        wait(run)
     finally:
-        accelerator.saving = None
+        run.saving = None
         if session.lock is not None:
             session.lock.release()
 
 
-def forget(accelerator: "Accelerator") -> None:
+def forget(run: Run) -> None:
     """What is prepared is given up: nothing of it is kept here, and what is saved next is a state of its own.
 
     Not collective. A save in flight goes on; this waits until it has its copy.
     """
-    session = accelerator.saving
+    session = run.saving
     if session is None:
         return
     if session.background is not None:
@@ -178,30 +158,30 @@ def forget(accelerator: "Accelerator") -> None:
     session.unfinished = Unfinished()
 
 
-def _final(accelerator: "Accelerator", output: str | Path | None) -> Path:
+def _final(run: Run, output: str | Path | None) -> Path:
     """Where the checkpoint is to lie."""
     if output is None:
-        return folder.step_folder(root_of(accelerator), accelerator.counters.step)
+        return folder.step_folder(root_of(run), run.counters.step)
     final = paths.named(output, "save_state")
     paths.refuse_working_folder(final, "save_state", output)
     return final
 
 
-def _request(accelerator: "Accelerator", session: Session, final: Path, output: str | Path | None) -> Request:
-    section, project = accelerator.config.shardkit.checkpoint, accelerator.project
-    loaders = accelerator.loaders
+def _request(run: Run, session: Session, final: Path, output: str | Path | None) -> Request:
+    section, project = run.config.shardkit.checkpoint, run.project
+    loaders = run.loaders
     return Request(
         final=final,
-        step=accelerator.counters.step,
+        step=run.counters.step,
         run_id=session.run_id,
         name=str(final if output is None else output),
         epoch=loaders[0].epoch if loaders else 0,
-        samples_seen=accelerator.accumulation.state_dict()["samples_seen"],
+        samples_seen=run.accumulation.state_dict()["samples_seen"],
         parent=session.parent,
         replace=True,
         digest=section.digest,
-        config_text=files.dump(accelerator.config),
-        mesh=_mesh(accelerator),
+        config_text=files.dump(run.config),
+        mesh=_mesh(run),
         in_series=output is None,
         keep_last=project.total_limit or section.keep_last,
         keep_every=section.keep_every,
@@ -226,20 +206,20 @@ def _claim(session: Session, root: Path) -> None:
     atexit.register(session.lock.release)  # for scripts that end without end_training()
 
 
-def _mesh(accelerator: "Accelerator") -> dict[str, Any]:
-    mesh = accelerator.mesh
+def _mesh(run: Run) -> dict[str, Any]:
+    mesh = run.mesh
     if mesh is None:
         return {"names": [], "shape": []}
     return {"names": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)}
 
 
-def _kind(accelerator: "Accelerator") -> Any:
-    return "full" if accelerator.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT else "sharded"
+def _kind(run: Run) -> Any:
+    return "full" if run.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT else "sharded"
 
 
-def root_of(accelerator: "Accelerator") -> Path:
+def root_of(run: Run) -> Path:
     """The project's folder of checkpoints; UsageError where the script names none."""
-    project = accelerator.project
+    project = run.project
     if project.project_dir is None or not project.automatic_checkpoint_naming:
         raise UsageError(
             "checkpoint: no folder is given (got None); give one, or Accelerator(project_config="
@@ -248,79 +228,76 @@ def root_of(accelerator: "Accelerator") -> Path:
     return Path(project.project_dir).expanduser() / locate.SERIES
 
 
-def _warn_of_open_window(accelerator: "Accelerator") -> None:
-    done = accelerator.counters.micro_step
-    if done and not accelerator.sync_gradients and accelerator.process.rank == 0:
+def _warn_of_open_window(run: Run) -> None:
+    done = run.counters.micro_step
+    if done and not run.accumulation.sync_gradients and run.process.rank == 0:
         logger.warning(
             "checkpoint: saved inside a window of accumulation (micro-batch %d of %d); a resumed run does the window "
             "again from its start: save after an optimizer step.",
             done,
-            accelerator.gradient_accumulation_steps,
+            run.accumulation.steps,
         )
 
 
-def live_of(accelerator: "Accelerator") -> Live:
+def live_of(run: Run) -> Live:
     """The run's objects by the names that they have in a checkpoint."""
-    objects: dict[str, Any] = {"counters": accelerator.accumulation}
-    if accelerator.scaler is not None:
-        objects["scaler"] = accelerator.scaler
-    objects |= {f"scheduler.{number}": item for number, item in enumerate(accelerator.schedulers)}
-    objects |= {f"registered.{number}": item for number, item in enumerate(accelerator.registered)}
+    objects: dict[str, Any] = {"counters": run.accumulation}
+    if run.accumulation.scaler is not None:
+        objects["scaler"] = run.accumulation.scaler
+    objects |= {f"scheduler.{number}": item for number, item in enumerate(run.schedulers)}
+    objects |= {f"registered.{number}": item for number, item in enumerate(run.registered)}
     return Live(
-        models=accelerator.models,
-        optimizers=[item.optimizer for item in accelerator.optimizers],
+        models=run.models,
+        optimizers=[item.optimizer for item in run.optimizers],
         objects=objects,
-        loaders={f"loader.{number}": item for number, item in enumerate(accelerator.loaders)},
-        seed=accelerator.config.shardkit.seed,
+        loaders={f"loader.{number}": item for number, item in enumerate(run.loaders)},
+        seed=run.config.shardkit.seed,
     )
 
 
-def load_state(
-    accelerator: "Accelerator", path: str | Path | None = None, *, data_position: bool = True, strict: bool = True
-) -> Path:
+def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Path:
     """The folder of the state that the run now has: `path`, and no other; or the project's newest valid checkpoint.
 
     Collective. CheckpointError on all ranks, and nothing changed, where it is damaged or does not fit.
     """
+    run.is_resumed = True
     if path is None:
-        root = root_of(accelerator)
-        found = _load_newest(accelerator, "load_state", root, data_position=data_position, strict=strict)
+        root = root_of(run)
+        found = _load_newest(run, "load_state", root, data_position=data_position, strict=strict)
         if found is None:
             raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
         return found
     path = paths.named(path, "load_state")
-    session = _begin_load(accelerator, "load_state")
+    session = _begin_load(run, "load_state")
     _refuse_series(path, session)
-    how = _how(accelerator, session, data_position, strict)
-    return _loaded(accelerator, session, read.load(live_of(accelerator), path, session.control, **how))
+    how = _how(run, session, data_position, strict)
+    return _loaded(run, session, read.load(live_of(run), path, session.control, **how))
 
 
-def resume(accelerator: "Accelerator") -> bool:
+def resume(run: Run) -> bool:
     """Whether the project's newest valid checkpoint was loaded; False where none was ever saved. Collective.
 
     Where every one is damaged, that is a CheckpointError, and never a fresh start.
     """
-    accelerator.is_resumed = True
-    return _load_newest(accelerator, "resume", root_of(accelerator)) is not None
+    run.is_resumed = True
+    return _load_newest(run, "resume", root_of(run)) is not None
 
 
-def _load_newest(
-    accelerator: "Accelerator", call: str, root: Path, data_position: bool = True, strict: bool = True
-) -> Path | None:
-    session = _begin_load(accelerator, call)
-    how = _how(accelerator, session, data_position, strict)
-    loaded = read.load_newest(live_of(accelerator), root, session.control, **how)
-    return None if loaded is None else _loaded(accelerator, session, loaded)
+def _load_newest(run: Run, call: str, root: Path, data_position: bool = True, strict: bool = True) -> Path | None:
+    session = _begin_load(run, call)
+    how = _how(run, session, data_position, strict)
+    loaded = read.load_newest(live_of(run), root, session.control, **how)
+    return None if loaded is None else _loaded(run, session, loaded)
 
 
-def _how(accelerator: "Accelerator", session: Session, data_position: bool, strict: bool) -> dict[str, Any]:
-    verify = accelerator.config.shardkit.checkpoint.verify
+def _how(run: Run, session: Session, data_position: bool, strict: bool) -> dict[str, Any]:
+    verify = run.config.shardkit.checkpoint.verify
     return {"verify": verify, "strict": strict, "data_position": data_position, "unfinished": session.unfinished}
 
 
-def _begin_load(accelerator: "Accelerator", call: str) -> Session:
-    session = _met(accelerator, call, "load")
-    wait(accelerator)
+def _begin_load(run: Run, call: str) -> Session:
+    session = _met(run, call, "load")
+    wait(run)
     return session
 
 
@@ -333,19 +310,19 @@ def _refuse_series(path: Path, session: Session) -> None:
         raise CheckpointError(f"checkpoint: {path}: a folder of checkpoints; name one of them, such as {newest}.")
 
 
-def _loaded(accelerator: "Accelerator", session: Session, loaded: Loaded) -> Path:
+def _loaded(run: Run, session: Session, loaded: Loaded) -> Path:
     record = loaded.checkpoint.manifest
     session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
-    for optimizer in accelerator.optimizers:
+    for optimizer in run.optimizers:
         optimizer.optimizer.zero_grad()
     progress.post("data", record.step)
-    if accelerator.process.rank == 0:
+    if run.process.rank == 0:
         logger.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
     return loaded.checkpoint.path
 
 
 def save_model(
-    accelerator: "Accelerator",
+    run: Run,
     model: torch.nn.Module,
     folder: str | Path,
     max_shard_size: str | int = "5GB",
@@ -353,7 +330,7 @@ def save_model(
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
     path = paths.named(folder, "save_model")
-    session = _met(accelerator, "save_model", "save", CheckpointSaveError)
+    session = _met(run, "save_model", "save", CheckpointSaveError)
     if session.unfinished.parts:
         raise CheckpointSaveError(
             f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
@@ -363,11 +340,12 @@ def save_model(
     _warn_of_buffers(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
 
 
-def get_state_dict(accelerator: "Accelerator", model: torch.nn.Module) -> dict[str, Any]:
+def get_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """The model's whole state dict in host memory, on rank 0; empty elsewhere. Collective: tensor by tensor."""
     whole: dict[str, Any] = {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for name, tensor in state.model_tensors(model).items():
         full = tensor.full_tensor() if is_dtensor(tensor) else tensor
-        if accelerator.process.rank == 0:
+        if rank == 0:
             whole[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
     return whole

@@ -25,6 +25,7 @@ class AcceleratedScheduler:
         self._optimizers = optimizers
         self._accumulation = accumulation
         self._steps_with_optimizer = steps_with_optimizer
+        self._called_after = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "scheduler":
@@ -33,8 +34,9 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **arguments: Any) -> None:
         """The next learning rate, where the optimizer has stepped."""
+        is_per_micro_batch = self._is_per_micro_batch()
         if self._steps_with_optimizer:
-            if self._accumulation.is_gathering():
+            if self._accumulation.is_gathering() and is_per_micro_batch:
                 return
             if any(optimizer.step_was_skipped for optimizer in self._own_optimizers()):
                 return
@@ -47,6 +49,13 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Into the torch scheduler."""
         self.scheduler.load_state_dict(state_dict)
+
+    def _is_per_micro_batch(self) -> bool:
+        """Whether the loop calls the schedule in each micro-batch; not where several have gone by since the last call,
+        as once an epoch, whose last window the loop may have left open."""
+        now, before = self._accumulation.micro_batches, self._called_after
+        self._called_after = now
+        return self._accumulation.is_inside or now - before <= 1
 
     def _own_optimizers(self) -> Sequence[AcceleratedOptimizer]:
         """The one that the scheduler was built on; all where that is not known."""

@@ -1,21 +1,19 @@
 """What `accelerator.state` shows: the topology, and the FSDP settings with the one that may change during a run."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardkit.config.schema import DistributedType, FsdpConfig, StateDictType, read_name
 from shardkit.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardkit.runtime.accelerator import Accelerator
+from shardkit.runtime.run import Run
 
 
 class FsdpPlugin:
     """The settings under `fsdp_config`, read as attributes; `set_state_dict_type` changes what saving writes."""
 
-    def __init__(self, accelerator: "Accelerator") -> None:
-        self._accelerator = accelerator
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -24,7 +22,7 @@ class FsdpPlugin:
 
     @property
     def _section(self) -> FsdpConfig:
-        return self._accelerator.config.fsdp
+        return self._run.config.fsdp
 
     @property
     def fsdp_version(self) -> int:
@@ -45,22 +43,22 @@ class FsdpPlugin:
                 f"set_state_dict_type: unknown kind (got {state_dict_type!r}); "
                 f"use {' or '.join(kind.value for kind in StateDictType)}."
             ) from None
-        config = self._accelerator.config
+        config = self._run.config
         section = config.fsdp.model_copy(update={"state_dict_type": kind})
-        self._accelerator.config = config.model_copy(update={"fsdp": section})
+        self._run.config = config.model_copy(update={"fsdp": section})
 
 
 class State:
-    """The topology as the accelerator has it."""
+    """The topology of the run."""
 
-    def __init__(self, accelerator: "Accelerator") -> None:
-        self._accelerator = accelerator
-        self.fsdp_plugin = FsdpPlugin(accelerator)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.fsdp_plugin = FsdpPlugin(run)
 
     @property
     def distributed_type(self) -> DistributedType:
         """FSDP, MULTI_GPU or MULTI_CPU (DDP), NO (one process without sharding), XLA."""
-        config, device = self._accelerator.config, self._accelerator.device
+        config, device = self._run.config, self._run.device
         match config.mode:
             case "fsdp":
                 return DistributedType.FSDP
@@ -74,42 +72,42 @@ class State:
     @property
     def num_processes(self) -> int:
         """Ranks in total."""
-        return self._accelerator.num_processes
+        return self._run.process.world_size
 
     @property
     def process_index(self) -> int:
         """This rank."""
-        return self._accelerator.process_index
+        return self._run.process.rank
 
     @property
     def local_process_index(self) -> int:
         """This rank among those of its machine."""
-        return self._accelerator.local_process_index
+        return self._run.process.local_rank
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return self._accelerator.is_main_process
+        return self._run.process.is_main
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is its machine's first rank."""
-        return self._accelerator.is_local_main_process
+        return self._run.process.is_local_main
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return self._accelerator.device
+        return self._run.device
 
     @property
     def mixed_precision(self) -> str:
         """no, fp16 or bf16."""
-        return self._accelerator.mixed_precision
+        return self._run.config.mixed_precision
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one rank."""
-        return self._accelerator.use_distributed
+        return self._run.process.world_size > 1
 
     def __repr__(self) -> str:
         return (

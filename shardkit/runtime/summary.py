@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,25 +14,23 @@ from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
+from shardkit.runtime.run import Run
 from shardkit.runtime.settings import value_of
 from shardkit.sharding import precision
-
-if TYPE_CHECKING:
-    from shardkit.runtime.accelerator import Accelerator
 
 _LONGEST_LIST = 4
 _WIDTH = 100
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-def text(accelerator: "Accelerator") -> str:
+def text(run: Run) -> str:
     """The table: world, strategy, models with their units, dtypes, batch, and where each setting comes from."""
-    config, loaders = accelerator.config, accelerator.loaders
-    rows = [("world", _world(accelerator.process, config)), ("strategy", _strategy(config, accelerator.mesh))]
-    for model in accelerator.models:
+    config, loaders = run.config, run.loaders
+    rows = [("world", _world(run.process, config)), ("strategy", _strategy(config, run.mesh))]
+    for model in run.models:
         rows += _model_rows(model)
-    rows += [("precision", _precision(config, accelerator.models)), ("batch", _batch(config, loaders))]
-    rows += [("settings", line) for line in _settings(config, accelerator.origins)]
+    rows += [("precision", _precision(config, run.models)), ("batch", _batch(config, loaders))]
+    rows += [("settings", line) for line in _settings(config, run.origins)]
     return "\n".join(["what runs", *_aligned(rows)])
 
 

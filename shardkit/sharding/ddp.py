@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config
 from shardkit.errors import ModelError
@@ -67,11 +68,18 @@ class Replica(DistributedDataParallel):
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._is_awaited, self._missing = True, set(self._managed)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    self._watch.watch(tensor)
         return output
 
-    def refuse_unreduced(self) -> None:
-        """Raises ModelError where a backward has left out parameters, so that torch's reducer still waits for them."""
-        if self._is_awaited and 0 < len(self._missing) < len(self._managed):
+    def before_step(self) -> None:
+        """Gradients that came without a backward (`torch.autograd.grad`, assigned by hand) become the mean of all
+        ranks. Raises ModelError where a backward has left out parameters, so that torch's reducer still waits for them.
+        Collective where a forward was followed by no backward."""
+        if self._is_awaited and len(self._missing) == len(self._managed):
+            take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
+        elif self._is_awaited and self._missing:
             names = {id(p): fqn for fqn, p in self.module.named_parameters()}
             missing = [names[identity] for identity in self._missing if identity in names]
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
-from shardkit.errors import ModelError
-from shardkit.sharding import fsdp_unit, hooks, parameters, precision, released
+from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
+from shardkit.errors import ModelError, UsageError
+from shardkit.sharding import fsdp_unit, hooks, outputs, parameters, precision, random_values, released
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
@@ -42,7 +43,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             policy = _apart_policy(mixed, _dtype_of(unit))
         else:
             policy = _policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
-        unit.module.register_forward_hook(lambda module, args, output: fsdp_unit.without_views(output))
+        unit.module.register_forward_hook(lambda module, args, output: outputs.without_views(output))
         fully_shard(
             unit.module,
             mesh=mesh,
@@ -104,6 +105,9 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
+    random_values.install()
+    vars(model)["__deepcopy__"] = _refuse_copies
+    model.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)
     means = GradientMean(units.replicated.values(), config.shardkit.ddp_find_unused_parameters)
@@ -115,6 +119,23 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
 def _reduce_replicated(means: GradientMean, trace: Trace) -> None:
     trace.add(*means.used())
     means.reduce()
+
+
+def _refuse_copies(memo: dict[int, Any]) -> Any:
+    raise UsageError(
+        "copy.deepcopy: a sharded model cannot be copied (got a prepared one, maybe by AveragedModel); copy it before "
+        "prepare and prepare both, or keep averages of its parameters: p.detach().clone() of each."
+    )
+
+
+def _shard_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Whole tensors of a state dict for sharded parameters: this rank's part of each. Not collective."""
+    sharded = {name: p for name, p in module.named_parameters(remove_duplicate=False) if is_dtensor(p)}
+    for name, parameter in sharded.items():
+        given = state_dict.get(prefix + name)
+        if isinstance(given, torch.Tensor) and not is_dtensor(given) and given.shape == parameter.shape:
+            part = given.detach()[local_rows(parameter)].to(local_part(parameter).device)
+            state_dict[prefix + name] = sharded_like(part, parameter)
 
 
 def _carry_to_gathered(parameter: Any) -> None:

@@ -16,7 +16,7 @@ This is the only file that uses private parts of FSDP2. Read on torch 2.11 to 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from types import MethodType
@@ -29,10 +29,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardkit.errors import UsageError
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
+from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated, without_views
 from shardkit.sharding.trace import Trace, attach
 
 
@@ -81,7 +81,7 @@ class UnitState(FSDPState):
                 if any(p._unsharded_param.grad is not None for p in group.fsdp_params if is_gathered_once(p)):
                     raise UsageError(
                         "backward: create_graph=True leaves gradients with a graph in the parameters, which FSDP "
-                        "cannot reduce; use torch.autograd.grad(..., inputs, create_graph=True), or strategy NO_SHARD."
+                        "cannot reduce; use torch.autograd.grad(..., inputs, create_graph=True)."
                     )
         self._state_ctx.post_backward_final_callback_queued = False
 
@@ -93,22 +93,34 @@ class UnitGroup(FSDPParamGroup):
     _number: int
     _is_parked: bool = False
     _on_gathered: Callable[[FSDPParam], None]
-    _left: _LeftOnModules | None = None
+    _left: LeftOnModules | None = None
 
     # ---- forward ----
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._training_state != TrainingState.FORWARD:
             self._to_sharded()  # what an earlier forward left may be stale by now
+            self._refuse_foreign_values()
             if torch.is_inference_mode_enabled():
                 self._gather_for_inference()
         return super().pre_forward(module, args, kwargs)
+
+    def _refuse_foreign_values(self) -> None:
+        """What the gathered parameters would silently take the place of."""
+        for parameter in self.fsdp_params:
+            info = parameter._module_info
+            if info.module._parameters.get(info.param_name) is not parameter.sharded_param:
+                raise UsageError(
+                    f"forward: {parameter._param_fqn or info.param_name} is not what prepare put there (got "
+                    "torch.func.functional_call, or a new parameter, which puts other values in the place of sharded "
+                    "parameters); set values by p.data = ..., or use strategy NO_SHARD."
+                )
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
         output = super().post_forward(module, input, output)
         if is_in_backward():
             return output
-        if torch.is_grad_enabled() and (self._is_trained() or _may_be_differentiated(output)):
+        if torch.is_grad_enabled() and (self._is_trained() or may_be_differentiated(output)):
             if self._left is not None and (left := self._left.tensors()):
                 self._state._register_pre_backward_hook(left)
             if self.is_unsharded:
@@ -227,7 +239,7 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
     for state in states_of(model):
         for group in groups_of(state):
             if group._reshard_after_forward:
-                group._left = _LeftOnModules([*state._modules, *_modules_of_unit(state)])
+                group._left = LeftOnModules([*state._modules, *_modules_of_unit(state)])
     inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
     for state in states_of(model):
         for module in _modules_of_unit(state):
@@ -240,38 +252,6 @@ def enter_by(model: nn.Module, name: str) -> None:
     (state,) = [one for one in states_of(model) if model in one._modules]
     if groups_of(state) and not isinstance(getattr(model, name), _Entry):
         setattr(model, name, _Entry(model, state, name))
-
-
-class _LeftOnModules:
-    """Tensors that a forward leaves on the unit's modules, such as the auxiliary loss of a router.
-
-    A backward that comes through them alone must find the unit gathered: its freed memory would be read otherwise.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [(vars(module), len(vars(module)), _slots(vars(module))) for module in modules]
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that a backward may come through. Cheap where there are none: it looks at what may hold a tensor."""
-        found: list[torch.Tensor] = []
-        for place, size, slots in self._places:
-            if slots or len(place) != size:
-                names = slots if len(place) == size else _slots(place)
-                found += [t for name in names for t in tree_leaves(place.get(name)) if _is_computed(t)]
-        return found
-
-
-_OF_EVERY_MODULE = set(vars(nn.Module()))
-
-
-def _slots(attributes: Mapping[str, Any]) -> list[str]:
-    """Names of attributes that hold a tensor, or may come to hold one."""
-    kinds = (torch.Tensor, list, tuple, dict, type(None))
-    return [name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and isinstance(value, kinds)]
-
-
-def _is_computed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 class _Entry:
@@ -359,32 +339,6 @@ def _wait_for_gather(group: Any) -> None:
         work.wait()
 
 
-class _Own(torch.autograd.Function):
-    """The same values in the same memory, but no view: what is changed in place later keeps its hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-def without_views(output: Any) -> Any:
-    """A unit's outputs without views. FSDP2 hangs the backward gather on them, and an in-place operation on a view
-    (`x += residual`) would drop it without a word: wrong gradients. To be called before FSDP2's own hook."""
-    if torch.compiler.is_compiling():  # a compiled graph returns no views of what it was given
-        return output
-    if isinstance(output, torch.Tensor):
-        return _own(output)
-    return tree_map_only(torch.Tensor, _own, output)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return _Own.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
-
-
 def at_end_of_backward(model: nn.Module, parameters: Iterable[nn.Parameter], call: Callable[[], None]) -> None:
     """Call this at the end of each backward through the model or one of these parameters, which are in no unit."""
     root = _root_of(model)
@@ -430,9 +384,3 @@ def _has_gradient(parameter: FSDPParam) -> bool:
     if not is_gathered_once(parameter):
         return False
     return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
-
-
-def _may_be_differentiated(output: Any) -> bool:
-    """Whether a backward may come through what a frozen unit returned. True for what is no structure of tensors."""
-    leaves = tree_leaves(output)
-    return any(leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf is not None for leaf in leaves)

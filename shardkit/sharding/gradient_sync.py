@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -87,32 +89,72 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield bucket
 
 
+class _Pass:
+    """A backward under way. Only the engine's callback refers to it, so it lives as long as the backward does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.arrived: list[torch.Tensor] = []
+
+
 class EndOfBackward:
     """Calls `then(parameters)` once when a backward in which any of the parameters got gradients is over: with those
-    that did, in the order in which they did. As long as somebody holds it."""
+    that did, in the order in which they did. As long as somebody holds it.
+
+    A backward inside a backward (reentrant activation checkpointing) belongs to the one around it.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], then: Callable[[list[torch.Tensor]], None]) -> None:
         self._then = then
-        self._pass = -1
-        self._arrived: list[torch.Tensor] = []
+        self._passes: list[ReferenceType[_Pass]] = []
+        self._is_open = False
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
                 hooks.hook_weakly(parameter, self._note)
 
+    def watch(self, output: torch.Tensor) -> None:
+        """A backward that comes through this tensor counts from there on, before any parameter gets its gradient."""
+        reference = WeakMethod(self._begin)
+
+        def begin(_: torch.Tensor) -> None:
+            if (alive := reference()) is not None:
+                alive()
+
+        output.register_hook(begin)
+
     def _note(self, parameter: torch.Tensor) -> None:
-        number = torch._C._current_graph_task_id()  # a new number each time, so that an aborted pass leaves no trace
-        if self._pass != number:
-            self._pass, self._arrived = number, []
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        self._arrived.append(parameter)
+        self._begin().arrived.append(parameter)
+
+    def _begin(self) -> _Pass:
+        """The pass that this is called in."""
+        number = torch._C._current_graph_task_id()  # a new number each time
+        for one in self._alive():
+            if one.number == number:
+                return one
+        begun = _Pass(number)
+        self._passes.append(ref(begun))
+        self._is_open = True
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, begun))
+        return begun
+
+    def _alive(self) -> list[_Pass]:
+        """Passes under way, the outer first; one that an exception ended is gone with its callback."""
+        found = [one for reference in self._passes if (one := reference()) is not None]
+        self._passes = [ref(one) for one in found]
+        return found
 
     def has_broken_off(self) -> bool:
         """Whether an exception ended the last backward before it was over."""
-        return self._pass != -1 and not hooks.is_in_backward()
+        return self._is_open and not hooks.is_in_backward()
 
-    def _end(self) -> None:
-        arrived, self._arrived, self._pass = self._arrived, [], -1
-        self._then(arrived)
+    def _end(self, ended: _Pass) -> None:
+        around = [one for one in self._alive() if one is not ended]
+        self._passes = [ref(one) for one in around]
+        if around:
+            around[-1].arrived += ended.arrived
+            return
+        self._is_open = False
+        self._then(ended.arrived)
 
 
 def attach(model: nn.Module, means: GradientMean) -> None:

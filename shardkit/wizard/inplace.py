@@ -130,7 +130,7 @@ class QuestionaryPrompter:
                 lines = wrapped
             else:
                 descriptions = [self._description(option) for option in options]
-                lines = [line if option.disabled else option.label for option, line in zip(options, wrapped, strict=True)]
+                lines = [w if option.disabled else option.label for option, w in zip(options, wrapped, strict=True)]
         return [
             questionary.Choice(
                 line,

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.loops.net import Net, cross_entropy, loss_of, started
+from tests.loops.net import Net, cross_entropy, loss_of, started, train
 from tests.loops.run import LOOPS, WHOLE, Loop, Run, loop
 
 
@@ -196,3 +197,30 @@ def a_method_with_a_parameter_of_its_own(run: Run) -> None:
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
+
+
+class Recomputed(Net):
+    """Blocks that compute their activations again in backward."""
+
+    is_reentrant = False
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=self.is_reentrant)
+        return self.norm(x)
+
+
+def _recomputing(is_reentrant: bool) -> Any:
+    def recomputing(run: Run) -> None:
+        torch.manual_seed(0)
+        model = Recomputed()
+        model.is_reentrant = is_reentrant
+        model, optimizer = started(run, model)
+        train(run, model, optimizer)
+
+    return recomputing
+
+
+LOOPS["recomputing_by_a_backward_inside"] = Loop(_recomputing(True))
+LOOPS["recomputing_by_hooks"] = Loop(_recomputing(False))

@@ -209,7 +209,7 @@ def _result(one: Loop, run: Run, is_refused: bool) -> Any:
         return run.seen, _numbers(run)
     try:
         one.function(run)
-    except ShardkitError as error:
+    except (ShardkitError, RuntimeError) as error:
         return str(error)
     return "not refused"
 

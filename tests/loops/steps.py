@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,6 +105,32 @@ def a_penalty_on_weights(run: Run) -> None:
                 p.grad.add_(p, alpha=0.1)
         run.step(optimizer)
         run.see_mean(loss)
+
+
+@loop()
+def a_penalty_in_the_loss(run: Run) -> None:
+    """Of all weights, by their squares; of some, by their size; of the distance to where they began."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    began = [p.detach().clone() for p in model.parameters()]
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        loss = loss + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+        loss = loss + 0.1 * inner.head.weight.abs().mean()
+        loss = loss + sum((p - old).pow(2).sum() for p, old in zip(model.parameters(), began, strict=True))
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop(accumulation=2)
+def a_penalty_in_the_loss_of_windows(run: Run) -> None:
+    model, optimizer = started(run)
+    for micro in range(6):
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(micro)) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+            run.backward(loss)
+            run.step(optimizer)
 
 
 @loop()
@@ -241,3 +268,62 @@ def parameters_of_a_copy_before(run: Run) -> None:
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
+
+
+@loop()
+def an_optimizer_taken_later(run: Run) -> None:
+    """Another optimizer goes on where the first one ends."""
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    train(run, model, run.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), 10)
+
+
+@loop()
+def the_best_weights_loaded_at_the_end(run: Run) -> None:
+    """A state dict of whole tensors, as it comes from a file or from a model that was not prepared."""
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    torch.manual_seed(5)
+    run.unwrap(model).load_state_dict(Net().state_dict())
+    train(run, model, optimizer, 10)
+
+
+@loop(refused=dict.fromkeys((1, 2, 4, 5), "puts other values in the place of sharded parameters"))
+def other_values_in_the_place_of_parameters(run: Run) -> None:
+    """torch.func.functional_call. DDP and one process compute with the given values."""
+    model, _ = started(run)
+    inner = run.unwrap(model)
+    halves = {name: p.detach() * 0.5 for name, p in inner.named_parameters()}
+    tokens = run.batch(0)
+    with torch.no_grad():
+        run.see_mean(cross_entropy(torch.func.functional_call(inner, halves, (tokens[:, :-1],)), tokens))
+
+
+@loop(refused=dict.fromkeys((1, 2, 4, 5), "not have been used in the graph"))
+def gradients_of_autograd_grad(run: Run) -> None:
+    """Assigned by hand, without a backward. FSDP has no gradient for a parameter that it has gathered."""
+    model, optimizer = started(run)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        parameters = list(model.parameters())
+        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = gradient
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop()
+def values_drawn_after_prepare(run: Run) -> None:
+    """Weights that are drawn anew, and noise: the same values as in one process, whatever the part of a rank."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        nn.init.normal_(inner.embed.weight)
+        nn.init.xavier_uniform_(inner.head.weight)
+        nn.init.trunc_normal_(inner.parts[0].up.weight, std=0.2)
+        nn.init.kaiming_uniform_(inner.parts[0].down.weight)
+        inner.norm.weight.data.uniform_(0.5, 1.5)
+        inner.parts[1].up.weight.add_(torch.randn_like(inner.parts[1].up.weight), alpha=0.1)
+        inner.parts[1].down.weight.mul_(torch.rand_like(inner.parts[1].down.weight))
+    train(run, model, optimizer)

@@ -126,6 +126,43 @@ def schedule_by_epoch_after_a_break(run: Run) -> None:
         run.see(torch.tensor(schedule.get_last_lr()[0]))
 
 
+@loop(accumulation=3)
+def schedule_by_epoch_with_an_iterator_that_is_kept(run: Run) -> None:
+    model = Net()
+    optimizer = adam(model.parameters())
+    model, optimizer, schedule, loader = run.prepare(model, optimizer, _schedule(optimizer), run.loader(60))
+    micro = 0
+    for _ in range(3):
+        kept = enumerate(loader)
+        for number, batch in kept:
+            micro += 1
+            with run.accumulate(model):
+                loss = loss_of(model, batch)
+                run.backward(loss)
+                if not run.is_plain or micro % 3 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if number == 3:
+                break
+        schedule.step()
+        run.see(torch.tensor(schedule.get_last_lr()[0]))
+
+
+@loop(accumulation=3)
+def schedule_after_each_micro_batch(run: Run) -> None:
+    """Outside of accumulate(), as some scripts write it: it moves once a window."""
+    model = Net()
+    optimizer = adam(model.parameters())
+    model, optimizer, schedule, loader = run.prepare(model, optimizer, _schedule(optimizer), run.loader(72))
+    for micro, batch in enumerate(loader, 1):
+        with run.accumulate(model):
+            run.backward(loss_of(model, batch))
+            run.step(optimizer)
+        if not run.is_plain or micro % 3 == 0:
+            schedule.step()
+        run.see(torch.tensor(schedule.get_last_lr()[0]))
+
+
 @loop(accumulation=3, refused=dict.fromkeys((4, 5), "let the window end before you step"))
 def the_rest_of_a_window_is_stepped_by_hand(run: Run) -> None:
     """After a `break` in the middle of a window, the script steps with what there is: its mean."""

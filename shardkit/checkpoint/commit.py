@@ -1,0 +1,138 @@
+"""The end of a save, on rank 0: manifest, folders to disk, name, parent folder to disk; then LATEST and retention."""
+
+import os
+import platform
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardkit
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk, faults, folder, manifest, retention
+from shardkit.checkpoint.layout import Index
+from shardkit.checkpoint.manifest import File, Manifest
+from shardkit.checkpoint.request import Prepared
+from shardkit.distributed.control import words
+from shardkit.errors import CheckpointError
+from shardkit.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def commit(prepared: Prepared, written: list[dict[str, list[Any]]]) -> None:
+    """On rank 0: give the folder its manifest and then its name."""
+    temporary, request = prepared.temporary, prepared.request
+    (temporary / ".probe").unlink()
+    record = _manifest(prepared, written)
+    problems = manifest.check_sizes(temporary, record)
+    if problems:
+        raise CheckpointError("; ".join(problems[:3]))
+    faults.reach("manifest", 0)
+    disk.write_new(temporary / manifest.NAME, manifest.to_bytes(record))
+    faults.reach("sync", 0)
+    for name in sorted({name.rpartition("/")[0] for name in record.files}):
+        disk.sync_folder(temporary / name)
+    faults.reach("rename", 0)
+    if request.final.is_symlink():  # a step's name belongs to the series; what a link leads to stays where it is
+        request.final.unlink()
+    if is_taken(request.final):
+        disk.exchange(temporary, request.final)
+    else:
+        disk.publish(temporary, request.final)
+    prepared.record = record
+    faults.reach("sync-root", 0)
+    disk.sync_folder(request.final.parent)
+    faults.reach("agree-2", 0)
+
+
+def after_commit(prepared: Prepared, record: Manifest, started: float) -> None:
+    """On rank 0: LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
+    request = prepared.request
+    try:
+        if prepared.temporary.exists():
+            _remove_replaced(prepared)
+        if request.in_series:
+            faults.reach("latest", 0)
+            folder.write_latest(request.final.parent, request.final, record)
+            faults.reach("retention", 0)
+            if request.keep_last:
+                kept = {request.save_id, *([request.parent] if request.parent else [])}
+                retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
+    except OSError as error:
+        logger.warning("checkpoint: step %d is saved, but: %s.", request.step, words(error))
+    seconds = time.monotonic() - started
+    where, size = request.final, record.bytes / 1e6
+    logger.info("checkpoint: step %d saved in %s (%.1f MB, %.1f s)", request.step, where, size, seconds)
+
+
+def _remove_replaced(prepared: Prepared) -> None:
+    """Delete the checkpoint that was replaced; where somebody put other files into it, keep it under another name."""
+    old, final = prepared.temporary, prepared.request.final
+    try:
+        others = manifest.strangers(old, manifest.read(old))
+    except CheckpointError:
+        others = []
+    if not others:
+        disk.remove_folder(old)
+        return
+    kept = final.with_name(f"{final.name}.replaced-{prepared.request.save_id[:8]}")
+    os.rename(old, kept)
+    logger.warning("checkpoint: the old %s held other files (%s); it is kept as %s.", final, others[0].name, kept)
+
+
+def is_taken(final: Path) -> bool:
+    return final.exists() and (not final.is_dir() or any(final.iterdir()))
+
+
+def _manifest(prepared: Prepared, written: list[dict[str, list[Any]]]) -> Manifest:
+    request, index = prepared.request, prepared.index
+    config = request.config_text
+    return Manifest(
+        kind=index.kind,
+        step=request.step,
+        epoch=request.epoch,
+        samples_seen=request.samples_seen,
+        save_id=request.save_id,
+        run_id=request.run_id,
+        parent=request.parent,
+        created_utc=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        world_size=len(written),
+        mesh=request.mesh,
+        config_sha256=None if config is None else digests.of_bytes("sha256", config.encode()),
+        model_fingerprint=model_fingerprint(index),
+        versions={"shardkit": shardkit.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        sections=list(index.sections),
+        digest=request.digest,
+        files=_files(written),
+        version=_version(prepared.common),
+    )
+
+
+def model_fingerprint(index: Index) -> str:
+    """The same for two runs whose models' tensors have equal names, dtypes and shapes, whatever their placement."""
+    lines = sorted(
+        f"{section}:{name}:{entry.dtype}:{list(entry.shape)}"
+        for section, entries in index.sections.items()
+        if section.startswith("model")
+        for name, entry in entries.items()
+    )
+    return digests.of_bytes("sha256", "\n".join(lines).encode())
+
+
+def _version(common: dict[str, Any]) -> int:
+    """The oldest format version whose readers take everything that is there."""
+    grown = any({"globals", "extra", "is_whole"} & {*optimizer} for optimizer in common["optimizers"])
+    return manifest.VERSION if grown or "apart" in common else manifest.PLAIN_VERSION
+
+
+def _files(written: Iterable[dict[str, list[Any]]]) -> dict[str, File]:
+    files: dict[str, File] = {}
+    for rank, names in enumerate(written):
+        for name, (size, text) in names.items():
+            file = files.setdefault(name, File(size, {}))
+            file.digests[rank] = text
+    return files

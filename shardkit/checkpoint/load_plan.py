@@ -1,0 +1,241 @@
+"""What a load gives to the live objects, and what of a checkpoint does not fit them. Nothing is read but JSON."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.checkpoint import apart, optimizers, state, tensors, values
+from shardkit.checkpoint.fill import entry_of_parameter
+from shardkit.checkpoint.layout import Entry, Index
+from shardkit.checkpoint.state import Live, section_name
+from shardkit.checkpoint.verify import Checkpoint
+from shardkit.distributed import random_state
+from shardkit.distributed.control import ControlGroup
+from shardkit.errors import CheckpointCorrupted
+
+# A run may change its precision between a save and a load; its loss scale then has no place to go, or starts anew.
+OPTIONAL = ("scaler",)
+
+
+@dataclass
+class Unfinished:
+    """What a load that failed had begun to write: `parts` of the live state, from the checkpoint `path`."""
+
+    path: Path | None = None
+    parts: set[str] = field(default_factory=set)
+
+    def begin(self, path: Path, parts: set[str]) -> None:
+        """From now on the live state is a mix."""
+        self.path, self.parts = path, self.parts | parts
+
+    def end(self) -> None:
+        """It is whole again."""
+        self.path, self.parts = None, set()
+
+
+@dataclass(frozen=True)
+class How:
+    """How to load, and what an earlier load has left."""
+
+    verify: str
+    strict: bool
+    data_position: bool
+    unfinished: Unfinished
+
+
+@dataclass
+class Plan:
+    """What this rank is to be given."""
+
+    common: dict[str, Any]
+    own: dict[str, Any] | None
+    """What this rank had for itself; None on another number of ranks."""
+    own_rank: int | None = None
+    left_out: set[tuple[int, str]] = field(default_factory=set)
+    of_rank_0: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
+    """(section, saved name, live tensor)."""
+    parts: set[str] = field(default_factory=set)
+    """Of the live state, what is written."""
+
+
+def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> Plan:
+    common = checkpoint.json("state/common.json")
+    own = None
+    if checkpoint.manifest.world_size == control.world_size:
+        own = checkpoint.json(f"state/rank-{control.rank:05d}.json")
+        random_state.check(own["rng"])
+    index, strict, plan = checkpoint.index, how.strict, Plan(common, own)
+    for number, model in enumerate(live.models):
+        _plan_model(model, section_name("model", number), index, strict, plan)
+    names = state.parameter_names(live.models)
+    _take_own(plan, checkpoint, control.rank, _parameters(live, names), strict)
+    for number, optimizer in enumerate(live.optimizers):
+        _plan_optimizer(optimizer, number, names, index, strict, plan)
+    if strict:
+        plan.problems += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
+        plan.problems += _other_kinds(live, plan.common)
+        plan.problems += _unclaimed_loaders(live, plan.common) if how.data_position else []
+    plan.problems += _unusable_positions(live, plan, checkpoint.manifest.world_size)
+    left = sorted(how.unfinished.parts - plan.parts)
+    if left:
+        text = f"written by the load of {how.unfinished.path} that failed, and not in this checkpoint"
+        plan.problems.append(f"{apart.labels_text(left)}: {text}")
+    return plan
+
+
+def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:
+    """The live parameters by the names that optimizers know them by."""
+    return {names[id(p)]: p for model in live.models for p in model.parameters() if id(p) in names}
+
+
+def _take_own(plan: Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor], strict: bool) -> None:
+    """Put what this rank had for itself, or rank 0, where all ranks have the rest."""
+    index = checkpoint.index
+    found = apart.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live), strict)
+    plan.common, plan.own_rank = found.common, found.own_rank
+    plan.left_out, plan.of_rank_0 = found.left_out, found.of_rank_0
+    plan.problems += found.problems
+
+
+def _is_alike(index: Index, fqn: str, live: dict[str, torch.Tensor]) -> bool:
+    """Whether this rank holds the part of a parameter that the same rank held when it was saved."""
+    saved = entry_of_parameter(index, fqn)
+    if saved is None or fqn not in live:
+        return False
+    now = Index(index.kind, index.world_size)
+    entry = tensors.entry_of(live[fqn], now, index.meshes[saved.mesh], fqn)
+    return (now.meshes[entry.mesh], entry.placements, entry.shape) == (
+        index.meshes[saved.mesh],
+        saved.placements,
+        saved.shape,
+    )
+
+
+def _plan_model(model: nn.Module, section: str, index: Index, strict: bool, plan: Plan) -> None:
+    if section not in index.sections:
+        plan.problems += [_not_saved(section)] if strict else []
+        return
+    entries, aliases = index.sections[section], index.aliases[section]
+    mine = state.model_tensors(model)
+    saved = {*entries, *aliases}
+    ties = state.tied_names(model, mine)
+    if strict:
+        missing = [name for name in mine if name not in saved and ties.get(name) not in saved]
+        plan.problems += optimizers.listed(section, "in the model, not in the checkpoint", missing)
+        unexpected = sorted(name for name in saved if name not in mine)
+        plan.problems += optimizers.listed(section, "in the checkpoint, not in the model", unexpected)
+    for name, tensor in mine.items():
+        source = aliases.get(name, name)
+        if source not in entries or name in ties:
+            continue
+        problem = _mismatch(entries[source], tensor)
+        if problem:
+            plan.problems.append(f"{section}: {name}: {problem}")
+        else:
+            plan.weights.append((section, source, tensor))
+            plan.parts.add(f"{section}: {name}")
+
+
+def _not_saved(section: str) -> str:
+    return f"{section}: prepared now, and not in the checkpoint; load with strict=False to leave it as it is"
+
+
+def _mismatch(entry: Entry, tensor: torch.Tensor) -> str | None:
+    if entry.shape != tuple(tensor.shape):
+        return f"shape {list(entry.shape)} in the checkpoint, {list(tensor.shape)} in the model"
+    if entry.dtype != tensors.DTYPES.get(tensor.dtype):
+        return f"dtype {entry.dtype} in the checkpoint, {tensors.DTYPES.get(tensor.dtype)} in the model"
+    if not tensors.has_memory(tensor):
+        return "has no values yet in the model (got a tensor on the meta device); prepare the model first"
+    return None
+
+
+def _plan_optimizer(
+    optimizer: torch.optim.Optimizer, number: int, names: dict[int, str], index: Index, strict: bool, plan: Plan
+) -> None:
+    section = section_name("optim", number)
+    if section not in index.sections or number >= len(plan.common["optimizers"]):
+        plan.problems += [_not_saved(section)] if strict else []
+        return
+    saved = plan.common["optimizers"][number]
+    plan.problems += optimizers.problems_with(optimizer, names, section, saved, strict)
+    plan.parts |= {f"{section}: {fqn}" for fqn in optimizers.parameters_by_name(optimizer, names, section)}
+
+
+def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[str]:
+    missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
+    unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL)]
+    return [
+        *optimizers.listed("objects", "registered now, not in the checkpoint", missing),
+        *optimizers.listed("objects", "in the checkpoint, not registered now", unexpected),
+    ]
+
+
+# What schedules write into an optimizer's groups.
+_ADDED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+
+
+def _other_kinds(live: Live, common: dict[str, Any]) -> list[str]:
+    """Optimizers and schedules of another kind than was saved: each has settings that the other lacks."""
+    pairs: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
+    for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
+        settings = saved["groups"][0]["settings"] if saved["groups"] else {}
+        now = {**optimizer.defaults, **(optimizer.param_groups[0] if optimizer.param_groups else {})}
+        pairs.append((section_name("optim", number), optimizer, settings, now))
+    for name, item in live.objects.items():
+        if name.startswith("scheduler.") and isinstance(saved := common["objects"].get(name), dict):
+            pairs.append((name, getattr(item, "scheduler", item), saved, item.state_dict()))
+    problems = []
+    for name, now, saved, own in pairs:
+        lost, new = sorted(saved.keys() - own.keys() - _ADDED), sorted(own.keys() - saved.keys() - _ADDED - {"params"})
+        if saved and lost and new:
+            problems.append(
+                f"{name}: saved of another kind than {type(now).__name__} (it has {', '.join(lost[:3])} in place of "
+                f"{', '.join(new[:3])}); prepare the kind that was saved, or load with strict=False"
+            )
+    return problems
+
+
+def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[str]:
+    """Whole models and optimizers of the checkpoint that nothing live takes: forgotten, or not prepared yet."""
+    models = {name for name in index.sections if name.startswith("model")}
+    models -= {section_name("model", number) for number in range(len(live.models))}
+    unclaimed = [section_name("optim", n) for n in range(len(live.optimizers), len(common["optimizers"]))]
+    return [
+        f"{section}: in the checkpoint, and not prepared now; prepare it before loading, or load with strict=False"
+        for section in [*sorted(models), *unclaimed]
+    ]
+
+
+def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[str]:
+    missing = [name for name in common["loaders"] if name not in live.loaders]
+    if not missing:
+        return []
+    return [
+        f"{', '.join(missing)}: its position is in the checkpoint, and it is not prepared now; "
+        "prepare it before loading, or load with data_position=False"
+    ]
+
+
+def positions(plan: Plan) -> dict[str, Any]:
+    """By loader, as saved."""
+    return (plan.common if plan.own is None else plan.own)["loaders"]
+
+
+def _unusable_positions(live: Live, plan: Plan, saved_ranks: int) -> list[str]:
+    """Positions in the data that mean nothing for the loaders that are prepared now."""
+    problems, saved = [], positions(plan)
+    for name, loader in live.loaders.items():
+        if name in saved:
+            reason = loader.misfit(values.decode(saved[name], no_tensor), saved_ranks)
+            problems += [f"{name}: {reason}"] if reason else []
+    return problems
+
+
+def no_tensor(name: str) -> Any:
+    raise CheckpointCorrupted(f"state: a position in the data holds a tensor ({name}); it is damaged.")

@@ -1,0 +1,229 @@
+"""The beginning of a save: same step and same state on all ranks; then rank 0 looks for room and makes a folder."""
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardkit.checkpoint import apart, disk, faults, folder, index_json, layout, manifest, tensors
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint.attempt import report, together
+from shardkit.checkpoint.commit import is_taken
+from shardkit.checkpoint.layout import Box, Chunk
+from shardkit.checkpoint.put import begin_full_file, is_there
+from shardkit.checkpoint.request import Pieces, Prepared, Request
+from shardkit.checkpoint.state import Captured
+from shardkit.distributed.control import ControlGroup
+from shardkit.errors import CheckpointError, CheckpointSaveError
+
+# Room beyond the data that a save asks for: headers, JSON, and what the file system needs itself.
+MARGIN_BYTES = 1 << 20
+
+
+class Opening:
+    """A save before it is written: what all ranks agree on. Every method is collective."""
+
+    def __init__(self, request: Request, control: ControlGroup) -> None:
+        self.request, self.control = request, control
+        self.is_alike = self.is_begun = False
+        self._hold: int | None = None
+        self._drifted: list[str] = []
+        self._captured: Captured
+        self._pieces: Pieces
+        self._mine: dict[str, Any]
+
+    def capture(self, take: Callable[[], Captured]) -> None:
+        """Capture, and begin where all ranks hold the same, and nothing else is to be looked at."""
+
+        def act() -> None:
+            self._captured = take()
+            self._pieces = _pieces_of(self._captured, self.control.rank)
+            self._mine = self._details()
+            faults.reach("preflight", self.control.rank)
+
+        def tell(_: None) -> list[Any]:
+            digest = digests.of_bytes("xxh3", disk.to_json(self._mine))
+            return [digest, tensors.bytes_to_write(self._pieces), self.request.save_id]
+
+        def judge(told: list[Any]) -> list[Any]:
+            is_alike = len({digest for digest, *_ in told}) == 1
+            is_begun = is_alike and not self.request.unless_equal
+            if is_begun:
+                self._begin(sum(size for _, size, _ in told))
+            return [is_alike, is_begun, self.request.save_id]
+
+        verdict = together(self.control, self.request, "capture", act, tell, judge).verdict
+        self.is_alike, self.is_begun, save_id = verdict
+        self.request = replace(self.request, save_id=save_id)
+
+    def keep_apart(self) -> None:
+        """Tell one another what it is that differs. What may, is kept by each rank; anything else is an error."""
+        mine = [self._mine, socket.gethostname()]
+        found = together(self.control, self.request, "compare", lambda: mine, tell=list, judge=_compared).verdict
+        if found["problems"]:
+            raise CheckpointSaveError(report(self.request, "; ".join(found["problems"])))
+        self._drifted = found["drifted"]
+        apart.keep(self._captured, found["apart"])
+        self._pieces = _pieces_of(self._captured, self.control.rank)
+
+    def begin_unless_saved(self) -> None:
+        """Begin, unless all that would be written is there already."""
+
+        def act() -> bool:
+            return self.request.unless_equal and is_there(self.prepared(), self.control)
+
+        def judge(told: list[Any]) -> bool:
+            if all(is_there for is_there, _ in told):
+                return False
+            self._begin(sum(size for _, size in told))
+            return True
+
+        size = tensors.bytes_to_write(self._pieces)
+        found = together(self.control, self.request, "begin", act, lambda is_there: [is_there, size], judge)
+        self.is_begun = found.verdict
+
+    def prepared(self) -> Prepared:
+        """What `finish` takes."""
+        captured, temporary = self._captured, folder.temporary_folder(self.request.final, self.request.save_id)
+        plain = captured.index, captured.common, captured.own
+        return Prepared(self.request, *plain, self._pieces, temporary, self._hold, self._drifted)
+
+    def discard(self) -> None:
+        """Remove what was begun."""
+        if self._hold is not None:
+            let_go(self._hold)
+            shutil.rmtree(folder.temporary_folder(self.request.final, self.request.save_id), ignore_errors=True)
+
+    def _details(self) -> dict[str, Any]:
+        """What must be, or may not be, the same on all ranks: of everything a digest."""
+        request, captured = self.request, self._captured
+        several = self.control.world_size > 1
+        return {
+            "request": {
+                "step": request.step,
+                "folder": request.name or str(request.final),
+                "kind": captured.index.kind,
+            },
+            "sections": fingerprints(captured),
+            "items": apart.of_items(captured) if several else {},
+            "buffers": apart.of_tensors(captured.buffers) if several and request.compare_buffers else {},
+        }
+
+    def _begin(self, needed: int) -> None:
+        """On rank 0: make the temporary folder, with what all ranks write into."""
+        request, index = self.request, self._captured.index
+        request.claim()
+        _look_for_room(request.final, needed)
+        faults.reach("temporary", 0)
+        _refuse_taken(request)
+        folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
+        temporary = folder.temporary_folder(request.final, request.save_id)
+        temporary.mkdir()
+        self._hold = folder.hold(temporary)
+        for name in (*(section for section, entries in index.sections.items() if entries), "state"):
+            (temporary / name).mkdir()
+        if index.kind == "full":
+            for section in index.sections:
+                begin_full_file(index, temporary, section)
+        (temporary / ".probe").touch()
+
+
+def _pieces_of(captured: Captured, rank: int) -> Pieces:
+    """What this rank writes."""
+    index = captured.index
+    pieces: Pieces = {
+        section: tensors.pieces_to_write(index, section, captured.tensors[section], rank) for section in index.sections
+    }
+    own = [
+        (Chunk(name, tensors.DTYPES[tensor.dtype], Box((0,) * tensor.ndim, tuple(tensor.shape))), tensor)
+        for name, tensor in captured.own_tensors.items()
+    ]
+    pieces[layout.OWN] = sorted(own, key=lambda item: (-layout.ITEM_BYTES[item[0].dtype], item[0].name))
+    return pieces
+
+
+def _compared(told: list[Any]) -> dict[str, Any]:
+    """What ranks must have alike and have not; what each is to keep for itself; which buffers differ."""
+    hosts = [f"rank {rank} (host {host})" for rank, (_, host) in enumerate(told)]
+    given = [details for details, _ in told]
+    problems = _different_requests([one["request"] for one in given], hosts)
+    problems += _different_tensors([one["sections"] for one in given], hosts)
+    return {
+        "problems": problems[:3],
+        "apart": apart.differing([one["items"] for one in given]),
+        "drifted": apart.differing([one["buffers"] for one in given]),
+    }
+
+
+def _different_requests(given: list[dict[str, Any]], hosts: list[str]) -> list[str]:
+    problems = []
+    for key, expected in given[0].items():
+        for host, other in zip(hosts, given, strict=True):
+            if other[key] != expected:
+                both = f"{expected} on {hosts[0]}, {other[key]} on {host}"
+                problems.append(f"the ranks do not save the same {key}: {both}; call save_state on all ranks alike")
+                break
+    return problems
+
+
+def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[str]:
+    problems = []
+    for section in dict.fromkeys(section for told in given for section in told):
+        for host, other in zip(hosts, given, strict=True):
+            if other.get(section) != given[0].get(section):
+                problems.append(
+                    f"{section}: {host} has other tensors than {hosts[0]} (their names, shapes, dtypes or placements); "
+                    "prepare and register on all ranks what is alike on all"
+                )
+                break
+    return problems
+
+
+def _look_for_room(final: Path, needed: int) -> None:
+    """CheckpointError where there is less room on the disk than is needed."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    free = disk.free_bytes(final.parent)
+    needed = needed + needed // 20 + MARGIN_BYTES
+    if free < needed:
+        raise CheckpointError(
+            f"No space left on device: need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free in {final.parent}"
+        )
+
+
+def _refuse_taken(request: Request) -> None:
+    """FileExistsError where something has the name that may not be replaced."""
+    final = request.final
+    if not is_taken(final):
+        return
+    if not request.replace:
+        raise FileExistsError(17, "a checkpoint of this name exists, and is never written again", str(final))
+    if not (final / manifest.NAME).exists():
+        there = "a folder with other things in it" if final.is_dir() else "a file"
+        raise FileExistsError(17, f"{there}; give another name", str(final))
+
+
+def fingerprints(captured: Captured) -> dict[str, str]:
+    """By section: the same for two ranks whose tensors in it have equal names, dtypes, shapes and placements.
+
+    Without those that ranks may have differently.
+    """
+    value = index_json.to_json(captured.index)
+    meshes = [digests.of_bytes("xxh3", disk.to_json(mesh)) for mesh in value["meshes"]]
+    for item in captured.items.values():
+        for name in item.tensors:
+            del value["sections"][item.section][name]
+    found = {}
+    for section, entries in value["sections"].items():
+        for entry in entries.values():
+            entry["mesh"] = meshes[entry["mesh"]]  # ranks may number them differently
+        shared = [value["kind"], value["world_size"], entries, value["aliases"].get(section)]
+        found[section] = digests.of_bytes("xxh3", disk.to_json(shared))
+    return found
+
+
+def let_go(hold: int | None) -> None:
+    if hold is not None:
+        os.close(hold)

@@ -1,0 +1,235 @@
+"""The bytes of a save: every rank its own, hashed in the same pass, on disk before it tells so."""
+
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk, faults, folder, index_json, layout, manifest, tensors
+from shardkit.checkpoint.layout import Chunk, Index
+from shardkit.checkpoint.request import Prepared
+from shardkit.distributed.control import ControlGroup
+from shardkit.errors import CheckpointError
+
+# How long a freshly made folder may take to be seen by other machines: the attribute cache of NFS (nfs(5), acdirmax).
+SHARED_STORAGE_WAIT_S = 30.0
+
+
+def wait_until_seen(temporary: Path) -> None:
+    """Until the folder that rank 0 made is seen here; CheckpointError where the storage is not shared."""
+    deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
+    while True:
+        with suppress(OSError):
+            if ".probe" in os.listdir(temporary):  # a listing, which a stale cache of names cannot answer
+                return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    raise CheckpointError(
+        f"{temporary.parent} is not storage that all ranks share: rank 0 made a folder, not seen here"
+    )
+
+
+def write_all(prepared: Prepared, control: ControlGroup) -> dict[str, list[Any]]:
+    """{file: [bytes, digest]} of everything this rank wrote; all of it is on disk."""
+    if prepared.trouble is not None:
+        raise prepared.trouble
+    wait_until_seen(prepared.temporary)
+    if prepared.pieces[layout.OWN]:
+        (prepared.temporary / layout.OWN).mkdir(exist_ok=True)
+    written = put_all(prepared, control, _Disk(control.rank))
+    faults.reach("agree-1", control.rank)
+    return written
+
+
+def is_there(prepared: Prepared, control: ControlGroup) -> bool:
+    """Whether the checkpoint that has the name holds, of this rank, just what would be written."""
+    request = prepared.request
+    try:
+        found = folder.inspect(request.final) if control.rank == 0 else manifest.read(request.final)
+    except (CheckpointError, OSError):
+        return False
+    if (found.world_size, found.digest) != (control.world_size, request.digest):
+        return False
+    there = {
+        name: [file.bytes, file.digests[control.rank]]
+        for name, file in found.files.items()
+        if control.rank in file.digests
+    }
+    return there == put_all(prepared, control, Nowhere())
+
+
+def full_header(index: Index, section: str) -> bytes:
+    """The header of the one file that all ranks write a section into."""
+    return layout.header(((name, e.dtype, e.shape) for name, e in index.sections[section].items()), {"format": "pt"})
+
+
+def begin_full_file(index: Index, temporary: Path, section: str) -> None:
+    if not index.sections[section]:
+        return
+    head = full_header(index, section)
+    size = len(head) + sum(entry.bytes for entry in index.sections[section].values())
+    disk.write_new(temporary / layout.file_of(index, section, 0), head, size)
+
+
+class _Disk:
+    """Where a save is written."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def open(self, path: Path, flags: int = 0) -> disk.Durable:
+        return disk.Durable(path, flags, self.reach)
+
+    def reach(self, point: str) -> None:
+        faults.reach(point, self.rank)
+
+
+class Nowhere:
+    """Takes what would be written, for its digests."""
+
+    def open(self, path: Path, flags: int = 0) -> "Nowhere":
+        return self
+
+    def reach(self, point: str) -> None: ...
+
+    def put(self, data: memoryview, offset: int) -> None: ...
+
+    def __enter__(self) -> "Nowhere":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def put_all(prepared: Prepared, control: ControlGroup, sink: _Disk | Nowhere) -> dict[str, list[Any]]:
+    """Put everything of this rank there; {file: [bytes, digest]}."""
+    written: dict[str, list[Any]] = {}
+    with _Hasher(prepared.request.digest) as hasher:
+        for section, pieces in prepared.pieces.items():
+            if prepared.index.kind == "full" and section != layout.OWN:
+                written.update(_put_into_full(prepared, section, pieces, control, hasher, sink))
+            elif pieces:
+                written.update(_put_own_file(prepared, section, pieces, control, hasher, sink))
+    for name, data in _json_files(prepared, control.rank).items():
+        with sink.open(prepared.temporary / name, disk.NEW) as file:
+            file.put(memoryview(data), 0)
+        written[name] = [len(data), digests.of_bytes(prepared.request.digest, data)]
+    return written
+
+
+def _json_files(prepared: Prepared, rank: int) -> dict[str, bytes]:
+    files = {f"state/rank-{rank:05d}.json": disk.to_json(prepared.own)}
+    if rank == 0:
+        files["index.json"] = disk.to_json_in_order(index_json.to_json(prepared.index))
+        files["state/common.json"] = disk.to_json_in_order(prepared.common)
+        if prepared.request.config_text is not None:
+            files["config.yaml"] = prepared.request.config_text.encode()
+    return files
+
+
+class _Hasher:
+    """Digests of what is written, worked out beside the writing where hashing is slow (hashlib frees the GIL)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._beside = ThreadPoolExecutor(1, "shardkit-digest") if name == "sha256" else None
+
+    def __enter__(self) -> "_Hasher":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+
+    def write(self, digest: digests.Digest, data: memoryview, file: disk.Durable | Nowhere, offset: int) -> None:
+        """Hash and write the same bytes, block by block."""
+        for begin in range(0, len(data), disk.BLOCK_BYTES):
+            block = data[begin : begin + disk.BLOCK_BYTES]
+            hashed: Future[None] | None = self._beside.submit(digest.update, block) if self._beside else None
+            try:
+                file.put(block, offset + begin)
+            finally:
+                if hashed is not None:
+                    hashed.result()
+                else:
+                    digest.update(block)
+
+
+def _put_own_file(
+    prepared: Prepared,
+    section: str,
+    pieces: list[tuple[Chunk, torch.Tensor]],
+    control: ControlGroup,
+    hasher: _Hasher,
+    sink: _Disk | Nowhere,
+) -> dict[str, list[Any]]:
+    rank, size_of_world = control.rank, control.world_size
+    is_own = section == layout.OWN
+    name = layout.own_file(rank, size_of_world) if is_own else layout.file_of(prepared.index, section, rank)
+    head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
+    digest, size = digests.new(hasher.name), len(head)
+    with sink.open(prepared.temporary / name, disk.NEW) as file:
+        hasher.write(digest, memoryview(head), file, 0)
+        for number, (chunk, tensor) in enumerate(pieces):
+            if number == len(pieces) // 2:
+                sink.reach("write")
+            control.tick()
+            data = tensors.to_cpu(tensor)
+            hasher.write(digest, tensors.memory(data), file, size)
+            size += chunk.bytes
+    return {name: [size, digest.hexdigest()]}
+
+
+def _put_into_full(
+    prepared: Prepared,
+    section: str,
+    pieces: list[tuple[Chunk, torch.Tensor]],
+    control: ControlGroup,
+    hasher: _Hasher,
+    sink: _Disk | Nowhere,
+) -> dict[str, list[Any]]:
+    index, rank = prepared.index, control.rank
+    if not index.sections[section] or not (pieces or rank == 0):
+        return {}
+    name, head = layout.file_of(index, section, rank), full_header(index, section)
+    begins, size = _begins(index, section, len(head))
+    digest = digests.new(hasher.name)
+    if rank == 0:  # who wrote the header, answers for it
+        digest.update(memoryview(head))
+    with sink.open(prepared.temporary / name) as file:
+        for number, (chunk, tensor) in enumerate(pieces):
+            if number == len(pieces) // 2:
+                sink.reach("write")
+            control.tick()
+            data, shape = tensors.to_cpu(tensor), index.sections[section][chunk.name].shape
+            _put_runs(file, data, chunk, shape, begins[chunk.name], digest, hasher)
+    return {name: [size, digest.hexdigest()]}
+
+
+def _begins(index: Index, section: str, data: int) -> tuple[dict[str, int], int]:
+    begins = {}
+    for name, entry in index.sections[section].items():
+        begins[name] = data
+        data += entry.bytes
+    return begins, data
+
+
+def _put_runs(
+    file: disk.Durable | Nowhere,
+    data: torch.Tensor,
+    chunk: Chunk,
+    shape: tuple[int, ...],
+    begin: int,
+    digest: digests.Digest,
+    hasher: _Hasher,
+) -> None:
+    """Put a box where it belongs in the whole tensor: one run where it is split on dim 0, else one a row."""
+    bytes_of_chunk, done = tensors.memory(data), 0
+    for offset, length in layout.runs(shape, chunk.box, layout.ITEM_BYTES[chunk.dtype]):
+        hasher.write(digest, bytes_of_chunk[done : done + length], file, begin + offset)
+        done += length

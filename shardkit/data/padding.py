@@ -1,0 +1,73 @@
+"""Which samples of what a loop hands in are real, and which pad a loader's last batch."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardkit.data.loader import PreparedLoader, active_loader
+from shardkit.errors import UsageError
+from shardkit.log import get_logger
+
+log = get_logger(__name__)
+_told: set[str] = set()
+
+
+def real_samples(loaders: Iterable[PreparedLoader], given: Any) -> int | None:
+    """Samples of the global batch that `given` is about, where padding follows them; None where nothing is padding.
+
+    `given`: this rank's tensors or list, of the batch that is out. UsageError where several loaders are read in turns
+    and it cannot be known which of their batches it is about.
+    """
+    loaders = list(loaders)
+    ended = [loader for loader in loaders if not loader.is_iterating]
+    if ahead := [loader for loader in ended if _is_of(given, loader)]:  # a loop that is one batch ahead
+        return ahead[0].last_remainder if ahead[0].last_remainder >= 0 else None
+    candidates = _read_in_turns(loaders)
+    known = [loader for loader in candidates if _is_of(given, loader)]
+    sizes = {_size(leaf) for leaf in tree_leaves(given) if _size(leaf) is not None}
+    if len(sizes) != 1 and not isinstance(given, list):
+        sizes = set()
+    size = len(given) if isinstance(given, list) and not sizes else next(iter(sizes), None)
+    possible = known or [loader for loader in candidates if size is None or loader.local_samples in (None, size)]
+    found = {loader.remainder for loader in possible}
+    if len(found) > 1:
+        raise UsageError(
+            f"gather_for_metrics: {len(possible)} loaders are read in turns, and one of them is at a padded batch (got "
+            f"{size} samples that may be of either); read one loader after the other, or gather(...) and cut by hand."
+        )
+    if candidates and not possible and any(loader.remainder >= 0 for loader in candidates):
+        _warn(size)
+    real = next(iter(found), -1)
+    return None if real < 0 else real
+
+
+def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
+    """The loader whose batch is out, and those that are read in turns with it, as by zip. A loop around another one has
+    given no batch since the inner one began."""
+    active = active_loader(loaders)
+    if active is None:
+        return []
+    beside = [one for one in loaders if one is not active and one.is_iterating and one.last_yield > active.began]
+    return [active, *beside]
+
+
+def _is_of(given: Any, loader: PreparedLoader) -> bool:
+    """Whether a tensor of the batch that is out is among what is given."""
+    batch = {id(tensor) for tensor in loader.batch_tensors()}
+    return any(id(leaf) in batch for leaf in tree_leaves(given))
+
+
+def _size(leaf: Any) -> int | None:
+    return len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else None
+
+
+def _warn(size: int | None) -> None:
+    if "size" not in _told:
+        _told.add("size")
+        log.warning(
+            "gather_for_metrics: the last batch is padded, and what was given has another length (got %s on this "
+            "rank), so nothing is cut off; give one value a sample.",
+            size,
+        )

@@ -1,0 +1,122 @@
+"""The ranks of this machine, from their start to their end: who they are, who failed, and what ends with them."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit import env
+from shardkit.errors import EXIT_PREEMPTED
+from shardkit.launch import addresses
+from shardkit.launch.meeting import Meeting
+from shardkit.launch.spec import LaunchSpec
+from shardkit.launch.watch import SURVIVOR_GRACE_S
+from shardkit.launch.ways import Process, Start
+
+POLL_S = 0.02
+TERM_S = 30.0
+"""How long ranks have between SIGTERM and SIGKILL, after another one has failed."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How this machine's ranks have ended: exit codes by rank, negative for signals, and whom the launcher ended."""
+
+    codes: dict[int, int]
+    stopped: frozenset[int]
+
+
+def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int) -> Ended:
+    """Starts the ranks, and waits until all have ended well, one has failed, or another machine says that one has."""
+    own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
+    attempt = name_of(restart)
+    processes = start(own)
+    try:
+        while not (over(processes) or meeting.hears_alarm(attempt)):
+            time.sleep(POLL_S)
+        codes = [process.poll() for process in processes]
+        if any(code not in (0, None, EXIT_PREEMPTED) for code in codes):
+            meeting.raise_alarm(attempt)
+        elif None in codes and not any(codes):  # another machine's rank has failed: these will notice
+            wait_for(processes, SURVIVOR_GRACE_S)
+        stopped = {spec.first_rank + local for local, process in enumerate(processes) if process.poll() is None}
+    finally:
+        end(processes)
+    return Ended(
+        {spec.first_rank + local: process.poll() or 0 for local, process in enumerate(processes)}, frozenset(stopped)
+    )
+
+
+def name_of(restart: int) -> str:
+    """What machines call one start of the ranks among themselves."""
+    return f"attempt-{restart}"
+
+
+def over(processes: Sequence[Process]) -> bool:
+    """Whether one has failed, or all have ended."""
+    codes = [process.poll() for process in processes]
+    return any(codes) or None not in codes
+
+
+def wait_for(processes: Sequence[Process], timeout_s: float) -> None:
+    """Until all have ended, but no longer than this."""
+    until = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        time.sleep(POLL_S)
+
+
+def end(processes: Sequence[Process]) -> None:
+    """Ends the ranks that still run; after a failure also what the ranks have started and left behind."""
+    has_failed = any(process.poll() != 0 for process in processes)
+    if has_failed:
+        tell(processes, signal.SIGTERM)
+        wait_for(processes, TERM_S)
+        tell(processes, signal.SIGKILL)
+        wait_for(processes, float("inf"))
+
+
+def tell(processes: Sequence[Process], number: int) -> None:
+    """Sends a signal to every rank and to what it has started: each rank leads a process group of its own."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int, local_rank: int) -> dict[str, str]:
+    """What a rank is told of its place, in torch elastic's words."""
+    rank = spec.first_rank + local_rank
+    return {
+        **network_variables(spec, meeting),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(spec.machine_rank),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.ranks_here),
+        "GROUP_WORLD_SIZE": str(spec.num_machines),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.launch.max_restarts),
+        "TORCHELASTIC_RUN_ID": f"shardkit-{restart}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"elastic-{local_rank}.json"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
+    }
+
+
+def network_variables(spec: LaunchSpec, meeting: Meeting) -> dict[str, str]:
+    """gloo listens on the interface over which the machines meet, and on loopback only where there is one machine."""
+    if env.get("GLOO_SOCKET_IFNAME"):
+        return {}
+    if spec.num_machines == 1:
+        return {"GLOO_SOCKET_IFNAME": addresses.LOOPBACK_INTERFACE}
+    resolved = addresses.resolve(meeting.address)
+    ours = addresses.towards(resolved) if resolved else None
+    interface = addresses.interface_of(ours) if ours else None
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}

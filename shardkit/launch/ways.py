@@ -1,0 +1,105 @@
+"""The two ways in which ranks start: forked from one process that has loaded torch, or each as a Python of its own."""
+
+import contextlib
+import gc
+import importlib
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from shardkit import env
+from shardkit.errors import MachineError
+from shardkit.launch import forking, preloaded
+from shardkit.launch.spec import LaunchSpec
+
+
+class Process(Protocol):
+    """A rank's process: a child of this one, at the head of a session of its own."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+
+Start = Callable[[Sequence[Mapping[str, str]]], Sequence[Process]]
+"""Starts the ranks of this machine, given each one's own variables on top of those of this process."""
+
+
+@contextlib.contextmanager
+def prepared(spec: LaunchSpec) -> Iterator[Start]:
+    """How to start ranks, any number of times; inside, torch is loaded, with the variables that the ranks will have."""
+    env.update(spec.environment)
+    before = preloaded.before()
+    reason = "" if _is_exec(spec) else forking.why_not(spec.script, spec.is_module, spec.device)
+    expected_threads = load_torch()
+    if reason is None:
+        reason = forking.why_not_now(preloaded.folder_of(spec.script, spec.is_module), expected_threads)
+    if reason is not None:
+        refuse_if_asked_for(spec, reason)
+        yield lambda own: start_each(spec.command, own)
+        return
+    template = forking.Template(modules_of(spec), before, expected_threads)
+    try:
+        yield lambda own: start_forked(spec, template, own)
+    finally:
+        template.close()
+
+
+def _is_exec(spec: LaunchSpec) -> bool:
+    """Whether no rank is to be forked. On accelerators that is so unless somebody asks for it: their libraries may
+    keep what a fork breaks."""
+    return spec.launch.start == "exec" or (spec.launch.start == "auto" and spec.device != "cpu")
+
+
+def refuse_if_asked_for(spec: LaunchSpec, reason: str) -> None:
+    """Raises MachineError where the ranks were to be forked, whatever it takes."""
+    if spec.launch.start == "fork":
+        raise MachineError(f"launch: start: the ranks cannot be forked: {reason}; give --start auto or exec.")
+
+
+def start_forked(spec: LaunchSpec, template: forking.Template, own: Sequence[Mapping[str, str]]) -> Sequence[Process]:
+    """Every rank forked from the template, or a Python of its own if it turns out that it cannot be."""
+    reason = template.problem()
+    if reason is not None:
+        refuse_if_asked_for(spec, reason)
+        return start_each(spec.command, own)
+    return [forking.Forked(pid) for pid in template.start(spec.rank_arguments, env.copy(), own)]
+
+
+def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list[Process]:
+    """Every rank as a Python of its own; none where one of them cannot be started."""
+    shared, started = env.copy(), []
+    try:
+        for variables in own:
+            started.append(subprocess.Popen(command, env={**shared, **variables}, start_new_session=True))
+    except OSError:
+        for process in started:
+            process.kill()
+            process.wait()
+        raise
+    return list(started)
+
+
+def load_torch() -> int:
+    """Loads what the launcher needs of torch; the number of this process's threads that survive a fork."""
+    was_collecting = gc.isenabled()
+    gc.disable()  # importing torch makes a million objects that stay: a tenth of the time is looking through them
+    try:
+        with contextlib.suppress(ImportError):
+            import numpy  # noqa: F401
+        threads = forking.count_threads()
+        importlib.import_module("torch.distributed")
+    finally:
+        if was_collecting:
+            gc.enable()
+    return threads
+
+
+def modules_of(spec: LaunchSpec) -> list[str]:
+    """What the script will import in every rank, as far as its text tells."""
+    script = Path(spec.script)
+    text = script.read_text(errors="replace") if script.is_file() else ""
+    return ["shardkit.runtime.accelerator"] if re.search(r"^\s*(?:import|from) shardkit\b", text, re.MULTILINE) else []

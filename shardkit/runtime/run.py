@@ -1,0 +1,98 @@
+"""What a run is made of. The verbs (prepare, save, resume, stop, measure) take it; `Accelerator` is their facade."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardkit.config.schema import Config
+from shardkit.data.loader import PreparedLoader
+from shardkit.distributed.process import Process
+from shardkit.distributed.watch import Watch
+from shardkit.optim import loss_scale, rebind
+from shardkit.runtime import foreign_steps
+from shardkit.runtime.accumulate import Accumulation, Counters
+from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.runtime.project import ProjectConfiguration
+from shardkit.runtime.same_modules import SameModules
+from shardkit.runtime.schedule import AcceleratedScheduler
+
+if TYPE_CHECKING:
+    from shardkit.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Loops:
+    """How the script's loops are written: what `Accelerator`'s arguments of these names say."""
+
+    step_scheduler_with_optimizer: bool = True
+    split_batches: bool = False
+    even_batches: bool = True
+
+
+@dataclass
+class Taken:
+    """A model that was prepared, and what its parameters were before: their names, and the ids of the new ones."""
+
+    model: nn.Module
+    names_before: rebind.ParameterNames
+    parameters: set[int]
+
+
+@dataclass
+class Run:
+    """One run as this rank sees it. `origins` says where each setting that somebody chose comes from."""
+
+    config: Config
+    origins: Mapping[str, str]
+    process: Process
+    mesh: DeviceMesh | None
+    project: ProjectConfiguration
+    loops: Loops = field(default_factory=Loops)
+    started_bytes: int = 0
+    """What the process had of memory before anything was prepared."""
+    watch: Watch | None = None
+    saving: Session | None = None
+    """What saving and loading keep over the run, from their first use on."""
+    is_resumed: bool = False
+    is_announced: bool = False
+    is_triggered: bool = False
+    models: list[nn.Module] = field(init=False)
+    optimizers: list[AcceleratedOptimizer] = field(init=False)
+    schedulers: list[AcceleratedScheduler] = field(init=False)
+    loaders: list[PreparedLoader] = field(init=False)
+    registered: list[Any] = field(init=False)
+    taken: list[Taken] = field(init=False)
+    accumulation: Accumulation = field(init=False)
+    same_modules: SameModules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is prepared, as at the start; the counters go on."""
+        counters = self.accumulation.counters if hasattr(self, "accumulation") else Counters()
+        self.models, self.optimizers, self.schedulers = [], [], []
+        self.loaders, self.registered, self.taken = [], [], []
+        self.is_resumed = self.is_announced = self.is_triggered = False
+        scaler = loss_scale.make_scaler(self.config, self.device)
+        steps = self.config.shardkit.gradient_accumulation_steps
+        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, counters)
+        self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
+        self.accumulation.before_step = self.same_modules.check
+        foreign_steps.watch(self.accumulation)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.process.device
+
+    @property
+    def counters(self) -> Counters:
+        """How far the run is."""
+        return self.accumulation.counters

@@ -1,0 +1,26 @@
+"""What saving and loading keep over a run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardkit.checkpoint.lock import Lock
+from shardkit.checkpoint.read import Unfinished
+from shardkit.checkpoint.snapshot import Background
+from shardkit.distributed.control import ControlGroup
+
+
+@dataclass
+class Session:
+    """Begins with the first save or load; `Run` holds it."""
+
+    control: ControlGroup
+    run_id: str
+    group: Any
+    background: Background | None = None
+    lock: Lock | None = None
+    parent: str | None = None
+    last: Path | None = None
+    """What this run saved last, and has loaded nothing since."""
+    unfinished: Unfinished = field(default_factory=Unfinished)
+    has_told_of_buffers: bool = False

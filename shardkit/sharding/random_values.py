@@ -1,0 +1,51 @@
+"""Random values for sharded tensors on the CPU: as if each rank drew the whole tensor and kept its part.
+
+torch has generators that know of sharding for accelerators only. On a CPU each rank would draw its own part, from equal
+seeds: the same values again in every part. (Read on torch 2.11 to 2.13.)
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.distributed.tensors import local_part, local_rows, sharded_like
+
+_aten = torch.ops.aten
+_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
+_LIKE = (
+    *(_aten.rand_like.default, _aten.randn_like.default),
+    *(_aten.randint_like.default, _aten.randint_like.low_dtype),
+)
+
+
+@cache
+def install() -> None:
+    """From now on sharded tensors on the CPU get such values. Once in a process."""
+    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
+    if handlers is not None:
+        for operator in (*_IN_PLACE, *_LIKE):
+            handlers.setdefault(operator, _drawn_whole)
+
+
+def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank draws the whole tensor. Not collective: ranks with equal generators have parts of one tensor."""
+    like = args[0]
+    if like.device.type != "cpu":
+        return _as_torch_does(operator, args, kwargs)
+    whole = operator(torch.empty(like.shape, dtype=like.dtype), *args[1:], **kwargs)
+    part = whole[local_rows(like)] if like.ndim else whole
+    if operator in _LIKE:
+        return sharded_like(part.contiguous(), like)
+    local_part(like).copy_(part)
+    return like
+
+
+def _as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        handlers[operator] = handler

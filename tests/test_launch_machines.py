@@ -1,0 +1,203 @@
+"""Two launchers on this machine as two machines (issue 13): what is open to whom, who waits, who is named, who ends."""
+
+import pickle
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from shardkit.errors import MachineError
+from shardkit.launch import addresses, meeting
+from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
+
+is_slow = pytest.mark.slow
+
+
+def flags(port: int, machine: int, *others: str) -> list[str]:
+    main = f"127.0.0.1:{port}"
+    return ["-n", "2", "--num-machines", "2", "--main", main, "--machine-rank", str(machine), *others]
+
+
+def folder(path: Path, machine: int) -> Path:
+    (path / f"machine-{machine}").mkdir(exist_ok=True)
+    return path / f"machine-{machine}"
+
+
+# what is open to whom (line 1)
+
+
+@is_slow
+def test_one_machine_listens_on_loopback_only(tmp_path):
+    done = launch(tmp_path, "-n", "2", "--no-prefix", script("listening"))
+    assert done.stdout.splitlines() == ["listens on 0100007F"] * 2, done.stdout + done.stderr
+
+
+class Attack:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@is_slow
+def test_what_others_write_into_the_store_is_not_executed(tmp_path):
+    port, ran = free_port(), tmp_path / "ran"
+    with running(folder(tmp_path, 0), *flags(port, 0, script("world"))) as first:
+        first.wait_for("waiting for machines")
+        attacker = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        for key in ("machine/1", "said/greeting/1", "all/greeting", "lost"):
+            attacker.set(key, pickle.dumps(Attack(ran)))
+        assert first.end() == 4, first.text()
+    assert "was not written by a machine of this run" in first.text()
+    assert "Traceback" not in first.text()
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("forged", [b"", b"x", pickle.dumps(Attack(Path("never"))), b"0" * 64 + b"[1]"])
+def test_only_what_is_signed_is_read(monkeypatch, forged):
+    monkeypatch.setenv("SHARDKIT_SECRET", "ours")
+    assert meeting.unsealed(meeting.sealed({"a": [1, None]}).encode()) == {"a": [1, None]}
+    with pytest.raises(MachineError, match="was not written by a machine of this run"):
+        meeting.unsealed(forged)
+    signed = meeting.sealed(1).encode()
+    monkeypatch.setenv("SHARDKIT_SECRET", "theirs")
+    with pytest.raises(MachineError, match="same \\$SHARDKIT_SECRET"):
+        meeting.unsealed(signed)
+
+
+def test_addresses_and_their_interfaces():
+    assert addresses.resolve("localhost") == "127.0.0.1"
+    assert addresses.resolve("no-such-name.invalid") is None
+    assert addresses.is_here("127.0.0.1")
+    assert not addresses.is_here("192.0.2.1")  # RFC 5737: nobody's
+    assert addresses.interface_of("127.0.0.1") in {"lo", None}
+    assert addresses.interface_of("192.0.2.1") is None
+    with addresses.listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert addresses.answers("127.0.0.1", port, 1) is None
+    assert addresses.answers("127.0.0.1", port, 1) == "Connection refused"
+
+
+# restarts, and who is named (lines 2 and 6)
+
+
+@is_slow
+def test_a_failure_on_another_machine_is_restarted_on_both(tmp_path):
+    port = free_port()
+    with running(folder(tmp_path, 1), *flags(port, 1, "--restarts", "1", script("at_fault"))) as second:
+        first = launch(folder(tmp_path, 0), *flags(port, 0, "--restarts", "1", script("at_fault")))
+        assert second.end() == 0, second.text() + first.stderr
+    assert first.returncode == 0, first.stderr
+    assert "[0] attempt 1 went well" in first.stdout
+    assert "[1] attempt 1 went well" in second.text()
+    assert "rank 1 failed first: ValueError: rank 1 is at fault" in first.stderr
+
+
+@is_slow
+def test_both_machines_name_the_rank_that_failed_first_and_end_alike(tmp_path):
+    port = free_port()
+    with running(folder(tmp_path, 1), *flags(port, 1, script("at_fault"))) as second:
+        first = launch(folder(tmp_path, 0), *flags(port, 0, script("at_fault")))
+        assert second.end() == first.returncode == 1, second.text() + first.stderr
+    for text in (first.stderr, second.text()):
+        assert re.search(r"launch: rank 1 failed first: ValueError: rank 1 is at fault \(.*at_fault.py:\d+\)", text)
+        assert "then     rank 0 ended because its peer was gone" in text
+        assert text.count("Traceback") == 1
+    assert f"logs     machine 1 ({socket.gethostname()}): runs/" in first.stderr
+
+
+@is_slow
+def test_a_machine_that_dies_is_named_and_the_others_end(tmp_path):
+    port = free_port()
+    with (
+        running(folder(tmp_path, 0), *flags(port, 0, script("stubborn"))) as first,
+        running(folder(tmp_path, 1), *flags(port, 1, script("stubborn"))) as second,
+    ):
+        pids = [int(one.wait_for(r"pid (\d+)")[0]) for one in (first, second)]
+        first.process.kill()
+        assert second.end() == 4, second.text()
+    assert f"launch: lost machine 0 ({socket.gethostname()}): no sign of life" in second.text()
+    assert "Traceback" not in second.text()
+    wait_until_gone(pids)
+
+
+# while machines gather (lines 4 and 5)
+
+SOON = ("--set", "shardkit.launch.meet_timeout_s=4")
+
+
+@is_slow
+@pytest.mark.parametrize(
+    ("machine", "waits", "ends"),
+    [
+        (
+            0,
+            "waiting for machines, 1 of 2 are here (missing: 1), ",
+            "launch: 1 of 2 machines came within 4 s (missing: 1)",
+        ),
+        (1, "waiting for machine 0 at 127.0.0.1:{port} (Connection refused), ", "launch: machine 1 of 2 did not reach"),
+    ],
+)
+def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(tmp_path, machine, waits, ends):
+    port = free_port()
+    done = launch(tmp_path, *flags(port, machine, *SOON, script("world")))
+    assert done.returncode == 4, done.stderr
+    assert waits.format(port=port) in done.stderr
+    assert ends in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@is_slow
+def test_machines_that_start_differently_all_end_and_name_what_differs(tmp_path):
+    port = free_port()
+    with running(folder(tmp_path, 0), *flags(port, 0, script("world"))) as first:
+        other = launch(folder(tmp_path, 1), *flags(port, 1, "--mixed-precision", "bf16", script("world")))
+        assert other.returncode == first.end() == 2, other.stderr + first.text()
+    for text in (first.text(), other.stderr):
+        assert "launch: mixed_precision: no on machine 0, bf16 on machine 1." in text
+    assert not list(logs(folder(tmp_path, 0)).glob("rank*"))
+
+
+@is_slow
+def test_a_number_of_machines_that_differs_ends_all_before_the_timeout(tmp_path):
+    port = free_port()
+    three = ["-n", "3", "--num-machines", "3", "--main", f"127.0.0.1:{port}", "--machine-rank", "0"]
+    with running(folder(tmp_path, 0), *three, script("world")) as first:
+        other = launch(folder(tmp_path, 1), *flags(port, 1, script("world")))
+        assert other.returncode == first.end() == 2, other.stderr + first.text()
+    assert "launch: num_machines: 3 on machine 0" in other.stderr
+
+
+@is_slow
+def test_a_number_that_is_taken_is_refused_by_name(tmp_path):
+    port = free_port()
+    with running(folder(tmp_path, 0), *flags(port, 0, script("world"))) as first:
+        first.wait_for("waiting for machines")
+        # a second one with the number 0 on another machine: here it can only find the port taken
+        again = launch(folder(tmp_path, 2), *flags(port, 0, script("world")))
+        assert (again.returncode, "in use by" in again.stderr) == (4, True), again.stderr
+        store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        store.set("machine/1", meeting.sealed({"host": "elsewhere", "pid": 7}))
+        other = launch(folder(tmp_path, 1), *flags(port, 1, script("world")))
+        first.process.kill()
+    assert other.returncode == 2, other.stderr
+    assert "launch: machine_rank 1 is taken by elsewhere (pid 7); give each machine a number of its own" in other.stderr
+
+
+@is_slow
+def test_what_listens_there_and_is_no_launcher_is_told(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port()))
+        other.listen()
+        began_s = time.monotonic()
+        done = launch(tmp_path, *flags(other.getsockname()[1], 1, script("world")))
+    assert done.returncode == 4, done.stderr
+    assert "is no shardkit launch" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began_s < 60

@@ -1,0 +1,151 @@
+"""How ranks start: forked from a process that has loaded torch (issue 9, line 21), they are what fresh ones are."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.launch import forking, preloaded
+
+SCRIPTS = Path(__file__).parent / "scripts"
+is_slow = pytest.mark.slow
+
+
+def launch(folder: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str):
+    """A launch on the CPU from `folder`, to its end; `options` are Python's."""
+    command = [sys.executable, *options, "-m", "shardkit", "launch", "--cpu", "--no-prefix", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, input="in\n"
+    )
+
+
+# what a forked rank is
+
+
+def portrait(folder: Path, start: str) -> dict:
+    options = ("-X", "dev", "-W", "ignore::ResourceWarning")
+    shown = ("-n", "2", "--start", start, "--show", "0")
+    done = launch(folder, *shown, str(SCRIPTS / "self_portrait.py"), "--lr", "1", options=options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for changing in ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
+        found["variables"].pop(changing, None)
+    return found
+
+
+@is_slow
+def test_a_forked_rank_is_what_a_fresh_one_is(tmp_path):
+    fresh, forked = portrait(tmp_path, "exec"), portrait(tmp_path, "fork")
+    for name, value in fresh.items():
+        assert forked[name] == value, name
+
+
+RANDOM = """
+import random, os, uuid
+import numpy, torch
+from pathlib import Path
+drawn = [random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed(), str(uuid.uuid4())]
+Path(os.environ["RANK"]).write_text(repr(drawn))
+"""
+
+
+@is_slow
+def test_forked_ranks_draw_different_random_numbers(tmp_path):
+    (tmp_path / "draw.py").write_text(RANDOM)
+    done = launch(tmp_path, "-n", "2", "--start", "fork", "draw.py")
+    assert done.returncode == 0, done.stderr
+    one, other = (eval((tmp_path / rank).read_text()) for rank in "01")
+    assert all(mine != yours for mine, yours in zip(one, other, strict=True))
+
+
+@is_slow
+def test_a_variable_that_torch_reads_takes_effect_wherever_it_is_set(tmp_path):
+    package = tmp_path / "elsewhere" / "installed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '1'\n")
+    (tmp_path / "threads.py").write_text("import installed\nimport torch\nprint('threads', torch.get_num_threads())\n")
+    for start in ("exec", "fork"):
+        done = launch(
+            tmp_path, "-n", "1", "--start", start, "threads.py", PYTHONPATH=str(package.parent), OMP_NUM_THREADS="2"
+        )
+        assert done.stdout == "threads 1\n", done.stderr
+
+
+END = """
+import atexit, sys, threading, time
+import torch
+from pathlib import Path
+
+class Held:
+    def __del__(self):
+        Path("finalized").touch()
+
+atexit.register(lambda: Path("exit-function").touch())
+held = Held()
+unflushed = open("unflushed", "w")
+unflushed.write("all of it")
+threading.Thread(target=lambda: (time.sleep(0.2), Path("thread").touch())).start()
+print("last", end="")
+sys.exit(5)
+"""
+
+
+@is_slow
+def test_a_forked_rank_has_its_end(tmp_path):
+    (tmp_path / "end.py").write_text(END)
+    done = launch(tmp_path, "-n", "1", "--start", "fork", "end.py")
+    assert (done.returncode, done.stdout) == (5, "last\n"), done.stderr
+    assert (tmp_path / "unflushed").read_text() == "all of it"
+    assert {"finalized", "exit-function", "thread"} <= {path.name for path in tmp_path.iterdir()}
+
+
+# where ranks are not forked
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("os.environ['OMP_NUM_THREADS'] = '4'", ["OMP_NUM_THREADS"]),
+        ('os.environ.setdefault("PYTORCH_ALLOC_CONF", "x")', ["PYTORCH_ALLOC_CONF"]),
+        ("os.environ.update(MKL_NUM_THREADS='1', RANK='0')", ["MKL_NUM_THREADS"]),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['TORCH_HOME'] = '0'", []),
+        ("TORCH_DTYPE = 'OMP_NUM_THREADSX' if False else os.environ['RANK']", ["OMP_NUM_THREADSX"]),
+    ],
+)
+def test_variables_are_found_in_the_script_and_in_what_it_imports(tmp_path, monkeypatch, line, names):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "settings.py").write_text(f"import os\n{line}\n")
+    (tmp_path / "inner" / "model.py").write_text("from .settings import a\nimport train\n")
+    (tmp_path / "train.py").write_text("import os, sys\nfrom inner.model import b\nimport json\n")
+    assert preloaded.variables_set("train.py", False) == names
+    assert preloaded.variables_set("inner.model", True) == names
+    assert preloaded.variables_set("no.such", True) == []
+
+
+def test_a_module_beside_the_script_that_torch_has_loaded_under_its_name_is_found(tmp_path):
+    (tmp_path / "json.py").touch()
+    (tmp_path / "train.py").touch()
+    (tmp_path / "logging").mkdir()  # data, no package
+    assert forking.hidden_by(tmp_path) == ["json.py"]
+    assert forking.hidden_by(Path(json.__file__).parent.parent / "nowhere") == []
+    assert "json" not in " ".join(forking.hidden_by(Path(json.__file__).parent.parent))  # it is the one that is loaded
+
+
+@is_slow
+def test_a_fork_that_was_asked_for_and_cannot_be_is_refused(tmp_path):
+    (tmp_path / "train.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '2'\n")
+    done = launch(tmp_path, "--start", "fork", "train.py")
+    assert done.returncode == 4, done.stderr
+    assert (
+        "launch: start: the ranks cannot be forked: train.py or a module beside it sets OMP_NUM_THREADS" in done.stderr
+    )
+    assert launch(tmp_path, "-n", "1", "train.py").returncode == 0
+
+
+def test_what_a_library_has_opened_or_started_is_found():
+    assert forking.why_not_with_torch(forking.count_threads()) is None
+    assert "has started threads" in (forking.why_not_with_torch(forking.count_threads() - 1) or "")
