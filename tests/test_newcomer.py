@@ -204,6 +204,15 @@ def test_3_edit_opens_the_review(folder, capsys, text):
     assert (folder / "shardkit.yaml").read_text() == text
 
 
+def test_3_an_edit_that_was_stopped_goes_on_with_all_that_the_file_says(folder, capsys):
+    text = "# by the team\ndistributed_type: FSDP\nnum_processes: 8\nshardkit:\n  checkpoint:\n    keep_last: 7\n"
+    (folder / "shardkit.yaml").write_text(text)
+    assert talk_plainly(["edit", "change", "processes", "4"]) == 130
+    assert talk_plainly(["resume", "edit", "save"]) == 0
+    written = (folder / "shardkit.yaml").read_text()
+    assert written == text.replace("num_processes: 8", "num_processes: 4")
+
+
 def test_3_changing_the_device_in_the_review_takes_its_defaults_along(folder, capsys):
     asked = ["", "CPU", "", "", "", "", "change", "where", "this machine", "done", "save"]
     assert talk_plainly(asked) == 0
@@ -436,7 +445,7 @@ def test_8_a_key_of_a_file_without_its_prefix_too(folder, capsys):
 
 def test_8_sizes_have_one_unit():
     package = Path(__file__).parent.parent / "shardkit"
-    theirs = {"checkpoint/write.py"}
+    theirs = {"checkpoint/commit.py", "checkpoint/opening.py"}  # to follow
     for path in package.rglob("*.py"):
         if str(path.relative_to(package)) not in theirs:
             assert "1e6:.1f} MB" not in path.read_text() and "%.1f MB" not in path.read_text(), path

@@ -129,8 +129,8 @@ class _Begun:
 def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Hardware) -> _Begun:
     _greet(prompter, Situation(hardware, folder=options.folder), path, options)
     resumed = _resumed(prompter, path)
-    former, config = (None, None) if resumed else _former(prompter, path, options)
-    known = config if resumed else config or _from_accelerate(prompter, path, options)
+    former, config = _former(prompter, path, options)
+    known = config or _from_accelerate(prompter, path, options)
     situation = Situation(hardware, base=known or Config(), has_base=known is not None, folder=options.folder)
     given = from_config(known, situation) if known is not None else {}
     spec = options.model or (comment.read(former) if former else None)
@@ -158,9 +158,8 @@ def _greet(prompter: Prompter, s: Situation, path: Path, options: WizardOptions)
     memory = f"{s.hardware.memory_bytes / 2**30:.0f} GiB of host memory"
     scheduler = f", {s.hardware.scheduler.name} job" if s.hardware.scheduler else ""
     prompter.say(f"Found here: {s.hardware.in_words}, {memory}{scheduler}.")
-    prompter.say(
-        f"{'Shows' if options.dry_run else 'Writes'} {Target(path).shown}. Ctrl-C stops; your answers are kept."
-    )
+    verb = "Shows" if options.dry_run else "Writes"
+    prompter.say(f"{verb} {Target(path).shown}. Ctrl-C stops; your answers are kept.")
 
 
 def _resumed(prompter: Prompter, path: Path) -> dict[str, Any]:
