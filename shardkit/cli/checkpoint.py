@@ -213,6 +213,20 @@ def merge(
 
 
 @app.command()
+def pin(
+    path: Where,
+    undo: Annotated[bool, typer.Option("--undo", help="Leave it to retention again.")] = False,
+) -> int:
+    """Keep a checkpoint, whatever retention and prune would delete."""
+    from shardkit.checkpoint import locate, retention
+
+    chosen = locate.checkpoint(path).path
+    retention.unpin(chosen) if undo else retention.pin(chosen)
+    print(f"{chosen}: {'no longer pinned' if undo else 'pinned'}")
+    return 0
+
+
+@app.command()
 def prune(
     path: Series,
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many of the newest stay.")],

@@ -88,11 +88,6 @@ def simulate(
     return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]
 
 
-def strategies_of(request: Request, chosen: ShardingStrategy, asked: str | None) -> list[ShardingStrategy]:
-    """Which strategies to simulate: the configured one, or `all`."""
-    return list(ShardingStrategy) if asked and asked.strip().lower() == "all" else [chosen]
-
-
 def _kind(request: Request, folder: Path) -> str:
     spec = request.description.spec
     if is_by_sizes(spec):
