@@ -320,5 +320,5 @@ def _trouble_with_files() -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        text = f"checkpoint: {where}{error.strerror or error}; nothing was changed by half."
+        text = f"checkpoint: {where}{error.strerror or error}; no file was left half-written."
         raise CheckpointError(text) from error

@@ -121,7 +121,7 @@ def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[
         place = child.relative_place(answer["where"], folder) or f"--simulate {job['spec']}"
         raise ModelError(
             f"{place}: the model {job['spec']} cannot train on fake tensors ({answer['error']}); "
-            f"mend that line (values of tensors are not known there), {CLOSED_FORM_HINT}."
+            f"change that line (values of tensors are not known there), {CLOSED_FORM_HINT}."
         )
     return answer["steps"]
 
