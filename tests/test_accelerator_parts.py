@@ -422,7 +422,7 @@ def test_save_names_the_place_that_cannot_be_written(tmp_path):
     with pytest.raises(UsageError, match=r"taken: a folder has this name; give the name of a file\."):
         objects.save({"a": torch.ones(2)}, tmp_path / "taken")
     (tmp_path / "plain").touch()
-    with pytest.raises(CheckpointSaveError, match=r"plain/x: cannot be written \(.*\); mend that, or give"):
+    with pytest.raises(CheckpointSaveError, match=r"plain/x: cannot be written \(.*\); fix that, or give"):
         objects.save({"a": 1}, tmp_path / "plain" / "x")
     assert sorted(found.name for found in tmp_path.rglob("*")) == ["plain", "taken"]
 

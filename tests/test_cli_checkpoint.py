@@ -397,3 +397,14 @@ def test_no_command_needs_torch_but_casting_and_converting(project, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Path(tmp_path / "merged" / "model.safetensors").exists()
+
+
+def test_a_pinned_checkpoint_outlives_prune_until_it_is_unpinned(project, tmp_path, capsys):
+    root = copied(project, tmp_path)
+    oldest = folder.step_folder(root, 4)
+    assert called(capsys, "pin", oldest) == f"{oldest}: pinned\n"
+    called(capsys, "prune", root, "--keep-last", 1)
+    assert oldest.exists() and "pinned" in called(capsys, "list", root)
+    assert called(capsys, "pin", oldest, "--undo") == f"{oldest}: no longer pinned\n"
+    called(capsys, "prune", root, "--keep-last", 1)
+    assert not oldest.exists()

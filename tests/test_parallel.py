@@ -304,7 +304,7 @@ def test_offloading_on_a_cpu_is_a_note(caplog, monkeypatch):
     config = config_for(1, fsdp_offload_params=True)
     with caplog.at_level("INFO"):
         assert engine._home(config, process.start(config_for(1, 3))) == torch.device("cpu")
-    assert "this run is on the CPU, where parameters and gradients are anyway" in caplog.text
+    assert "no effect on a CPU run: parameters and gradients are in host memory already" in caplog.text
 
 
 # Models that do not divide nicely

@@ -12,7 +12,7 @@ from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import activations
-from shardkit.plan.closed_form import Estimate, Memory, estimate, for_strategies
+from shardkit.plan.closed_form import Estimate, Memory, estimate, with_strategy
 from shardkit.plan.optimizers import state_numel
 
 GIB = 2**30
@@ -309,10 +309,14 @@ def test_real_models_under_all_five_strategies(family):
     }[family]
     with torch.device("meta"):
         tree = tree_of(auto.from_config(config, dtype=torch.float32))
-    found = for_strategies(
-        tree, configuration(1), world_size=16, facts=transformer_facts(config), batch_size=1, seq_len=128
-    )
-    assert list(found) == list(ShardingStrategy)
+    known = {
+        "world_size": 16,
+        "ranks_per_machine": 8,
+        "facts": transformer_facts(config),
+        "batch_size": 1,
+        "seq_len": 128,
+    }
+    found = {one: estimate(tree, with_strategy(configuration(1), one), **known) for one in ShardingStrategy}
     peaks = {strategy: f.memory.peak.total for strategy, f in found.items()}
     assert min(peaks, key=lambda s: peaks[s]) is ShardingStrategy.FULL_SHARD
     assert max(peaks, key=lambda s: peaks[s]) is ShardingStrategy.NO_SHARD

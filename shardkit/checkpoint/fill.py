@@ -57,10 +57,6 @@ class Saved:
             raise CheckpointCorrupted(f"{where}: {section}: {name} is missing; the checkpoint is damaged.")
         return found
 
-    def refuse(self, name: str) -> torch.Tensor:
-        """What stands for a tensor where there can be none."""
-        raise CheckpointCorrupted(f"{self.files.checkpoint.path}: {name}: no tensor belongs here; it is damaged.")
-
     def new(
         self, section: str, name: str, like: torch.Tensor | None = None, device: torch.device | None = None
     ) -> torch.Tensor:

@@ -213,6 +213,20 @@ def merge(
 
 
 @app.command()
+def pin(
+    path: Where,
+    undo: Annotated[bool, typer.Option("--undo", help="Leave it to retention again.")] = False,
+) -> int:
+    """Keep a checkpoint, whatever retention and prune would delete."""
+    from shardkit.checkpoint import locate, retention
+
+    chosen = locate.checkpoint(path).path
+    retention.unpin(chosen) if undo else retention.pin(chosen)
+    print(f"{chosen}: {'no longer pinned' if undo else 'pinned'}")
+    return 0
+
+
+@app.command()
 def prune(
     path: Series,
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many of the newest stay.")],
@@ -306,5 +320,5 @@ def _trouble_with_files() -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        text = f"checkpoint: {where}{error.strerror or error}; nothing was changed by half."
+        text = f"checkpoint: {where}{error.strerror or error}; no file was left half-written."
         raise CheckpointError(text) from error

@@ -67,10 +67,6 @@ class ControlGroup:
     tick: Callable[[], None] = field(default=lambda: None)
     """Called between pieces of work, so that whoever watches this rank sees it move."""
 
-    def with_timeout(self, timeout_s: float) -> "ControlGroup":
-        """The same ranks, waiting for one another so long."""
-        return replace(self, timeout_s=timeout_s)
-
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. LostRank where one does not answer in time."""
         return self.decide(value, lambda values: values)

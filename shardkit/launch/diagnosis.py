@@ -76,7 +76,7 @@ def cause_of(outcome: Outcome) -> str:
     if code == 0:
         return "left with exit code 0 while the other ranks still waited for it"
     if outcome.was_killed and code != -signal.SIGTERM:
-        return "did not come: the other ranks waited for it in vain, and the launcher ended it"
+        return "did not arrive: the other ranks timed out waiting for it, and the launcher ended it"
     if code is not None and code < 0:
         return f"killed by {signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
     return f"ended with exit code {code} and without a Python error"

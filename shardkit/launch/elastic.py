@@ -133,7 +133,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
 def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, log_dir: Path, restart: int) -> Attempt:
     """Starts the ranks and waits for the last one, on all machines. Raises MachineError where one of them is lost."""
     from shardkit.launch import ranks
-    from shardkit.launch.meeting import Lost
+    from shardkit.launch.line import Lost
 
     watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
     try:

@@ -126,7 +126,7 @@ def core_warning(config: Config, machine: Machine) -> str | None:
     ranks_here = config.num_processes // config.num_machines
     if device_of(config) != "cpu" or ranks_here <= machine.cores:
         return None
-    return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; they run, and they wait for one another."
+    return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; the run will be slow."
 
 
 def _module_exists(name: str) -> bool:

@@ -121,24 +121,6 @@ def estimate(
     )
 
 
-def for_strategies(
-    tree: ModuleNode, config: Config, *, world_size: int, ranks_per_machine: int = 8, **known: object
-) -> dict[ShardingStrategy, Estimate]:
-    """`estimate` for each of the five strategies; the hybrid ones only where there are several machines."""
-    found = {}
-    for strategy in ShardingStrategy:
-        if strategy.is_hybrid and world_size <= ranks_per_machine and not config.shardkit.mesh.shard_size:
-            continue
-        found[strategy] = estimate(
-            tree,
-            with_strategy(config, strategy),
-            world_size=world_size,
-            ranks_per_machine=ranks_per_machine,
-            **known,  # type: ignore[arg-type]
-        )
-    return found
-
-
 def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
     """The same configuration under another strategy."""
     fsdp = config.fsdp.model_copy(update={"sharding_strategy": strategy, "reshard_after_forward": None})

@@ -88,11 +88,6 @@ def simulate(
     return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]
 
 
-def strategies_of(request: Request, chosen: ShardingStrategy, asked: str | None) -> list[ShardingStrategy]:
-    """Which strategies to simulate: the configured one, or `all`."""
-    return list(ShardingStrategy) if asked and asked.strip().lower() == "all" else [chosen]
-
-
 def _kind(request: Request, folder: Path) -> str:
     spec = request.description.spec
     if is_by_sizes(spec):
@@ -126,7 +121,7 @@ def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[
         place = child.relative_place(answer["where"], folder) or f"--simulate {job['spec']}"
         raise ModelError(
             f"{place}: the model {job['spec']} cannot train on fake tensors ({answer['error']}); "
-            f"mend that line (values of tensors are not known there), {CLOSED_FORM_HINT}."
+            f"change that line (values of tensors are not known there), {CLOSED_FORM_HINT}."
         )
     return answer["steps"]
 

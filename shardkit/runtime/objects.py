@@ -70,7 +70,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        text = f"save: {path}: cannot be written ({words(error)}); mend that, or give another path."
+        text = f"save: {path}: cannot be written ({words(error)}); fix that, or give another path."
         raise CheckpointSaveError(text) from error
     finally:
         with suppress(OSError):

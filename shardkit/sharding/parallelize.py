@@ -150,5 +150,5 @@ def _fill(
 def _home(config: Config, process: Process) -> torch.device:
     """Where sharded parameters, their gradients and optimizer state live."""
     if config.fsdp.offload_params and process.device.type == "cpu":
-        log.info("fsdp_offload_params: this run is on the CPU, where parameters and gradients are anyway.")
+        log.info("fsdp_offload_params: no effect on a CPU run: parameters and gradients are in host memory already.")
     return torch.device("cpu") if config.fsdp.offload_params else process.device

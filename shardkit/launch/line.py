@@ -1,0 +1,225 @@
+"""The thread on each machine that talks to the store of machine 0, and what it says: signed JSON."""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import threading
+import time
+from typing import Any, NoReturn
+
+from torch.distributed import Store
+
+from shardkit import env
+from shardkit.errors import ConfigError, MachineError
+from shardkit.launch import names
+
+POLL_S = 0.1
+BEAT_S = 1.0
+LOST_S = 30.0
+"""So long without a sign of life, and a machine counts as gone."""
+GOODBYE_S = 5.0
+"""How long machine 0 keeps the store for others that have not yet read the end."""
+SIGNATURE_BYTES = 64
+
+
+class Lost(Exception):
+    """Machines that give no sign of life any more: `machines`, by number."""
+
+    def __init__(self, machines: list[int]) -> None:
+        super().__init__(f"lost machines {machines}")
+        self.machines = machines
+
+
+class Line:
+    """The thread that talks to the store, so that nothing else ever waits for the network."""
+
+    def __init__(self, store: Store, machine: int, machines: int) -> None:
+        self._store, self._machine, self._machines = store, machine, machines
+        self._said: dict[str, Any] = {}
+        self._published: dict[str, dict[int, Any]] = {}
+        self._collected: dict[str, dict[int, Any]] = {}
+        self._missing: dict[str, list[int]] = {}
+        self._alarms_raised: set[str] = set()
+        self._alarms_heard: set[str] = set()
+        self._watched: set[str] = set()
+        self._sent: set[str] = set()
+        self._lost: list[int] = []
+        self._error: Exception | None = None
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._turn_s = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardkit-line", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End, after machine 0 has given the others time to read the last that was published."""
+        self._closing.set()
+        self._thread.join(GOODBYE_S)
+
+    def enter(self, greeting: dict[str, Any]) -> None:
+        """Take this machine's number. Raises ConfigError where another one has it."""
+        key = f"machine/{self._machine}"
+        mine = sealed(greeting)
+        holder = self._store.compare_set(key, "", mine)
+        if holder != mine.encode():
+            other = unsealed(holder)
+            raise ConfigError(
+                f"launch: machine_rank {self._machine} is taken by {other['host']} (pid {other['pid']}); "
+                "give each machine a number of its own with --machine-rank."
+            )
+
+    def say(self, name: str, value: Any) -> None:
+        """Say something under a name that is used once."""
+        self._said[name] = value
+
+    def heard(self, name: str) -> dict[int, Any] | None:
+        """What all have said under the name; None while some are missing. Raises Lost, ConfigError, MachineError."""
+        if name in self._published:
+            return self._published[name]
+        if self._error is not None:
+            raise self._error
+        if lost := self.lost():
+            raise Lost(lost)
+        return None
+
+    def missing(self, name: str) -> list[int]:
+        """Who has not yet said something under the name, as far as known."""
+        return self._missing.get(name, [])
+
+    def collected(self, name: str) -> dict[int, Any]:
+        """What has been said so far under the name, as far as this machine knows: machine 0 knows it first."""
+        return dict(self._collected.get(name, {}))
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise it here and on all machines that wait."""
+        self._tell_refusal(error)
+        raise error
+
+    def _tell_refusal(self, error: Exception) -> None:
+        with contextlib.suppress(Exception):
+            self._store.set("refused", sealed({"text": str(error), "is_config": isinstance(error, ConfigError)}))
+
+    def raise_alarm(self, name: str) -> None:
+        self._alarms_raised.add(name)
+
+    def hears_alarm(self, name: str) -> bool:
+        self._watched.add(name)
+        return name in self._alarms_heard or self._error is not None or bool(self.lost())
+
+    def lost(self) -> list[int]:
+        """Machines that are gone: for the others, machine 0 when the store does not answer."""
+        silent = time.monotonic() - self._turn_s > LOST_S
+        return [0] if silent and self._machine else self._lost
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        beat_s = 0.0
+        goodbye_s = 0.0
+        try:
+            while True:
+                now = time.monotonic()
+                if self._closing.is_set():
+                    goodbye_s = goodbye_s or now
+                    if self._may_leave() or now - goodbye_s > GOODBYE_S:
+                        return
+                self._send()
+                self._read()
+                if now - beat_s > BEAT_S:
+                    beat_s = now
+                    self._beat(now)
+                self._turn_s = time.monotonic()
+                self._closing.wait(POLL_S) if not goodbye_s else time.sleep(POLL_S)
+        except (ConfigError, MachineError) as error:
+            self._tell_refusal(error)
+            self._error = error
+        except Exception:  # the store is gone
+            self._lost = [0]
+
+    def _may_leave(self) -> bool:
+        """Machine 0 is the last: its store is everybody's."""
+        if self._machine:
+            self._store.set(f"left/{self._machine}", "1")
+            return True
+        return all(self._store.check([f"left/{machine}"]) for machine in range(1, self._machines))
+
+    def _send(self) -> None:
+        for name in [name for name in self._said if name not in self._sent]:
+            self._store.set(f"said/{name}/{self._machine}", sealed(self._said[name]))
+            self._sent.add(name)
+        for name in [name for name in self._alarms_raised if name not in self._alarms_heard]:
+            self._store.set(f"alarm/{name}", "1")
+            self._alarms_heard.add(name)
+
+    def _read(self) -> None:
+        if self._store.check(["refused"]):
+            refusal = unsealed(self._store.get("refused"))
+            raise (ConfigError if refusal["is_config"] else MachineError)(refusal["text"])
+        for name in [name for name in self._watched if name not in self._alarms_heard]:
+            if self._store.check([f"alarm/{name}"]):
+                self._alarms_heard.add(name)
+        for name in [name for name in self._said if name not in self._published]:
+            if self._machine == 0:
+                self._collect(name)
+            if self._store.check([f"all/{name}"]):
+                found = unsealed(self._store.get(f"all/{name}"))
+                self._published[name] = {int(machine): value for machine, value in found.items()}
+            elif self._machine and self._store.check([f"missing/{name}"]):
+                self._missing[name] = unsealed(self._store.get(f"missing/{name}"))
+
+    def _collect(self, name: str) -> None:
+        """Machine 0: take what has come, and publish it once all have said it."""
+        found = self._collected.setdefault(name, {})
+        for machine in range(self._machines):
+            key = f"said/{name}/{machine}"
+            if machine not in found and self._store.check([key]):
+                found[machine] = unsealed(self._store.get(key))
+        missing = [machine for machine in range(self._machines) if machine not in found]
+        if missing != self._missing.get(name):
+            self._missing[name] = missing
+            self._store.set(f"missing/{name}", sealed(missing))
+        if not missing:
+            self._store.set(f"all/{name}", sealed(found))
+
+    def _beat(self, now: float) -> None:
+        """Give a sign of life; machine 0 looks for those of the others, and tells who has stopped."""
+        self._store.set(f"beat/{self._machine}", f"{now:.1f}")
+        if self._machine:
+            if self._store.check(["lost"]):
+                self._lost = unsealed(self._store.get("lost"))
+            return
+        for machine in range(1, self._machines):
+            if self._store.check([f"left/{machine}"]):  # its launcher ended: too early, if something is still awaited
+                self._beats[machine] = (b"", -LOST_S)
+            elif self._store.check([f"beat/{machine}"]):
+                beat = self._store.get(f"beat/{machine}")
+                if self._beats.get(machine, (b"", 0.0))[0] != beat:
+                    self._beats[machine] = (beat, now)
+        lost = [machine for machine, (_, since_s) in self._beats.items() if now - since_s > LOST_S]
+        if lost != self._lost:
+            self._lost = lost
+            self._store.set("lost", sealed(lost))
+
+
+def sealed(value: Any) -> str:
+    """JSON with its signature, or with a check sum where there is no secret."""
+    text = json.dumps(value)
+    return signature(text.encode()) + text
+
+
+def unsealed(data: bytes) -> Any:
+    """What was sealed. Raises MachineError where it was not signed with this run's secret."""
+    text = data[SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature(text).encode(), data[:SIGNATURE_BYTES]):
+        raise MachineError(
+            f"launch: a message in the store was not written by a machine of this run; give all of them the same "
+            f"${names.SECRET}, and check who else reaches the port."
+        )
+    return json.loads(text)
+
+
+def signature(text: bytes) -> str:
+    return hmac.new((env.get(names.SECRET) or "").encode(), text, hashlib.sha256).hexdigest()
