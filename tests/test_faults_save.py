@@ -185,7 +185,7 @@ def save_without_room(root):
 @pytest.mark.fault_row(14)
 def test_room_is_looked_for_before_anything_is_written(ranks, tmp_path):
     (told,) = ranks.run(1, save_without_room, tmp_path)
-    assert f"No space left on device: need 13.6 MB, 7.4 MB free in {tmp_path}" in told
+    assert f"No space left on device: need 13.0 MiB, 7.1 MiB free in {tmp_path}" in told
     assert not list(tmp_path.iterdir())
 
 

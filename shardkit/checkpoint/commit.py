@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import shardkit
+from shardkit import sizes
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, faults, folder, manifest, retention
 from shardkit.checkpoint.layout import Index
@@ -65,8 +66,8 @@ def after_commit(prepared: Prepared, record: Manifest, started: float) -> None:
     except OSError as error:
         logger.warning("checkpoint: step %d is saved, but: %s.", request.step, words(error))
     seconds = time.monotonic() - started
-    where, size = request.final, record.bytes / 1e6
-    logger.info("checkpoint: step %d saved in %s (%.1f MB, %.1f s)", request.step, where, size, seconds)
+    where, size = request.final, sizes.in_words(record.bytes)
+    logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, where, size, seconds)
 
 
 def _remove_replaced(prepared: Prepared) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardkit import sizes
 from shardkit.checkpoint import apart, disk, faults, folder, index_json, layout, manifest, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.attempt import report, together
@@ -189,7 +190,7 @@ def _look_for_room(final: Path, needed: int) -> None:
     needed = needed + needed // 20 + MARGIN_BYTES
     if free < needed:
         raise CheckpointError(
-            f"No space left on device: need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free in {final.parent}"
+            f"No space left on device: need {sizes.in_words(needed)}, {sizes.in_words(free)} free in {final.parent}"
         )
 
 

@@ -28,7 +28,7 @@ from shardkit.launch.diagnosis import Outcome
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, headline
-from shardkit.launch.watch import Hang, Watch
+from shardkit.launch.watch import CTRL_C_S, Hang, Watch
 from shardkit.launch.ways import Start
 
 if TYPE_CHECKING:  # they load torch
@@ -214,7 +214,10 @@ def signals_to(watch: Watch) -> Iterator[None]:
                 else RankFailure(f"launch: {diagnosis.signal_name(number)} before the ranks had started.", 128 + number)
             )
         if watch.stop is None:
-            say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop; once more ends them at once")
+            limit = f" within {min(CTRL_C_S, watch.stop_timeout_s):g} s" if number == signal.SIGINT else ""
+            say(
+                f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now"
+            )
         watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -261,11 +264,8 @@ def error_of(attempt: Attempt, spec: LaunchSpec, output: Output) -> ShardkitErro
     if root.error is not None and root.error.exit_code == EXIT_PREEMPTED:
         return Preempted(root.error.message)
     if stop is not None and (root.was_killed or root.exit_code == -stop or found.exit_code == 128 + stop):
-        if stop == signal.SIGINT:
-            raise KeyboardInterrupt
-        return RankFailure(
-            f"launch: {diagnosis.signal_name(stop)} ended the ranks; nothing was saved for it. logs {logs}", 128 + stop
-        )
+        lost = f"launch: {diagnosis.signal_name(stop)} ended the ranks; nothing was saved for it. logs {logs}"
+        return RankFailure(lost + diagnosis.saved(attempt.committed_step), 128 + stop)
     if root.error is not None and root.error.kind not in _SHOWN_WITHOUT_TRACEBACK:
         output.show(found.rank, root.error.traceback.rstrip("\n"))
     return RankFailure(diagnosis.render(found, attempt.started_s, logs, attempt.committed_step), found.exit_code)

@@ -22,6 +22,8 @@ POLL_S = 0.05
 CHECK_S = 1.0
 SURVIVOR_GRACE_S = 5.0
 """How long ranks may outlive the failure of another: time to notice it and to say so in their logs."""
+CTRL_C_S = 30.0
+"""How long ranks have to save after Ctrl-C, if `stop_timeout_s` does not say less."""
 STACKS_S = 10.0
 """How long ranks have, at most, to write their stacks."""
 SAMPLES = 4
@@ -91,7 +93,8 @@ class Watch:
     def tell_to_stop(self, number: int) -> None:
         """Hand a signal to every rank; the second time, end them all. Called from a signal handler: takes no lock."""
         if self.stop is None:
-            self.stop = Stop(number, SURVIVOR_GRACE_S if number == signal.SIGINT else self.stop_timeout_s)
+            is_ctrl_c = number == signal.SIGINT
+            self.stop = Stop(number, min(CTRL_C_S, self.stop_timeout_s) if is_ctrl_c else self.stop_timeout_s)
             for pid in self._running_pids():
                 _send(pid, number)
         else:

@@ -85,7 +85,10 @@ def resume(run: Run) -> bool:
             "resume: auto needs a project folder to look in (got none); give Accelerator a "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), or name a checkpoint."
         )
-    return saving.resume(run)
+    found = saving.resume(run)
+    if not found and run.process.is_main:
+        log.info("checkpoint.resume: no checkpoint yet in %s; this run trains from the start.", saving.root_of(run))
+    return found
 
 
 def end(run: Run) -> None:

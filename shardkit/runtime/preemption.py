@@ -1,4 +1,5 @@
-"""SIGTERM and SIGUSR1 are remembered: the run ends at a step boundary that all ranks agree on (`distributed/watch.py`).
+"""SIGTERM, SIGUSR1 and, in a launched run, SIGINT (Ctrl-C) are remembered: the run ends at a step boundary that all
+ranks agree on (`distributed/watch.py`).
 
 A scheduler signals the launcher, one rank, or all of them; whoever hears it first, all ranks stop at the same step.
 """
@@ -17,10 +18,11 @@ _found: dict[int, object] = {}
 
 
 def install() -> None:
-    """From now on SIGTERM and SIGUSR1 are remembered, not obeyed at once. Only in the main thread; twice is once."""
+    """From now on these signals are remembered, not obeyed at once. Only in the main thread; twice is once."""
     if _found or threading.current_thread() is not threading.main_thread():
         return
-    for number in SIGNALS:
+    ctrl_c = (signal.SIGINT,) if env.get(names.LAUNCHER_PID) else ()  # the launcher ends ranks that take too long
+    for number in (*SIGNALS, *ctrl_c):
         _found[number] = signal.signal(number, _remember)
 
 
