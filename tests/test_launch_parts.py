@@ -14,7 +14,7 @@ from shardkit.cli import main as command_line
 from shardkit.config import files
 from shardkit.config.command import settings_from
 from shardkit.config.schema import Config
-from shardkit.errors import ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
+from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
 from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
 from shardkit.launch.diagnosis import Outcome
 from shardkit.launch.output import Lines
@@ -590,3 +590,12 @@ def test_a_bad_file_is_refused_in_few_lines(tmp_path, monkeypatch, capsys, text)
     assert len(said.splitlines()) <= 13
     assert "shardkit.yaml" in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_that_would_fill_the_memory_are_refused():
+    machine = preflight.Machine((), 2, 24 * 2**30)
+    (problem,) = preflight.memory_problems(Config(num_processes=500, use_cpu=True), machine)
+    assert "500 ranks need about 125.0 GiB for Python and torch alone (got 24.0 GiB on this machine)" in problem.text
+    assert "--force" in problem.text and problem.exit_code == EXIT_MACHINE
+    assert preflight.memory_problems(Config(num_processes=64, use_cpu=True), machine) == []
+    assert preflight.memory_problems(Config(num_processes=500, use_cpu=True), preflight.Machine((), 2)) == []

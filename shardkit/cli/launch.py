@@ -71,6 +71,7 @@ def launch(
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Record the real peak of memory per rank.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start more ranks than the memory seems to hold.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
@@ -103,7 +104,7 @@ def launch(
         except (ConfigError, UsageError) as error:
             problems += str(error).splitlines()
     command = [module, *(script or [])] if module else list(script or [])
-    start(command, bool(module), config, chosen, problems, dry_run, as_json, not no_prefix, measure)
+    start(command, bool(module), config, chosen, problems, dry_run, as_json, not no_prefix, measure, force)
 
 
 def start(
@@ -116,6 +117,7 @@ def start(
     as_json: bool,
     has_prefix: bool,
     measure: bool,
+    force: bool = False,
 ) -> None:
     """From flags to running ranks: check, describe, run."""
     import json
@@ -123,7 +125,7 @@ def start(
     from shardkit import env
     from shardkit.launch import elastic, spec
 
-    loaded, machine = checked(command, is_module, path, settings, problems)
+    loaded, machine = checked(command, is_module, path, settings, problems, force)
     launched = spec.launch_spec(
         loaded.config,
         command[0],
@@ -157,7 +159,12 @@ def _other_file() -> str | None:
 
 
 def checked(
-    command: list[str], is_module: bool, path: Path | None, settings: dict[str, str], said: list[str]
+    command: list[str],
+    is_module: bool,
+    path: Path | None,
+    settings: dict[str, str],
+    said: list[str],
+    force: bool = False,
 ) -> tuple[Any, Any]:
     """The configuration and the machine, after every check; raises all problems at once, prints the notes."""
     from shardkit import env
@@ -177,7 +184,8 @@ def checked(
         raise
     variables = env.copy()
     found = hardware.detect()
-    machine = Machine(tuple(device.name for device in found.devices), found.cores)
+    memory = None if force else found.memory_bytes
+    machine = Machine(tuple(device.name for device in found.devices), found.cores, memory)
     preflight.raise_all([*problems, *preflight.run_problems(loaded.config, machine, variables)])
     device = spec.device_of(loaded.config)
     source = "" if is_module else Path(command[0]).read_text(errors="replace") if Path(command[0]).is_file() else ""

@@ -215,9 +215,7 @@ def signals_to(watch: Watch) -> Iterator[None]:
             )
         if watch.stop is None:
             limit = f" within {min(CTRL_C_S, watch.stop_timeout_s):g} s" if number == signal.SIGINT else ""
-            say(
-                f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now"
-            )
+            say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now")
         watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
     if threading.current_thread() is not threading.main_thread():
