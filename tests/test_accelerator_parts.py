@@ -666,3 +666,20 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
         "call accelerator.resume() after prepare."
     ], "one rank says it, once"
     assert all("after step 0" in message for message in ranks.run(2, told_to_stop_in_evaluation, str(path)))
+
+
+@pytest.mark.parametrize(("saved_at", "is_told"), [(2, True), (3, False), (0, False)])
+def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, saved_at, is_told):
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"}, project_config=project)
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(1, 4):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == saved_at:
+            accelerator.save_state()
+    accelerator.end_training()
+    told = "the run ends at step 3, and the newest it has saved is step 2" in capsys.readouterr().err
+    assert told == is_told

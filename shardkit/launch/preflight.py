@@ -169,7 +169,7 @@ def _near(path: Path) -> str:
     if folder is None:
         return f"the folder {path.parent} does not exist either."
     names = [entry.name for entry in folder.glob("*.py")]
-    near = get_close_matches(path.name, names, 1)
+    near = get_close_matches(path.name, names, 1, cutoff=0.8)
     return f"did you mean {folder / near[0]}?" if near else "check the path."
 
 

@@ -95,7 +95,15 @@ def end(run: Run) -> None:
     """Waits for a save in flight and for all ranks, then leaves the process group that this run started. Collective."""
     from shardkit.runtime import saving
 
+    saved = run.saving.last_step if run.saving is not None else None
     saving.close(run)
+    if saved is not None and saved < run.counters.step and run.process.is_main:
+        log.warning(
+            "checkpoint: the run ends at step %d, and the newest it has saved is step %d; call save_state() after the "
+            "loop to keep the last steps too.",
+            run.counters.step,
+            saved,
+        )
     wait_for_everyone()
     if run.watch is not None:
         run.watch.close()  # not before: a rank that is behind may wait at a boundary for all to answer

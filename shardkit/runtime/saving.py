@@ -121,6 +121,7 @@ def _save_beside(run: Run, session: Session, request: Request, prepared: Prepare
 def _committed(session: Session, request: Request) -> None:
     session.last = request.final
     if request.in_series:
+        session.last_step = request.step
         progress.committed(request.step)
 
 

@@ -22,5 +22,7 @@ class Session:
     parent: str | None = None
     last: Path | None = None
     """What this run saved last, and has loaded nothing since."""
+    last_step: int | None = None
+    """The newest step that this run has saved in its project."""
     unfinished: Unfinished = field(default_factory=Unfinished)
     has_told_of_buffers: bool = False
