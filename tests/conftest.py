@@ -76,7 +76,11 @@ def _threads() -> set[threading.Thread]:
 
 def _lasting(threads: set[threading.Thread], timeout_s: float = 5.0) -> set[threading.Thread]:
     """Those that do not end soon. Threads of pools and of torch that live as long as the process are not counted."""
-    ours = {thread for thread in threads if not thread.name.startswith(("ThreadPoolExecutor", "QueueFeeder", "pydevd"))}
+    ours = {
+        thread
+        for thread in threads
+        if not thread.name.startswith(("ThreadPoolExecutor", "QueueFeeder", "pydevd", "tqdm_monitor"))
+    }
     until = time.monotonic() + timeout_s
     while (left := {t for t in ours if t.is_alive()}) and time.monotonic() < until:
         time.sleep(0.01)

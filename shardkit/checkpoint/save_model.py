@@ -105,7 +105,8 @@ def _adapter(model: Any, adapter: str, folder: Path) -> Part:
 
     found = state.model_tensors(model)
     # Looking only for embeddings of the base model could ask the network, and differ between ranks.
-    with _whole_prompt_encoder(model, adapter):
+    # A prepared model's units are entered by any of their modules, and gather by themselves.
+    with torch.no_grad() if "_shardkit_trace" in vars(model) else _whole_prompt_encoder(model, adapter):
         chosen = get_peft_model_state_dict(model, state_dict=found, adapter_name=adapter, save_embedding_layers=False)
     _warn_of_left_out(model, chosen)
     buffers = {id(found[name]) for name in map(clean_name, dict(model.named_buffers())) if name in found}
