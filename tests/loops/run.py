@@ -33,6 +33,8 @@ class Loop:
     shardkit: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[int, str] = field(default_factory=dict)
     """What the error says, of the strategies that refuse this loop on several ranks."""
+    refused_alone: bool = False
+    """Whether they refuse it on one rank too."""
     bound: float = 3e-5
 
 
@@ -198,7 +200,9 @@ def on_ranks(name: str, strategies: tuple[int, ...]) -> dict[int, Any]:
         accelerator = Accelerator(config=config_of(strategy, one))
         run = RanksRun(accelerator=accelerator, accumulation=one.accumulation)
         torch.manual_seed(0)
-        found[strategy] = _result(one, run, strategy in one.refused and dist.get_world_size() > 1)
+        found[strategy] = _result(
+            one, run, strategy in one.refused and (dist.get_world_size() > 1 or one.refused_alone)
+        )
         accelerator.free_memory()
     return found
 

@@ -288,7 +288,7 @@ def the_best_weights_loaded_at_the_end(run: Run) -> None:
     train(run, model, optimizer, 10)
 
 
-@loop(refused=dict.fromkeys((1, 2, 4, 5), "puts other values in the place of sharded parameters"))
+@loop(refused=dict.fromkeys((1, 2, 4, 5), "puts other values in the place of sharded parameters"), refused_alone=True)
 def other_values_in_the_place_of_parameters(run: Run) -> None:
     """torch.func.functional_call. DDP and one process compute with the given values."""
     model, _ = started(run)
@@ -299,7 +299,7 @@ def other_values_in_the_place_of_parameters(run: Run) -> None:
         run.see_mean(cross_entropy(torch.func.functional_call(inner, halves, (tokens[:, :-1],)), tokens))
 
 
-@loop(refused=dict.fromkeys((1, 2, 4, 5), "not have been used in the graph"))
+@loop(refused=dict.fromkeys((1, 2, 4, 5), "not have been used in the graph"), refused_alone=True)
 def gradients_of_autograd_grad(run: Run) -> None:
     """Assigned by hand, without a backward. FSDP has no gradient for a parameter that it has gathered."""
     model, optimizer = started(run)
