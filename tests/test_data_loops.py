@@ -585,9 +585,19 @@ def predictions_inside(accelerator, first, second):
     return [accelerator.gather_for_metrics(x * 2) // 2 for _ in islice(first, 2) for x in second]
 
 
+def objects_of_each_sample(accelerator, first, second):
+    """One object a sample, with tensors of any length in it."""
+    found = []
+    for batch in second:
+        own = [{"number": value, "boxes": torch.zeros(int(value) % 3 + 1)} for value in batch]
+        found += [one["number"] for one in accelerator.gather_for_metrics(own, use_gather_object=True)]
+    return [torch.stack(found)]
+
+
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
+        (objects_of_each_sample, [*range(100, 117)]),
         (both_of_a_zip, [*range(24), *range(100, 117)]),
         (one_ahead, [*range(100, 117)]),
         (predictions_inside, [*range(100, 117)] * 2),

@@ -1,6 +1,7 @@
 """Which samples of what a loop hands in are real, and which pad a loader's last batch."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ from shardkit.errors import UsageError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
-_told: set[str] = set()
 
 
-def real_samples(loaders: Iterable[PreparedLoader], given: Any) -> int | None:
+def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool = False) -> int | None:
     """Samples of the global batch that `given` is about, where padding follows them; None where nothing is padding.
 
-    `given`: this rank's tensors or list, of the batch that is out. UsageError where several loaders are read in turns
-    and it cannot be known which of their batches it is about.
+    `given`: this rank's tensors, or a list of one object a sample, of the batch that is out. UsageError where several
+    loaders are read in turns and it cannot be known which of their batches it is about.
     """
     loaders = list(loaders)
     ended = [loader for loader in loaders if not loader.is_iterating]
@@ -26,10 +26,7 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any) -> int | None:
         return ahead[0].last_remainder if ahead[0].last_remainder >= 0 else None
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
-    sizes = {_size(leaf) for leaf in tree_leaves(given) if _size(leaf) is not None}
-    if len(sizes) != 1 and not isinstance(given, list):
-        sizes = set()
-    size = len(given) if isinstance(given, list) and not sizes else next(iter(sizes), None)
+    size = _samples_in(given, as_objects)
     possible = known or [loader for loader in candidates if size is None or loader.local_samples in (None, size)]
     found = {loader.remainder for loader in possible}
     if len(found) > 1:
@@ -38,7 +35,7 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any) -> int | None:
             f"{size} samples that may be of either); read one loader after the other, or gather(...) and cut by hand."
         )
     if candidates and not possible and any(loader.remainder >= 0 for loader in candidates):
-        _warn(size)
+        _warn_of_other_length()
     real = next(iter(found), -1)
     return None if real < 0 else real
 
@@ -59,15 +56,18 @@ def _is_of(given: Any, loader: PreparedLoader) -> bool:
     return any(id(leaf) in batch for leaf in tree_leaves(given))
 
 
-def _size(leaf: Any) -> int | None:
-    return len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else None
+def _samples_in(given: Any, as_objects: bool) -> int | None:
+    """This rank's samples: the length of a list of objects, else that of all tensors; None where these differ."""
+    leaves = tree_leaves(given)
+    if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return len(given) if isinstance(given, list) else None
+    sizes = {len(leaf) for leaf in leaves if leaf.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-def _warn(size: int | None) -> None:
-    if "size" not in _told:
-        _told.add("size")
-        log.warning(
-            "gather_for_metrics: the last batch is padded, and what was given has another length (got %s on this "
-            "rank), so nothing is cut off; give one value a sample.",
-            size,
-        )
+@cache
+def _warn_of_other_length() -> None:
+    log.warning(
+        "gather_for_metrics: the last batch is padded, and what was given has another length than it, so nothing is "
+        "cut off; give one value a sample."
+    )

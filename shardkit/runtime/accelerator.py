@@ -354,7 +354,7 @@ class Accelerator:
         """As `gather`, without the samples that pad the loader's last batch; other objects as one list. Collective."""
         self._run.accumulation.note_meeting()
         return collectives.gather_real(
-            input_data, padding.real_samples(self._run.loaders, input_data), use_gather_object
+            input_data, padding.real_samples(self._run.loaders, input_data, use_gather_object), use_gather_object
         )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
