@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -160,6 +161,17 @@ class _Hasher:
                     digest.update(block)
 
 
+def _in_host_memory(
+    pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, sink: _Disk | Nowhere
+) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """The pieces one by one, each on the CPU when its turn comes."""
+    for number, (chunk, tensor) in enumerate(pieces):
+        if number == len(pieces) // 2:
+            sink.reach("write")
+        control.tick()
+        yield chunk, tensors.to_cpu(tensor)
+
+
 def _put_own_file(
     prepared: Prepared,
     section: str,
@@ -175,11 +187,7 @@ def _put_own_file(
     digest, size = digests.new(hasher.name), len(head)
     with sink.open(prepared.temporary / name, disk.NEW) as file:
         hasher.write(digest, memoryview(head), file, 0)
-        for number, (chunk, tensor) in enumerate(pieces):
-            if number == len(pieces) // 2:
-                sink.reach("write")
-            control.tick()
-            data = tensors.to_cpu(tensor)
+        for chunk, data in _in_host_memory(pieces, control, sink):
             hasher.write(digest, tensors.memory(data), file, size)
             size += chunk.bytes
     return {name: [size, digest.hexdigest()]}
@@ -202,11 +210,8 @@ def _put_into_full(
     if rank == 0:  # who wrote the header, answers for it
         digest.update(memoryview(head))
     with sink.open(prepared.temporary / name) as file:
-        for number, (chunk, tensor) in enumerate(pieces):
-            if number == len(pieces) // 2:
-                sink.reach("write")
-            control.tick()
-            data, shape = tensors.to_cpu(tensor), index.sections[section][chunk.name].shape
+        for chunk, data in _in_host_memory(pieces, control, sink):
+            shape = index.sections[section][chunk.name].shape
             _put_runs(file, data, chunk, shape, begins[chunk.name], digest, hasher)
     return {name: [size, digest.hexdigest()]}
 

@@ -6,8 +6,8 @@ block, and one tensor piece where a piece is not contiguous.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit import sizes
@@ -105,8 +104,7 @@ def _adapter(model: Any, adapter: str, folder: Path) -> Part:
 
     found = state.model_tensors(model)
     # Looking only for embeddings of the base model could ask the network, and differ between ranks.
-    # A prepared model's units are entered by any of their modules, and gather by themselves.
-    with torch.no_grad() if "_shardkit_trace" in vars(model) else _whole_prompt_encoder(model, adapter):
+    with torch.no_grad():  # of p-tuning peft saves what its encoder computes; the unit around it gathers by itself
         chosen = get_peft_model_state_dict(model, state_dict=found, adapter_name=adapter, save_embedding_layers=False)
     _warn_of_left_out(model, chosen)
     buffers = {id(found[name]) for name in map(clean_name, dict(model.named_buffers())) if name in found}
@@ -120,24 +118,6 @@ def _adapter(model: Any, adapter: str, folder: Path) -> Part:
         one_file=True,
         write_beside=lambda at, kind: _write_adapter_config(model, adapter, at),
     )
-
-
-@contextmanager
-def _whole_prompt_encoder(model: Any, adapter: str) -> Iterator[None]:
-    """While this lasts, the prompt encoder of p-tuning has its whole parameters: peft saves what it computes."""
-    swapped: list[tuple[nn.Module, str, Any]] = []
-    encoder = model.prompt_encoder[adapter] if model.peft_config[adapter].is_prompt_learning else nn.Module()
-    try:
-        for module in encoder.modules() if not isinstance(encoder, FSDPModule) else ():
-            for name, parameter in list(module._parameters.items()):
-                if isinstance(parameter, DTensor):
-                    swapped.append((module, name, parameter))
-                    module._parameters[name] = nn.Parameter(parameter.full_tensor().detach(), requires_grad=False)
-        with torch.no_grad():
-            yield
-    finally:
-        for module, name, parameter in swapped:
-            module._parameters[name] = parameter
 
 
 def _warn_of_left_out(model: nn.Module, chosen: Mapping[str, torch.Tensor]) -> None:

@@ -45,11 +45,11 @@ class Accumulation:
         models: Sequence[nn.Module],
         loaders: Sequence[PreparedLoader],
         scaler: torch.amp.GradScaler | None,
-        counters: Counters | None = None,
+        counters: Counters,
     ) -> None:
         self.steps = steps
         self.models = models
-        self.counters = counters or Counters()
+        self.counters = counters
         self.backward_calls = 0
         self.at_boundary: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None

@@ -59,6 +59,8 @@ class Run:
     watch: Watch | None = None
     saving: Session | None = None
     """What saving and loading keep over the run, from their first use on."""
+    counters: Counters = field(default_factory=Counters)
+    """How far the run is."""
     is_resumed: bool = False
     is_announced: bool = False
     is_triggered: bool = False
@@ -76,13 +78,12 @@ class Run:
 
     def forget(self) -> None:
         """Nothing is prepared, as at the start; the counters go on."""
-        counters = self.accumulation.counters if hasattr(self, "accumulation") else Counters()
         self.models, self.optimizers, self.schedulers = [], [], []
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         scaler = loss_scale.make_scaler(self.config, self.device)
         steps = self.config.shardkit.gradient_accumulation_steps
-        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, counters)
+        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, self.counters)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.accumulation.before_step = self.same_modules.check
         foreign_steps.watch(self.accumulation)
@@ -91,8 +92,3 @@ class Run:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self.process.device
-
-    @property
-    def counters(self) -> Counters:
-        """How far the run is."""
-        return self.accumulation.counters
