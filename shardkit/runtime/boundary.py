@@ -95,8 +95,9 @@ def end(run: Run) -> None:
     """Waits for a save in flight and for all ranks, then leaves the process group that this run started. Collective."""
     from shardkit.runtime import saving
 
-    saved = run.saving.last_step if run.saving is not None else None
-    saving.close(run)
+    session = run.saving
+    saving.close(run)  # a save in flight counts
+    saved = session.last_step if session is not None else None
     if saved is not None and saved < run.counters.step and run.process.is_main:
         log.warning(
             "checkpoint: the run ends at step %d, and the newest it has saved is step %d; call save_state() after the "
