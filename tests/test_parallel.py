@@ -351,7 +351,7 @@ def after_an_aborted_backward() -> list[float]:
     with pytest.raises(RuntimeError, match="aborted"):
         model(data).square().mean().backward()
     hook.remove()
-    model.reset_iter_state()
+    getattr(model, "reset_iter_state", lambda: None)()  # torch 2.11 has none, and none is needed
     model.zero_grad()
     model(data).square().mean().backward()
     scales = [torch.zeros(()) for _ in range(2)]

@@ -11,7 +11,7 @@ torch's own behaviour suits one loop: forward, backward, step. Here, for every l
 - A gradient of a gradient may be taken: parameters stay until the last backward.
 - What was gathered and reduced is recorded, so that ranks which used different modules are found (`trace.py`).
 
-This is the only file that uses private parts of FSDP2. Read on torch 2.11 to 2.13.
+This is the only file that uses private parts of FSDP2. Read and tested on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class UnitGroup(FSDPParamGroup):
     def _init_mp_dtypes(self) -> None:
         """A unit that is frozen whole may be trained later; torch takes dtypes from trainable parameters alone."""
         super()._init_mp_dtypes()
-        if self._orig_dtype is None and self.fsdp_params:
+        if getattr(self, "_orig_dtype", self) is None and self.fsdp_params:  # from torch 2.15 on there is none
             first = next((p for p in self.fsdp_params if p.orig_dtype.is_floating_point), self.fsdp_params[0])
             self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
 
@@ -318,17 +318,28 @@ def _recover(state: Any) -> None:
             _wait_for_gather(group)
             group._training_state = TrainingState.IDLE
             group._post_forward_indices.clear()
-            group._partial_reduce_output = None
+            _forget_gradients(group)
             group._to_sharded()
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if is_gathered_once(parameter):
-                    parameter._unsharded_param.grad = None
     shared.post_forward_order.clear()
     shared.all_gather_state = None
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+    context.manual_backward_finalization_active = None  # read by torch 2.15
     state._pass.keeps_graph = state._pass.is_second_due = False
+
+
+def _forget_gradients(group: Any) -> None:
+    """Those that are not reduced yet, or reduced in part."""
+    group._partial_reduce_output = None
+    for parameter in group.fsdp_params:
+        if is_gathered_once(parameter):
+            parameter._unsharded_param.grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14, beside the gradient itself
+            parameter.unsharded_accumulated_grad = None
+    if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+        group._partial_reduce_output_layout.clear()
+        group._post_backward_pending = False
 
 
 def _wait_for_gather(group: Any) -> None:
