@@ -457,6 +457,8 @@ def different_branches(strategy: int, wrap: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_ranks_may_use_different_parameters(ranks, strategy):
+    if strategy != 3 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("FSDP reduces unused parameters from torch 2.13 on")
     for differences in ranks.run(2, different_branches, strategy, "NO_WRAP"):
         assert max(differences) < 1e-6
 
