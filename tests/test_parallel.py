@@ -655,3 +655,13 @@ def memory_is_given_back() -> int:
 
 def test_nothing_keeps_the_whole_parameters(ranks):
     assert ranks.run(2, memory_is_given_back) == [0, 0]
+
+
+def test_a_torch_that_nobody_has_tried_is_said_once(caplog):
+    caplog.set_level("WARNING", "shardkit")
+    for version in ("2.11.0", "2.15.1+cu132", "2.15.0a0+git1234"):
+        fsdp_unit.warn_of_newer(version)
+    assert not caplog.text
+    for _ in range(2):
+        fsdp_unit.warn_of_newer("2.16.0.dev20261101+cpu")
+    assert caplog.text.count("torch 2.16.0.dev20261101+cpu is newer than any that shardkit was tested with") == 1

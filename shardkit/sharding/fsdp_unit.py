@@ -11,14 +11,15 @@ torch's own behaviour suits one loop: forward, backward, step. Here, for every l
 - A gradient of a gradient may be taken: parameters stay until the last backward.
 - What was gathered and reduced is recorded, so that ranks which used different modules are found (`trace.py`).
 
-This is the only file that uses private parts of FSDP2. Read and tested on torch 2.11, 2.13 and 2.15.
+This is the only file that uses private parts of FSDP2. Read and tested on torch 2.11, 2.13 and 2.15; a newer torch is
+warned of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -31,9 +32,29 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated, without_views
 from shardkit.sharding.trace import Trace, attach
+
+# The newest torch whose private parts were read; `make test-newest` runs the tests on it.
+NEWEST = (2, 15)
+
+log = get_logger(__name__)
+
+
+@cache
+def warn_of_newer(version: str) -> None:
+    """Says, once, that nobody has tried this version of torch."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) > NEWEST:
+        log.warning(
+            "FSDP: torch %s is newer than any that shardkit was tested with (2.11 to %d.%d); compare a short run with "
+            "strategy NO_SHARD, or use torch %d.%d.",
+            version,
+            *NEWEST,
+            *NEWEST,
+        )
 
 
 @dataclass
@@ -198,6 +219,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda pa
 
     `on_gathered` is called for each parameter when it is gathered for the first time.
     """
+    warn_of_newer(torch.__version__)
     shared = _Pass()
     for number, state in enumerate(states_of(model)):
         state.__class__ = UnitState
