@@ -47,7 +47,7 @@ test-oldest test-newest: test-%: .venv-%/.ready
 
 gpu: export PYTHONPATH := $(CURDIR)
 gpu: .venv-gpu/.ready
-	.venv-gpu/bin/python -m pytest -m gpu
+	.venv-gpu/bin/python -m pytest -m gpu tests/test_gpu.py
 	.venv-gpu/bin/python -m benchmarks.gpu --output gpu.json --table gpu.md
 
 lint: .venv/.ready
