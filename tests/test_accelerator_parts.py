@@ -556,7 +556,7 @@ def test_a_script_started_by_hand_is_one_process_and_says_so(tmp_path, capsys):
 
 def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():
     with pytest.raises(UsageError) as caught:
-        Accelerator(log_with="wandb", kwargs_handlers=[1], mixed_precison="no", fsdp_plugin=None)
+        Accelerator(log_with="wandb", deepspeed_plugin=1, mixed_precison="no", fsdp_plugin=None)
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("Accelerator(log_with=...): not taken (got 'wandb'); shardkit has no trackers")

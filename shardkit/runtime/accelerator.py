@@ -16,7 +16,7 @@ A facade: each method is a few lines that hand over to the module that does it. 
 on many: a window of micro-batches has the gradient that one process would have for the same global batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ from shardkit.distributed.tensors import is_fsdp, unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import clip
-from shardkit.runtime import boundary, measure, objects, prepare, settings, summary, turns, unsupported
+from shardkit.runtime import boundary, given, measure, objects, prepare, settings, summary, turns, unsupported
 from shardkit.runtime.accumulate import Counters
 from shardkit.runtime.optimizer import AcceleratedOptimizer
-from shardkit.runtime.project import ProjectConfiguration
+from shardkit.runtime.project import ProjectConfiguration, project_of
 from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
@@ -55,9 +55,13 @@ class Accelerator:
     The configuration is the launcher's; without one, `config` (a Config, a dict with the YAML's keys, or a path),
     else the file found from the working folder. The other arguments replace single settings, and the table at the
     start says so. `split_batches`: the loader's batch size is that of all ranks together. `even_batches`: a short last
-    batch is padded so that every rank gets as many samples. Collective: every rank creates one, with equal arguments.
+    batch is padded so that every rank gets as many samples. `kwargs_handlers` and the plugins are objects that say
+    settings (`shardkit_settings()`, see `runtime/given.py`), with the names and checks of the YAML. `rng_types` changes
+    nothing: the order of the data is a function of (seed, epoch), and no generator has to be synchronised.
+    Collective: every rank creates one, with equal arguments.
 
-    Raises ConfigError where the launched world is not the configured one, or ranks disagree.
+    Raises ConfigError where the launched world is not the configured one, where ranks disagree, and where an object
+    says another value than somebody has chosen elsewhere.
     """
 
     def __init__(
@@ -69,12 +73,30 @@ class Accelerator:
         project_config: ProjectConfiguration | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         step_scheduler_with_optimizer: bool = True,
-        split_batches: bool = False,
-        even_batches: bool = True,
+        split_batches: bool | None = None,
+        even_batches: bool | None = None,
+        device_placement: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        fsdp_plugin: Any = None,
+        dataloader_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        parallelism_config: Any = None,
+        dynamo_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
         **others: Any,
     ) -> None:
         unsupported.refuse_arguments(others)
-        chosen = settings.settings(config, mixed_precision, gradient_accumulation_steps, cpu)
+        objects_given = {
+            "fsdp_plugin": fsdp_plugin,
+            "dataloader_config": dataloader_config,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "parallelism_config": parallelism_config,
+            "dynamo_plugin": dynamo_plugin,
+        }
+        handlers = tuple(kwargs_handlers or ())
+        chosen = settings.settings(
+            config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
+        ).with_given(given.read(objects_given, handlers))
         launched = process.check_world(chosen.config, chosen.chosen)
         place = process.start(launched)
         supported = precision.supported(launched, place.device)
@@ -83,8 +105,9 @@ class Accelerator:
             origins=chosen.chosen,
             process=place,
             mesh=build_mesh(supported, place),
-            project=_project(project_dir, project_config),
-            loops=Loops(step_scheduler_with_optimizer, split_batches, even_batches),
+            project=project_of(project_dir, project_config),
+            loops=Loops(step_scheduler_with_optimizer, device_placement),
+            handlers=handlers,
             started_bytes=measure.start(place.device),
         )
         self.state = State(self._run)
@@ -496,12 +519,3 @@ class Accelerator:
     def _make_final(self, parameters: list[torch.Tensor]) -> None:
         for optimizer in prepare.optimizers_of(self._run, parameters):
             optimizer.make_gradients_final()
-
-
-def _project(project_dir: str | Path | None, given: ProjectConfiguration | None) -> ProjectConfiguration:
-    """The project as the arguments say it; a folder given on its own counts where the object has none."""
-    project = given or ProjectConfiguration()
-    if project.project_dir is None and project_dir is not None:
-        project.project_dir = str(project_dir)
-        project.logging_dir = project.logging_dir or project.project_dir
-    return project

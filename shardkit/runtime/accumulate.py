@@ -46,8 +46,11 @@ class Accumulation:
         loaders: Sequence[PreparedLoader],
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
+        ends_with_data: bool = True,
     ) -> None:
         self.steps = steps
+        self.ends_with_data = ends_with_data
+        """Whether the last batch of a loader ends a window early; else the window goes on in the next loop."""
         self.models = models
         self.counters = counters
         self.backward_calls = 0
@@ -102,7 +105,7 @@ class Accumulation:
         if self._is_full:
             return False
         loader = self._loader_of_window
-        return self.is_inside or loader is None or loader.is_iterating
+        return self.is_inside or not self.ends_with_data or loader is None or loader.is_iterating
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -285,7 +288,7 @@ class Accumulation:
         self.counters.micro_step += 1
         self.micro_batches += 1
         loader = active_loader(self._loaders)
-        is_last = loader is not None and loader.end_of_loader
+        is_last = self.ends_with_data and loader is not None and loader.end_of_loader
         self._loader_of_window = loader
         self._is_full = is_last or self.counters.micro_step >= self._divisor
         self._window = self.counters.micro_step if self._is_full else 0

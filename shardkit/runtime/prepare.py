@@ -111,7 +111,7 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None) -> nn.Module:
 
 
 def _loader(run: Run, loader: Any) -> PreparedLoader:
-    process = run.process
+    process, data = run.process, run.config.shardkit.data
     beside = 0
     if isinstance(loader, DataLoader):
         beside = sum(generator_of(known) is generator_of(loader) for known in run.loaders)
@@ -120,10 +120,10 @@ def _loader(run: Run, loader: Any) -> PreparedLoader:
         process.rank,
         process.world_size,
         process.device,
-        run.config.shardkit.seed,
+        run.config.shardkit.seed if data.seed is None else data.seed,
         number=beside,
-        split_batches=run.loops.split_batches,
-        even_batches=run.loops.even_batches,
+        split_batches=data.split_batches,
+        even_batches=data.even_batches,
     )
     if prepared not in run.loaders:
         prepared.after_batch = WeakMethod(run.accumulation.after_batch)

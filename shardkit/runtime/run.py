@@ -31,8 +31,8 @@ class Loops:
     """How the script's loops are written: what `Accelerator`'s arguments of these names say."""
 
     step_scheduler_with_optimizer: bool = True
-    split_batches: bool = False
-    even_batches: bool = True
+    device_placement: bool = True
+    """Whether `prepare` moves models and batches to the rank's device, where the call does not say."""
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Run:
     mesh: DeviceMesh | None
     project: ProjectConfiguration
     loops: Loops = field(default_factory=Loops)
+    handlers: tuple[Any, ...] = ()
+    """The objects that the script gave as `kwargs_handlers`."""
     started_bytes: int = 0
     """What the process had of memory before anything was prepared."""
     watch: Watch | None = None
@@ -83,7 +85,8 @@ class Run:
         self.is_resumed = self.is_announced = self.is_triggered = False
         scaler = loss_scale.make_scaler(self.config, self.device)
         steps = self.config.shardkit.gradient_accumulation_steps
-        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, self.counters)
+        ends = self.config.shardkit.end_window_with_data
+        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, self.counters, ends)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.accumulation.before_step = self.same_modules.check
         foreign_steps.watch(self.accumulation)
