@@ -123,7 +123,7 @@ def _ddp(config: Config) -> Iterator[Finding]:
     if hook != "no" and wanted is not None:
         keys = ("shardkit.ddp.comm_hook", "shardkit.precision.reduce_dtype")
         yield Finding(keys, f"sends gradients as {hook}, but reduce_dtype says {wanted} (got both); keep one of them.")
-    if config.shardkit.ddp.comm_wrapper != "no" and not hook.endswith("power_sgd"):
+    if config.shardkit.ddp.comm_wrapper != "no" and hook != "power_sgd":
         keys = ("shardkit.ddp.comm_wrapper", "shardkit.ddp.comm_hook")
         yield Finding(
             keys, f"is the dtype of power_sgd (got comm_hook {hook}); write it as comm_hook, or leave it out."

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
 Dtype = Literal["fp32", "bf16", "fp16"]
-CommHook = Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"]
+CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 RendezvousBackend = Literal["static", "c10d", "etcd-v2", "etcd"]
 
 
@@ -182,8 +182,7 @@ def read_member(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     name = value.strip().lower().replace("-", "_").replace(" ", "_")
-    other = {"powersgd": "power_sgd", "batched_powersgd": "batched_power_sgd", "none": "no", "false": "no"}
-    return other.get(name, name)
+    return {"powersgd": "power_sgd", "none": "no", "false": "no"}.get(name, name)
 
 
 def read_numbers(value: Any) -> Any:
@@ -372,10 +371,10 @@ class DdpConfig(Section):
     """How DDP (NO_SHARD, MULTI_GPU, MULTI_CPU) exchanges gradients."""
 
     comm_hook: Annotated[CommHook, BeforeValidator(read_member)] = "no"
-    """What gradients are sent as: no (as they are), fp16, bf16, power_sgd or batched_power_sgd (low-rank)."""
+    """What gradients are sent as: no (as they are), fp16, bf16, or power_sgd (a low rank of them)."""
 
     comm_wrapper: Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(read_member)] = "no"
-    """Dtype in which power_sgd and batched_power_sgd work and send."""
+    """Dtype in which power_sgd works and sends."""
 
     power_sgd_rank: Count = Field(1, ge=1)
     """Rank of the matrices that power_sgd sends for a gradient: more is nearer to the gradient, and slower."""
