@@ -21,6 +21,7 @@ from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
+from shardkit.runtime.state_hooks import StateHooks
 
 if TYPE_CHECKING:
     from shardkit.runtime.session import Session
@@ -59,6 +60,8 @@ class Run:
     started_bytes: int = 0
     """What the process had of memory before anything was prepared."""
     watch: Watch | None = None
+    hooks: StateHooks = field(default_factory=StateHooks)
+    """The user's code at saves and loads."""
     saving: Session | None = None
     """What saving and loading keep over the run, from their first use on."""
     counters: Counters = field(default_factory=Counters)
