@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Accelerator": "shardkit.runtime.accelerator",
     "ProjectConfiguration": "shardkit.runtime.accelerator",
+    "Tracker": "shardkit.tracking.tracker",
     "fsdp": "shardkit.runtime.fsdp",
     "set_seed": "shardkit.distributed.seed",
     "skip_first_batches": "shardkit.data.loader",

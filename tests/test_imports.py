@@ -26,7 +26,7 @@ LAYERS = [
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],
     PLAN_WITHOUT_TORCH,
     ["shardkit.distributed"],
-    ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding"],
+    ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding", "shardkit.tracking"],
     ["shardkit.wizard"],
     ["shardkit.runtime"],
     ["shardkit.plan"],

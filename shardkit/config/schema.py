@@ -481,6 +481,9 @@ class ShardkitConfig(Section):
     end_window_with_data: Bool = True
     """The last batch of a loader ends a window of micro-batches early; false: the window goes on in the next epoch."""
 
+    log_speed: Bool = False
+    """`accelerator.log` adds seconds a step, samples and tokens a second, MFU on known GPUs, and peak memory."""
+
     ddp_find_unused_parameters: Bool = False
     """For NO_SHARD: look for parameters without a gradient in every step (slower)."""
 

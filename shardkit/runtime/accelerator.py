@@ -42,6 +42,7 @@ from shardkit.runtime import (
     objects,
     prepare,
     settings,
+    speed,
     state_hooks,
     summary,
     turns,
@@ -55,6 +56,8 @@ from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
 from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding.mesh import build_mesh
+from shardkit.tracking import trackers
+from shardkit.tracking.tracker import Tracker
 
 __all__ = ["Accelerator", "ProjectConfiguration"]
 
@@ -70,6 +73,7 @@ class Accelerator:
     batch is padded so that every rank gets as many samples. `kwargs_handlers` and the plugins are objects that say
     settings (`shardkit_settings()`, see `runtime/given.py`), with the names and checks of the YAML. `rng_types` changes
     nothing: the order of the data is a function of (seed, epoch), and no generator has to be synchronised.
+    `log_with`: names of trackers, or objects of a shardkit.Tracker; see `init_trackers`.
     Collective: every rank creates one, with equal arguments.
 
     Raises ConfigError where the launched world is not the configured one, where ranks disagree, and where an object
@@ -95,6 +99,7 @@ class Accelerator:
         parallelism_config: Any = None,
         dynamo_plugin: Any = None,
         rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
         **others: Any,
     ) -> None:
         unsupported.refuse_arguments(others)
@@ -120,9 +125,11 @@ class Accelerator:
             project=project_of(project_dir, project_config),
             loops=Loops(step_scheduler_with_optimizer, device_placement),
             handlers=handlers,
+            selected_trackers=trackers.chosen(log_with),
             started_bytes=measure.start(place.device),
         )
         self.state = State(self._run)
+        self._speed: speed.Speed | None = None
         if supported.shardkit.seed is not None:
             set_seed(supported.shardkit.seed)
         boundary.watch(self._run)
@@ -389,6 +396,42 @@ class Accelerator:
         """The project's folder and how checkpoints in it are named."""
         return self._run.project
 
+    # ---- trackers ----
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Begin to track: into what `log_with` names, and always into `metrics.jsonl` in the folder for logs (below it,
+        one named by the project), where there is one. `init_kwargs`: by tracker, what its own object is made with."""
+        self._run.trackers.start(project_name, self.logging_dir, config, init_kwargs)
+        if self.config.shardkit.log_speed and self._speed is None:
+            self._speed = speed.Speed(self._run)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Numbers and texts by name into all trackers, on rank 0. `step` is by default the optimizer step. Any rank may
+        call it. Raises UsageError where a value is none, on every rank that calls it."""
+        measured = {} if self._speed is None else self._speed.values()
+        step = self.counters.step if step is None else step
+        self._run.trackers.log(values, step, log_kwargs, measured)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name, or (`unwrap`) its own object: a run of wandb, TensorBoard's writer. On ranks other
+        than 0 something that takes every call and does nothing."""
+        return self._run.trackers.get(name, unwrap)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers between `init_trackers` and `end_training`."""
+        return list(self._run.trackers.active)
+
     # ---- among ranks ----
 
     def gather(self, tensor: Any) -> Any:
@@ -480,8 +523,8 @@ class Accelerator:
         return turns.only(lambda: self.local_process_index == local_process_index, function)
 
     def end_training(self) -> None:
-        """Waits for every rank and for a save in flight, then takes the process group down; under `launch --measure`
-        says what the run took of memory. The last call of a script. Collective."""
+        """Ends the trackers, waits for every rank and for a save in flight, then takes the process group down; under
+        `launch --measure` says what the run took of memory. The last call of a script. Collective."""
         boundary.end(self._run)
 
     # ---- who and where ----

@@ -57,6 +57,10 @@ class Accumulation:
         self.at_boundary: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
         """Called before each optimizer step: what must be true of the gradients."""
+        self.on_batch: Callable[[], None] = lambda: None
+        """Called once for each batch that is trained on, while it is out."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called after each optimizer step."""
         self._loaders = loaders
         self._is_full = True
         self._deferred_models: Sequence[nn.Module] = ()
@@ -224,6 +228,7 @@ class Accumulation:
             self._stepped.clear()
         if not self._stepped:
             self.counters.step += 1
+            self.on_step()
         self._stepped.add(id(optimizer))
 
     def note_optimizer(self) -> None:
@@ -302,6 +307,7 @@ class Accumulation:
             self._batch_counted = loader.last_yield
             self.counters.samples_seen += loader.batch_samples
             self._samples_since_step += loader.batch_samples
+            self.on_batch()
 
     def _update_scaler(self) -> None:
         """A new scale holds from the next backward on: optimizers that have not stepped yet still need the old one."""

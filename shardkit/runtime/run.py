@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state_hooks import StateHooks
+from shardkit.tracking.tracker import Tracker
+from shardkit.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
     from shardkit.runtime.session import Session
@@ -60,6 +62,11 @@ class Run:
     started_bytes: int = 0
     """What the process had of memory before anything was prepared."""
     watch: Watch | None = None
+    selected_trackers: Sequence[str | Tracker] = ()
+    """What the script gave as `log_with`."""
+    trackers: Trackers = field(init=False)
+    loads: int = 0
+    """Checkpoints loaded so far."""
     hooks: StateHooks = field(default_factory=StateHooks)
     """The user's code at saves and loads."""
     saving: Session | None = None
@@ -79,6 +86,7 @@ class Run:
     same_modules: SameModules = field(init=False)
 
     def __post_init__(self) -> None:
+        self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
         self.forget()
 
     def forget(self) -> None:

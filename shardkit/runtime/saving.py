@@ -323,6 +323,7 @@ def _loaded(run: Run, session: Session, loaded: Loaded) -> Path:
     session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
     for optimizer in run.optimizers:
         optimizer.optimizer.zero_grad()
+    run.loads += 1
     progress.post("data", record.step)
     if run.process.rank == 0:
         logger.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)

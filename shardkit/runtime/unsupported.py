@@ -7,7 +7,6 @@ from shardkit.errors import UsageError
 from shardkit.runtime import given
 
 ARGUMENTS = {
-    "log_with": "shardkit has no trackers; call your tracker's own API under `if accelerator.is_main_process:`",
     "deepspeed_plugin": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
     "deepspeed_plugins": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
     "megatron_lm_plugin": "shardkit does not run Megatron-LM",
@@ -18,10 +17,6 @@ ARGUMENTS = {
 }
 
 ATTRIBUTES = {
-    "init_trackers": ARGUMENTS["log_with"],
-    "log": ARGUMENTS["log_with"],
-    "get_tracker": ARGUMENTS["log_with"],
-    "trackers": ARGUMENTS["log_with"],
     "join_uneven_inputs": "loaders give every rank as many batches",
     "profile": "use torch.profiler",
     "lomo_backward": "LOMO is not supported",
