@@ -77,6 +77,8 @@ class Run:
     is_announced: bool = False
     is_triggered: bool = False
     models: list[nn.Module] = field(init=False)
+    evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
+    """Models that are prepared and not trained, and the names of what their parameters were before."""
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
@@ -92,6 +94,7 @@ class Run:
     def forget(self) -> None:
         """Nothing is prepared, as at the start; the counters go on."""
         self.models, self.optimizers, self.schedulers = [], [], []
+        self.evaluated = {}
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         scaler = loss_scale.make_scaler(self.config, self.device)

@@ -17,10 +17,8 @@ ARGUMENTS = {
 }
 
 ATTRIBUTES = {
-    "join_uneven_inputs": "loaders give every rank as many batches",
-    "profile": "use torch.profiler",
-    "lomo_backward": "LOMO is not supported",
-    "maybe_context_parallel": "context parallelism is not supported",
+    "lomo_backward": "LOMO is not supported; shard with FSDP, which divides the gradients' memory by the ranks",
+    "deepspeed_ulysses_dl_adapter": "sequence parallelism is not supported; train without it",
     "save_iteration": "checkpoints are named by their step: accelerator.counters.step",
 }
 
@@ -48,6 +46,15 @@ def attribute_text(name: str) -> str:
     if name in ATTRIBUTES:
         return f"Accelerator.{name} is not part of shardkit; {ATTRIBUTES[name]}."
     return f"'Accelerator' object has no attribute {name!r}"
+
+
+def refuse_dispatch(slice_fn_for_dispatch: Any) -> None:
+    """Raises UsageError where one rank is to read for all."""
+    if slice_fn_for_dispatch is not None:
+        raise UsageError(
+            f"prepare_data_loader(slice_fn_for_dispatch=...): {ARGUMENTS['dispatch_batches']} (got a function); "
+            "leave it out."
+        )
 
 
 def refuse_pickle(safe_serialization: bool) -> None:
