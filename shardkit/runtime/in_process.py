@@ -10,6 +10,7 @@ from torch import multiprocessing
 from shardkit import env
 from shardkit.config.schema import read_precision
 from shardkit.errors import UsageError
+from shardkit.launch.addresses import listen
 from shardkit.log import get_logger
 
 log = get_logger(__name__)

@@ -19,7 +19,7 @@ class RankLogger(logging.LoggerAdapter):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """As logging's, where this rank is meant."""
         is_for_one, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # this method and `_write`: the line is the script's
         ranks = launched()
         if in_order and dist.is_initialized():
             for rank in range(ranks.world_size):
@@ -31,7 +31,6 @@ class RankLogger(logging.LoggerAdapter):
 
     def _write(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.isEnabledFor(level):
-            kwargs["stacklevel"] += 2
             text, settings = self.process(msg, kwargs)
             self.logger.log(level, text, *args, **settings)
 
@@ -42,7 +41,7 @@ class RankLogger(logging.LoggerAdapter):
     @cache  # noqa: B019  a logger lives as long as the process
     def warning_once(self, msg: str, **kwargs: Any) -> None:
         """A warning that is given once, however often it is asked for."""
-        self.warning(msg, **kwargs)
+        self.warning(msg, **{"stacklevel": 2, **kwargs})
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
