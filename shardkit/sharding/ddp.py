@@ -130,7 +130,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         model,
         precision.of(config).reduce,
         section,
-        device_ids=[process.device] if process.device.type == "cuda" else None,
+        device_ids=None if process.device.type == "cpu" else [process.device],
         gradient_as_bucket_view=True,
         find_unused_parameters=may_be_unused,
         bucket_cap_mb=section.bucket_cap_mb,
