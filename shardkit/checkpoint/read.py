@@ -236,7 +236,9 @@ def _verify(files: Files, control: ControlGroup, verify: str) -> None:
 
     record, share = files.checkpoint.manifest, _share(files.checkpoint.manifest, control)
     if verify == "digest":
-        control.work.expect(sum(record.files[name].bytes // len(record.files[name].digests) for name, _ in share))
+        control.work.expect(
+            sum(record.every_file[name].bytes // len(record.every_file[name].digests) for name, _ in share)
+        )
     for name, writer in share:
         control.work()
         if verify == "digest":
