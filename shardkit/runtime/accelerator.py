@@ -119,8 +119,10 @@ class Accelerator(Topology):
         chosen = settings.settings(
             config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
         ).with_given(given.read(objects_given, handlers))
+        selected = trackers.chosen(log_with)
         launched = process.check_world(chosen.config, chosen.chosen)
         place = process.start(launched)
+        place.control.agree(trackers.missing(selected) if place.is_main else None, error=UsageError)
         supported = precision.supported(launched, place.device)
         self._run = Run(
             config=supported,
@@ -130,7 +132,7 @@ class Accelerator(Topology):
             project=project_of(project_dir, project_config),
             loops=Loops(step_scheduler_with_optimizer, device_placement),
             handlers=handlers,
-            selected_trackers=trackers.chosen(log_with),
+            selected_trackers=selected,
             started_bytes=measure.start(place.device),
         )
         self.state = State(self._run)

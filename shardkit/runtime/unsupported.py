@@ -25,7 +25,7 @@ ATTRIBUTES = {
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
     """Raises UsageError with every argument of Accelerator that it does not take; one at its empty default passes."""
-    found = [(name, value) for name, value in arguments.items() if value or name not in ARGUMENTS]
+    found = [(name, value) for name, value in arguments.items() if (value and value != "no") or name not in ARGUMENTS]
     problems = [_argument_text(name, value) for name, value in found]
     if problems:
         raise UsageError("\n".join(problems))

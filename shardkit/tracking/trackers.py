@@ -24,12 +24,13 @@ KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "mlflow": (Mlflow, ("mlflow",)),
     "trackio": (Trackio, ("trackio",)),
 }
+WHERE = "Accelerator(log_with=...)"
 UNSUPPORTED = ("aim", "comet_ml", "clearml", "dvclive", "swanlab")
 
 
 def chosen(log_with: Any) -> list[str | Tracker]:
     """What `log_with` names: names, members of an enumeration of names, trackers, or a list of these; "all" are those
-    that are installed. Raises UsageError with everything that is none, or is not installed."""
+    that are installed. Raises UsageError with everything that is none."""
     given = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     names = [_name(one) for one in given]
     if "all" in names:
@@ -38,6 +39,16 @@ def chosen(log_with: Any) -> list[str | Tracker]:
     if problems:
         raise UsageError("\n".join(problems))
     return list(dict.fromkeys(names))
+
+
+def missing(selected: Sequence[str | Tracker]) -> str | None:
+    """What to say where a chosen tracker is not installed here; only rank 0 needs it."""
+    problems = [
+        f"{WHERE}: {name} is not installed; pip install {KNOWN[name][1][0]}, or leave it out."
+        for name in selected
+        if isinstance(name, str) and not _is_installed(name)
+    ]
+    return "\n".join(problems) or None
 
 
 class Trackers:
@@ -149,11 +160,14 @@ class Trackers:
                 "ProjectConfiguration(logging_dir=...)."
             )
         names = {one if isinstance(one, str) else one.name for one in wanted}
-        if unknown := [name for name in arguments if name not in names]:
+        unused = [name for name in arguments if name not in names]
+        if unknown := [name for name in unused if name not in (*KNOWN, *UNSUPPORTED)]:
             raise UsageError(
-                f"init_trackers: init_kwargs for a tracker that log_with does not name (got {', '.join(unknown)}); "
+                f"init_trackers: init_kwargs for an unknown tracker (got {', '.join(unknown)}); "
                 f"there are {', '.join(sorted(names))}."
             )
+        if unused:
+            log.info("trackers: init_kwargs of %s are not used: log_with does not name them.", ", ".join(unused))
 
 
 def _name(given: Any) -> str | Tracker:
@@ -172,13 +186,10 @@ def _is_installed(name: str) -> bool:
 
 
 def _problem(name: str) -> str | None:
-    where = "Accelerator(log_with=...)"
     if name in UNSUPPORTED:
-        return f"{where}: {name} is not supported; derive a class from shardkit.Tracker, and give an object."
+        return f"{WHERE}: {name} is not supported; derive a class from shardkit.Tracker, and give an object."
     if name not in KNOWN:
         near = get_close_matches(name, KNOWN, 1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(KNOWN)}, all, or a shardkit.Tracker."
-        return f"{where}: unknown tracker (got {name}); {hint}"
-    if not _is_installed(name):
-        return f"{where}: {name} is not installed; pip install {KNOWN[name][1][0]}, or leave it out."
+        return f"{WHERE}: unknown tracker (got {name}); {hint}"
     return None
