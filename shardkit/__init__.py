@@ -12,6 +12,12 @@ __version__ = "0.1.0"
 _WHERE = {
     "Accelerator": "shardkit.runtime.accelerator",
     "ProjectConfiguration": "shardkit.runtime.accelerator",
+    "debug_launcher": "shardkit.runtime.in_process",
+    "notebook_launcher": "shardkit.runtime.in_process",
+    "find_executable_batch_size": "shardkit.runtime.batch_size",
+    "get_logger": "shardkit.runtime.logger",
+    "tqdm": "shardkit.bars",
+    "Tracker": "shardkit.tracking.tracker",
     "fsdp": "shardkit.runtime.fsdp",
     "set_seed": "shardkit.distributed.seed",
     "skip_first_batches": "shardkit.data.loader",

@@ -557,14 +557,14 @@ def test_a_script_started_by_hand_is_one_process_and_says_so(tmp_path, capsys):
 
 def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():
     with pytest.raises(UsageError) as caught:
-        Accelerator(log_with="wandb", kwargs_handlers=[1], mixed_precison="no", fsdp_plugin=None)
+        Accelerator(deepspeed_plugin=1, mixed_precison="no", fsdp_plugin=None)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("Accelerator(log_with=...): not taken (got 'wandb'); shardkit has no trackers")
-    assert lines[2].endswith("unknown argument (got 'no'); did you mean mixed_precision?")
+    assert len(lines) == 2
+    assert lines[0].startswith("Accelerator(deepspeed_plugin=...): not taken (got 1); shardkit does not run DeepSpeed")
+    assert lines[1].endswith("unknown argument (got 'no'); did you mean mixed_precision?")
     accelerator = Accelerator(config=Config(distributed_type=DistributedType.NO, use_cpu=True), device_placement=True)
-    with pytest.raises(AttributeError, match="init_trackers is not part of shardkit; shardkit has no trackers"):
-        accelerator.init_trackers("run")
+    with pytest.raises(AttributeError, match="lomo_backward is not part of shardkit; LOMO is not supported"):
+        accelerator.lomo_backward(1)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         accelerator.nonsense()
     with pytest.raises(UsageError, match="resume: auto needs a project folder"):

@@ -472,4 +472,4 @@ def test_editors_accept_what_we_write_and_refuse_what_we_refuse():
         assert not validator.is_valid(yaml.safe_load(text))
     described = validator.schema["properties"]["fsdp_config"]["properties"]["fsdp_offload_params"]
     assert described["description"] == text_of(FsdpConfig, "offload_params")
-    assert len(sections()) == 6
+    assert len(sections()) == 9

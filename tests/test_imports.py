@@ -21,12 +21,12 @@ PLAN_WITHOUT_TORCH = [
 # The lowest layer first. A package imports from itself and from those in the rows above its own, from no other.
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
-    [f"shardkit.{name}" for name in ("leaving", "log", "sizes", "templates", "waiting")],
+    [f"shardkit.{name}" for name in ("bars", "leaving", "log", "sizes", "templates", "waiting")],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],
     PLAN_WITHOUT_TORCH,
     ["shardkit.distributed"],
-    ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding"],
+    ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding", "shardkit.tracking"],
     ["shardkit.wizard"],
     ["shardkit.runtime"],
     ["shardkit.plan"],

@@ -5,7 +5,7 @@ import platform
 import time
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import shardkit
 from shardkit import sizes
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, faults, folder, manifest, retention
+from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.request import Prepared
@@ -27,7 +28,7 @@ logger = get_logger(__name__)
 def commit(prepared: Prepared, written: list[dict[str, list[Any]]]) -> None:
     """On rank 0: give the folder its manifest and then its name."""
     temporary, request = prepared.temporary, prepared.request
-    (temporary / ".probe").unlink()
+    (temporary / PROBE).unlink()
     record = _manifest(prepared, written)
     problems = manifest.check_sizes(temporary, record)
     if problems:
@@ -35,8 +36,8 @@ def commit(prepared: Prepared, written: list[dict[str, list[Any]]]) -> None:
     faults.reach("manifest", 0)
     disk.write_new(temporary / manifest.NAME, manifest.to_bytes(record))
     faults.reach("sync", 0)
-    for name in sorted({name.rpartition("/")[0] for name in record.files}):
-        disk.sync_folder(temporary / name)
+    for folder_name in sorted({str(above) for name in record.every_file for above in PurePosixPath(name).parents}):
+        disk.sync_folder(temporary / folder_name)
     faults.reach("rename", 0)
     if request.final.is_symlink():  # a step's name belongs to the series; what a link leads to stays where it is
         request.final.unlink()
@@ -109,7 +110,8 @@ def _manifest(prepared: Prepared, written: list[dict[str, list[Any]]]) -> Manife
         sections=list(index.sections),
         digest=request.digest,
         files=_files(written),
-        version=_version(prepared.common),
+        version=_version(prepared.common, prepared.added),
+        additions=prepared.added,
     )
 
 
@@ -124,10 +126,12 @@ def model_fingerprint(index: Index) -> str:
     return digests.of_bytes("sha256", "\n".join(lines).encode())
 
 
-def _version(common: dict[str, Any]) -> int:
+def _version(common: dict[str, Any], added: dict[str, File]) -> int:
     """The oldest format version whose readers take everything that is there."""
+    if added:
+        return manifest.VERSION
     grown = any({"globals", "extra", "is_whole"} & {*optimizer} for optimizer in common["optimizers"])
-    return manifest.VERSION if grown or "apart" in common else manifest.PLAIN_VERSION
+    return manifest.APART_VERSION if grown or "apart" in common else manifest.PLAIN_VERSION
 
 
 def _files(written: Iterable[dict[str, list[Any]]]) -> dict[str, File]:

@@ -61,6 +61,14 @@ class Plan:
     """(section, saved name, live tensor)."""
     parts: set[str] = field(default_factory=set)
     """Of the live state, what is written."""
+    untold: set[int] = field(default_factory=set)
+    """Numbers of the models that are not in the checkpoint, and that load hooks may know of."""
+
+    def leave_out(self, number: int) -> None:
+        """A model that somebody else has loaded."""
+        section = state.section_name("model", number)
+        self.weights = [one for one in self.weights if one[0] != section]
+        self.parts = {part for part in self.parts if not part.startswith(f"{section}: ")}
 
 
 def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> Plan:
@@ -71,7 +79,11 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How)
         random_state.check(own["rng"])
     index, strict, plan = checkpoint.index, how.strict, Plan(common, own)
     for number, model in enumerate(live.models):
-        _plan_model(model, section_name("model", number), index, strict, plan)
+        section = section_name("model", number)
+        if section not in index.sections and live.take is not None:
+            plan.untold.add(number)
+            continue
+        _plan_model(model, section, index, strict, plan)
     names = state.parameter_names(live.models)
     _take_own(plan, checkpoint, control.rank, _parameters(live, names), strict)
     for number, optimizer in enumerate(live.optimizers):

@@ -18,7 +18,8 @@ from shardkit.errors import CheckpointCorrupted, CheckpointError
 
 NAME = "MANIFEST.json"
 FORMAT = "shardkit-checkpoint"
-VERSION = 2  # the newest that this shardkit reads
+VERSION = 3  # the newest that this shardkit reads
+APART_VERSION = 2  # of a checkpoint that holds what optimizers and ranks may have otherwise
 PLAIN_VERSION = 1  # of a checkpoint that holds nothing that readers of version 1 would leave out
 
 # The only names that a reader opens. Anything else in a manifest is refused, so none leads out of the folder.
@@ -26,6 +27,14 @@ FILE_NAME = re.compile(
     r"index\.json|config\.(json|yaml)|state/(common|rank-\d{5,7})\.json"
     r"|(?P<section>[a-z][a-z0-9_]{0,31})/((?P=section)|r\d{5,7}-of-\d{5,7})\.safetensors"
 )
+
+# Names that hooks may give to their files: no folder above, no name that a shell or another system cannot hold.
+ADDITION = re.compile(r"[^/\\\x00-\x1f]{1,255}(/[^/\\\x00-\x1f]{1,255}){0,15}")
+
+
+def is_addition(name: str) -> bool:
+    """Whether a file of such a name may be added to a checkpoint."""
+    return bool(ADDITION.fullmatch(name)) and not {".", ".."} & {*name.split("/")} and name != NAME
 
 
 @dataclass(frozen=True)
@@ -57,22 +66,36 @@ class Manifest:
     digest: str
     files: dict[str, File] = field(default_factory=dict)
     version: int = PLAIN_VERSION
+    additions: dict[str, File] = field(default_factory=dict)
+    """What the user's hooks have added: verified as the rest, and opened by no reader."""
+
+    @property
+    def every_file(self) -> dict[str, File]:
+        """The checkpoint's own files and those added to it."""
+        return {**self.files, **self.additions}
 
     @property
     def bytes(self) -> int:
         """Size of all files together."""
-        return sum(file.bytes for file in self.files.values())
+        return sum(file.bytes for file in self.every_file.values())
 
 
 def to_bytes(manifest: Manifest) -> bytes:
     """The manifest as it stands in its file, with the digest of itself."""
     value: dict[str, Any] = {"format": FORMAT, "min_reader": manifest.version, **asdict(manifest)}
-    value["files"] = {
-        name: {"bytes": file.bytes, "digests": {str(rank): text for rank, text in sorted(file.digests.items())}}
-        for name, file in manifest.files.items()
-    }
+    value["files"] = _files_to_json(manifest.files)
+    value["additions"] = _files_to_json(manifest.additions)
+    if not manifest.additions:
+        del value["additions"]  # so that older versions stay as they are, to the byte
     value["self_sha256"] = hashlib.sha256(disk.to_json(value)).hexdigest()
     return disk.to_json(value)
+
+
+def _files_to_json(files: dict[str, File]) -> dict[str, Any]:
+    return {
+        name: {"bytes": file.bytes, "digests": {str(rank): text for rank, text in sorted(file.digests.items())}}
+        for name, file in files.items()
+    }
 
 
 def self_digest(folder: Path) -> str:
@@ -120,11 +143,15 @@ def _from_json(value: dict[str, Any]) -> Manifest:
     if not all(type(value[key]) is int and value[key] >= 0 for key in numbers):
         raise ValueError(f"{', '.join(numbers)} must be whole numbers")
     given["files"] = {name: _file(name, file, value["world_size"]) for name, file in value["files"].items()}
+    added = value.get("additions", {})
+    given["additions"] = {name: _file(name, file, value["world_size"], is_added=True) for name, file in added.items()}
+    if twice := given["files"].keys() & given["additions"].keys():
+        raise ValueError(f"a file is listed twice (got {min(twice)!r})")
     return Manifest(**given)
 
 
-def _file(name: str, value: dict[str, Any], world_size: int) -> File:
-    if not FILE_NAME.fullmatch(name):
+def _file(name: str, value: dict[str, Any], world_size: int, is_added: bool = False) -> File:
+    if not (is_addition(name) if is_added else FILE_NAME.fullmatch(name)):
         raise ValueError(f"a file name that no checkpoint has (got {name[:80]!r})")
     texts = {int(rank): text for rank, text in value["digests"].items()}
     if type(value["bytes"]) is not int or value["bytes"] < 0 or not texts:
@@ -139,7 +166,7 @@ def _file(name: str, value: dict[str, Any], world_size: int) -> File:
 def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files' presence, kind and size; nothing is read. Empty: all there. One look at each."""
     problems, found = [], _below(folder)
-    for name, file in manifest.files.items():
+    for name, file in manifest.every_file.items():
         path, seen, parent = folder / name, found.get(name), found.get(name.rpartition("/")[0])
         if seen is None and (parent is None or stat.S_ISDIR(parent.st_mode)):
             problems.append(f"{path}: missing")
@@ -157,7 +184,7 @@ def strangers(folder: Path, manifest: Manifest) -> list[Path]:
 
 def _strangers(folder: Path, found: dict[str, os.stat_result], manifest: Manifest) -> list[Path]:
     files = [name for name, seen in found.items() if not stat.S_ISDIR(seen.st_mode)]
-    others = {*files} - {*manifest.files, NAME}
+    others = {*files} - {*manifest.every_file, NAME}
     return sorted(folder / name for name in others if not name.rpartition("/")[2].startswith("."))
 
 

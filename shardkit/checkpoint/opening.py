@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit import sizes
-from shardkit.checkpoint import apart, disk, faults, folder, index_json, layout, manifest, tensors
+from shardkit.checkpoint import additions, apart, disk, faults, folder, index_json, layout, manifest, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.attempt import report, together
 from shardkit.checkpoint.commit import is_taken
@@ -97,6 +97,8 @@ class Opening:
         if self._hold is not None:
             let_go(self._hold)
             shutil.rmtree(folder.temporary_folder(self.request.final, self.request.save_id), ignore_errors=True)
+        if self.request.staging is not None:
+            self.request.staging.discard()
 
     def _details(self) -> dict[str, Any]:
         """What must be, or may not be, the same on all ranks: of everything a digest."""
@@ -129,7 +131,7 @@ class Opening:
         if index.kind == "full":
             for section in index.sections:
                 begin_full_file(index, temporary, section)
-        (temporary / ".probe").touch()
+        (temporary / additions.PROBE).touch()
 
 
 def _pieces_of(captured: Captured, rank: int) -> Pieces:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from shardkit.checkpoint import additions, disk, faults, folder, index_json, layout, manifest, tensors
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, faults, folder, index_json, layout, manifest, tensors
 from shardkit.checkpoint.layout import Chunk, Index
 from shardkit.checkpoint.request import Prepared
 from shardkit.distributed.control import ControlGroup
@@ -26,7 +26,7 @@ def wait_until_seen(temporary: Path) -> None:
     deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
     while True:
         with suppress(OSError):
-            if ".probe" in os.listdir(temporary):  # a listing, which a stale cache of names cannot answer
+            if additions.PROBE in os.listdir(temporary):  # a listing, which a stale cache of names cannot answer
                 return
         if time.monotonic() > deadline:
             break
@@ -44,6 +44,8 @@ def write_all(prepared: Prepared, control: ControlGroup) -> dict[str, list[Any]]
     if prepared.pieces[layout.OWN]:
         (prepared.temporary / layout.OWN).mkdir(exist_ok=True)
     written = put_all(prepared, control, _Disk(control.rank))
+    if control.rank == 0 and prepared.request.staging is not None:
+        prepared.added = additions.take(prepared.request.staging, prepared.temporary, prepared.request.digest)
     faults.reach("agree-1", control.rank)
     return written
 

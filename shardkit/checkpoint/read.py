@@ -13,7 +13,7 @@ A sharded checkpoint and a full one differ in `layout.pieces` only: a full tenso
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,6 +187,8 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -
             _verify(files, control, how.verify)
             objects = [*_object_states(live, plan, saved)]
             faults.reach("read", control.rank)
+        if live.take is not None:
+            _let_hooks_load(live.take, checkpoint.path, plan, control, how.strict)
         _apply_objects(objects, control, here, before)
         _fill(live, plan, saved, control, here, how.unfinished)
     _warn_of_rank_0(plan, control)
@@ -234,7 +236,9 @@ def _verify(files: Files, control: ControlGroup, verify: str) -> None:
 
     record, share = files.checkpoint.manifest, _share(files.checkpoint.manifest, control)
     if verify == "digest":
-        control.work.expect(sum(record.files[name].bytes // len(record.files[name].digests) for name, _ in share))
+        control.work.expect(
+            sum(record.every_file[name].bytes // len(record.every_file[name].digests) for name, _ in share)
+        )
     for name, writer in share:
         control.work()
         if verify == "digest":
@@ -246,7 +250,7 @@ def _verify(files: Files, control: ControlGroup, verify: str) -> None:
 def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
     """The (file, writer) pairs that this rank hashes. Neighbours in rank are neighbours in most tensors, too: what a
     rank hashes is what it reads anyway, also where their number is another than at the save."""
-    pairs = [(name, writer) for name, file in record.files.items() for writer in file.digests]
+    pairs = [(name, writer) for name, file in record.every_file.items() for writer in file.digests]
     return sorted(pair for pair in pairs if pair[1] * control.world_size // record.world_size == control.rank)
 
 
@@ -290,6 +294,32 @@ def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, he
         for item, before in reversed(applied):
             item.load_state_dict(before)
         raise
+
+
+# ---- the user's hooks ----
+
+
+def _let_hooks_load(
+    take: Callable[[Path], set[int]], path: Path, plan: Plan, control: ControlGroup, is_strict: bool
+) -> None:
+    """What load hooks take is not loaded here. CheckpointError on all ranks where one fails, or ranks take others."""
+    outcome = "what load hooks have loaded by then stays as it is; load a checkpoint before you go on"
+    taken: set[int] = set()
+    with _Agreement(control, f"checkpoint: {path}", outcome) as step:
+        taken = take(path)
+        missing = plan.untold - taken if is_strict else ()
+        step.problems = [
+            f"{section_name('model', number)}: a save hook has taken it from the checkpoint, and no load hook takes it "
+            "from `models`; register a load hook that loads it, or load with strict=False to leave it as it is"
+            for number in sorted(missing)
+        ]
+    if not control.decide(sorted(taken), lambda told: all(one == told[0] for one in told)):
+        raise CheckpointError(
+            f"checkpoint: {path}: load hooks have taken other models on some ranks than on others (got "
+            f"{sorted(taken)} on rank {control.rank}); take the same on all ranks: {outcome}."
+        )
+    for number in taken:
+        plan.leave_out(number)
 
 
 # ---- fill ----

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from shardkit.checkpoint.additions import Staging
 from shardkit.checkpoint.layout import Chunk, Index
-from shardkit.checkpoint.manifest import Manifest
+from shardkit.checkpoint.manifest import File, Manifest
 
 Pieces = dict[str, list[tuple[Chunk, torch.Tensor]]]
 """What a rank writes, by section, in file order: views of its memory."""
@@ -43,6 +44,8 @@ class Request:
     """Whether to look for buffers that ranks hold differently. Equal on all ranks."""
     claim: Callable[[], None] = lambda: None
     """What rank 0 does before it writes anything; what it raises, all ranks raise as a CheckpointSaveError."""
+    staging: Staging | None = None
+    """Where the user's hooks have written what they add."""
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -61,5 +64,7 @@ class Prepared:
     """Buffers that ranks hold differently, where that was looked for; rank 0's are saved."""
     trouble: Exception | None = None
     """What went wrong on this rank since; the write raises it."""
+    added: dict[str, File] = field(default_factory=dict)
+    """On rank 0, what the user's hooks have added, once it lies in the temporary folder."""
     record: Manifest | None = None
     """On rank 0, once it is committed."""

@@ -8,8 +8,9 @@ What ranks may hold differently (everything that is not a tensor of a model, nor
 `apart` compares between ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,11 @@ class Live:
     objects: dict[str, Stateful] = field(default_factory=dict)
     loaders: dict[str, Positioned] = field(default_factory=dict)
     seed: int | None = None
+    elsewhere: frozenset[int] = frozenset()
+    """Numbers of the models that a hook has saved itself: they are in no section."""
+    take: Callable[[Path], set[int]] | None = None
+    """The user's load hooks: given the verified checkpoint, they load models themselves, and this gives their numbers.
+    Every rank calls it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,8 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     models are the same on all ranks; the rest is in `items` as well."""
     taken = _Capture(Index(kind, world_size))
     for number, model in enumerate(live.models):
-        taken.add_model(model, section_name("model", number))
+        if number not in live.elsewhere:
+            taken.add_model(model, section_name("model", number))
     names = parameter_names(live.models)
     for number, optimizer in enumerate(live.optimizers):
         taken.add_optimizer(optimizer, number, names)

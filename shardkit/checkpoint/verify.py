@@ -92,7 +92,7 @@ def damages(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda
     """
     problems: list[str] = []
     with Files(checkpoint) as files:
-        for name, file in checkpoint.manifest.files.items():
+        for name, file in checkpoint.manifest.every_file.items():
             try:
                 for writer in file.digests:
                     hash_file(files, name, writer)
@@ -169,7 +169,7 @@ class Files:
     def descriptor(self, name: str) -> int:
         """Of a file that the manifest knows. Good until others were asked for."""
         if name not in self._opened:
-            if name not in self.checkpoint.manifest.files:
+            if name not in self.checkpoint.manifest.every_file:
                 raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
             if len(self._opened) == FILES_OPEN:
                 oldest = next(iter(self._opened))
@@ -219,8 +219,9 @@ class Span:
 
 def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
     """What a rank wrote into a file, in the order in which it was hashed."""
-    size = files.checkpoint.manifest.files[name].bytes
-    if not name.endswith(".safetensors") or name.startswith(f"{layout.OWN}/"):
+    record = files.checkpoint.manifest
+    size = record.every_file[name].bytes
+    if name in record.additions or not name.endswith(".safetensors") or name.startswith(f"{layout.OWN}/"):
         yield Span(None, None, [(0, size)])
         return
     index, section = files.checkpoint.index, name.split("/")[0]
@@ -266,7 +267,7 @@ def hash_file(
             _read_and_hash(descriptor, target, span.ranges, digest, where)
         else:
             _only_hash(descriptor, scratch, span.ranges, digest, where)
-    if digest.hexdigest() != record.files[name].digests[writer]:
+    if digest.hexdigest() != record.every_file[name].digests[writer]:
         raise CheckpointCorrupted(differs(files.checkpoint.path / name, record))
 
 

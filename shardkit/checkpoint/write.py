@@ -70,6 +70,8 @@ def finish(prepared: Prepared, control: ControlGroup) -> Path:
             faults.reach("agree-2", control.rank)
     finally:
         let_go(prepared.hold)
+        if request.staging is not None:
+            request.staging.discard()
         if prepared.record is not None:
             after_commit(prepared, prepared.record, started)
         elif control.rank == 0:

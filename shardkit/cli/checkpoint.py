@@ -97,7 +97,7 @@ def _facts(found: "Checkpoint") -> dict[str, Any]:
     record = found.manifest
     names = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "created_utc", "save_id", "run_id")
     facts = {"path": str(found.path), **{name: getattr(record, name) for name in (*names, "parent", "digest")}}
-    facts |= {"versions": record.versions, "bytes": record.bytes, "files": len(record.files)}
+    facts |= {"versions": record.versions, "bytes": record.bytes, "files": len(record.every_file)}
     facts["sections"] = {
         section: {
             "tensors": len(entries),

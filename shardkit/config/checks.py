@@ -24,13 +24,13 @@ class Finding:
 
 def problems(config: Config) -> list[Finding]:
     """What cannot run as it stands."""
-    rules = (_processes, _type_and_processes, _mesh, _offload, _gpus, _names, _texts)
+    rules = (_processes, _type_and_processes, _mesh, _offload, _gpus, _names, _texts, _ddp, _profile)
     return [finding for rule in rules for finding in rule(config)]
 
 
 def notes(config: Config) -> list[Finding]:
     """What runs, but not quite as somebody may expect."""
-    rules = (_unused_blocks, _unused_wrapping, _what_fsdp2_does, _precision, _machines, _tpu)
+    rules = (_unused_blocks, _unused_wrapping, _unused_ddp, _what_fsdp2_does, _precision, _machines, _tpu)
     return [finding for rule in rules for finding in rule(config)]
 
 
@@ -116,6 +116,38 @@ def _texts(config: Config) -> Iterator[Finding]:
     except re.error as error:
         what = f"is not a regular expression (got {config.fsdp.ignored_modules!r}: {error})"
         yield Finding(("fsdp.ignored_modules",), f"{what}; correct the pattern.")
+
+
+def _ddp(config: Config) -> Iterator[Finding]:
+    hook, wanted = config.shardkit.ddp.comm_hook, config.shardkit.precision.reduce_dtype
+    if hook != "no" and wanted is not None:
+        keys = ("shardkit.ddp.comm_hook", "shardkit.precision.reduce_dtype")
+        yield Finding(keys, f"sends gradients as {hook}, but reduce_dtype says {wanted} (got both); keep one of them.")
+    if config.shardkit.ddp.comm_wrapper != "no" and hook != "power_sgd":
+        keys = ("shardkit.ddp.comm_wrapper", "shardkit.ddp.comm_hook")
+        yield Finding(
+            keys, f"is the dtype of power_sgd (got comm_hook {hook}); write it as comm_hook, or leave it out."
+        )
+
+
+def _profile(config: Config) -> Iterator[Finding]:
+    section = config.shardkit.profile
+    unknown = [name for name in section.activities if name.lower() not in ("cpu", "cuda")]
+    if unknown:
+        yield Finding(("shardkit.profile.activities",), f"is not cpu or cuda (got {unknown[0]!r}); write cpu,cuda.")
+    cycle = [name for name in ("wait", "warmup", "repeat", "skip_first") if getattr(section, name)]
+    if cycle and not section.active:
+        keys = (f"shardkit.profile.{cycle[0]}", "shardkit.profile.active")
+        yield Finding(keys, "is part of a schedule, which records no step (got active 0); write active: 1 or more.")
+
+
+def _unused_ddp(config: Config) -> Iterator[Finding]:
+    changed = [
+        name for name, value in config.shardkit.ddp if value != type(config.shardkit.ddp).model_fields[name].default
+    ]
+    if changed and config.mode == "fsdp":
+        keys = (f"shardkit.ddp.{changed[0]}", "fsdp.sharding_strategy")
+        yield Finding(keys, "has no effect with a sharded strategy; DDP runs with NO_SHARD, MULTI_GPU and MULTI_CPU.")
 
 
 def _unused_blocks(config: Config) -> Iterator[Finding]:

@@ -46,6 +46,10 @@ REFUSED_VALUES: dict[Path, dict[str, str]] = {
         ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON"),
         "this kind of device is not supported; use FSDP or MULTI_GPU on CUDA or ROCm, or MULTI_CPU",
     ),
+    ("shardkit", "ddp", "comm_hook"): dict.fromkeys(
+        ("batched_power_sgd", "batched-power-sgd", "batched_powersgd"),
+        "torch's own fails in its first step; use power_sgd",
+    ),
     ("compute_environment",): {"AMAZON_SAGEMAKER": INSTEAD["region"]},
     ("mixed_precision",): {"fp8": INSTEAD["fp8_config"]},
     ("fsdp", "state_dict_type"): {

@@ -14,8 +14,8 @@ from shardkit.config import document, foreign
 from shardkit.config.keys import Path, all_keys, names_in, resolve_name, sections, suggestion, whole_name
 from shardkit.errors import ConfigError
 
-Kind = Literal["default", "hardware", "file", "environment", "flag"]
-STRENGTH: list[Kind] = ["default", "hardware", "file", "environment", "flag"]
+Kind = Literal["default", "hardware", "file", "environment", "flag", "code"]
+STRENGTH: list[Kind] = ["default", "hardware", "file", "environment", "flag", "code"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _settings_layer(settings: Mapping[str, str], kind: Kind, where: Mapping[str,
     for name, value in settings.items():
         path = resolve_name(name)
         if path is None or path in sections():
-            layer.problems.append(f"{where[name]}: {_unknown_setting(name, path)}")
+            layer.problems.append(f"{where[name]}: {unknown_setting(name, path)}")
         elif path in layer.entries and layer.entries[path].name != name:
             other = layer.entries[path].origin
             layer.problems.append(f"{where[name]}: sets the same as {other}; keep one of them.")
@@ -118,7 +118,8 @@ def setting_value(path: Path, text: Any) -> Any:
     return document.typed(node) if path == ("xla_fsdp_settings",) else document.raw(node)
 
 
-def _unknown_setting(name: str, path: Path | None) -> str:
+def unknown_setting(name: str, path: Path | None) -> str:
+    """What to say of a dotted name that is no setting: unknown, or (`path`) that of a block of them."""
     if path is not None:
         return f"{name} is a block of settings; set one of them, such as {name}.{next(iter(names_in(path)))}."
     *blocks, last = name.split(".")

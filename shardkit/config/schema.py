@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 RendezvousBackend = Literal["static", "c10d", "etcd-v2", "etcd"]
 
 
@@ -174,6 +175,16 @@ def read_word(value: Any) -> Any:
     return value.strip().lower().replace("_", "-").replace(" ", "-") if isinstance(value, str) else value
 
 
+def read_member(value: Any) -> Any:
+    """A name that is written in small letters with underscores, in any case; an unquoted `no` reaches us as False."""
+    if value is False or value is None:
+        return "no"
+    if not isinstance(value, str):
+        return value
+    name = value.strip().lower().replace("-", "_").replace(" ", "_")
+    return {"powersgd": "power_sgd", "none": "no", "false": "no"}.get(name, name)
+
+
 def read_numbers(value: Any) -> Any:
     """Numbers with commas, also from a list or a single number."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -274,6 +285,15 @@ class PrecisionConfig(Section):
     init_scale: float = Field(65536.0, gt=0)
     """First loss scale under fp16."""
 
+    growth_factor: float = Field(2.0, gt=1)
+    """What the loss scale is multiplied with after `growth_interval` steps without an overflow."""
+
+    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    """What the loss scale is multiplied with after an overflow."""
+
+    growth_interval: Count = Field(2000, ge=1)
+    """Steps without an overflow after which the loss scale grows."""
+
 
 class MeshConfig(Section):
     """Sizes of the hybrid strategies' mesh; 0: computed from the machines."""
@@ -347,6 +367,84 @@ class LaunchConfig(Section):
     """OMP_NUM_THREADS of every rank; 0: cores divided by ranks on this machine."""
 
 
+class DdpConfig(Section):
+    """How DDP (NO_SHARD, MULTI_GPU, MULTI_CPU) exchanges gradients."""
+
+    comm_hook: Annotated[CommHook, BeforeValidator(read_member)] = "no"
+    """What gradients are sent as: no (as they are), fp16, bf16, or power_sgd (a low rank of them)."""
+
+    comm_wrapper: Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(read_member)] = "no"
+    """Dtype in which power_sgd works and sends."""
+
+    power_sgd_rank: Count = Field(1, ge=1)
+    """Rank of the matrices that power_sgd sends for a gradient: more is nearer to the gradient, and slower."""
+
+    power_sgd_start_step: Count = Field(1000, ge=2)
+    """Steps in which gradients are sent as they are, before power_sgd begins."""
+
+    bucket_cap_mb: Count = Field(25, ge=1)
+    """Gradients are sent in buckets of this many MiB."""
+
+    static_graph: Bool = False
+    """Every step uses the same parameters in the same way, so that none has to be looked for."""
+
+    broadcast_buffers: Bool = True
+    """Rank 0's buffers (running statistics) are copied to all ranks in each forward."""
+
+
+class DataConfig(Section):
+    """How prepared data loaders give each rank its part."""
+
+    split_batches: Bool = False
+    """The loader's batch size is that of all ranks together; false: of each rank."""
+
+    even_batches: Bool = True
+    """A short last batch is padded, so that every rank gets as many samples; `gather_for_metrics` drops the padding."""
+
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    """Seed of the data order alone; None: shardkit.seed, else rank 0's."""
+
+
+class ProfileConfig(Section):
+    """What `accelerator.profile()` records, and in which steps; a step ends with `profiler.step()`."""
+
+    folder: Text = None
+    """Folder of the traces, one a rank; by default `profile` in the project's folder for logs."""
+
+    activities: Names = Field(default_factory=list)
+    """cpu and cuda; empty: what there is."""
+
+    skip_first: Count = Field(0, ge=0)
+    """Steps left out at the start."""
+
+    wait: Count = Field(0, ge=0)
+    """Steps left out at the start of each cycle."""
+
+    warmup: Count = Field(0, ge=0)
+    """Steps then traced and thrown away."""
+
+    active: Count = Field(0, ge=0)
+    """Steps then recorded; 0: everything inside the block, without a schedule."""
+
+    repeat: Count = Field(0, ge=0)
+    """Cycles; 0: until the end."""
+
+    record_shapes: Bool = False
+    """Record the shapes of operators' inputs."""
+
+    profile_memory: Bool = False
+    """Record what operators allocate."""
+
+    with_stack: Bool = False
+    """Record the lines of source code."""
+
+    with_flops: Bool = False
+    """Estimate the FLOPs of matrix products and convolutions."""
+
+    with_modules: Bool = False
+    """Record which module an operator belongs to (TorchScript modules only)."""
+
+
 class ShardkitConfig(Section):
     """Settings that Accelerate does not have. Written only when something in it differs from its default."""
 
@@ -362,6 +460,15 @@ class ShardkitConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     """What the launcher watches and how it stops."""
 
+    ddp: DdpConfig = DdpConfig()
+    """How DDP exchanges gradients."""
+
+    data: DataConfig = DataConfig()
+    """How prepared data loaders give each rank its part."""
+
+    profile: ProfileConfig = ProfileConfig()
+    """What `accelerator.profile()` records."""
+
     compile: Bool = False
     """torch.compile each unit."""
 
@@ -370,6 +477,12 @@ class ShardkitConfig(Section):
 
     gradient_accumulation_steps: Count = Field(1, ge=1)
     """Micro-batches per optimizer step, where the script does not say."""
+
+    end_window_with_data: Bool = True
+    """The last batch of a loader ends a window of micro-batches early; false: the window goes on in the next epoch."""
+
+    log_speed: Bool = False
+    """`accelerator.log` adds seconds a step, samples and tokens a second, MFU on known GPUs, and peak memory."""
 
     ddp_find_unused_parameters: Bool = False
     """For NO_SHARD: look for parameters without a gradient in every step (slower)."""

@@ -67,13 +67,14 @@ def gather_object(data: Any) -> list[Any]:
     return everyone
 
 
-def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
-    """`data` with each tensor replaced by its mean or sum over all ranks, times `scale`, on every rank; same shapes.
+def reduce(data: Any, reduction: Literal["mean", "sum", "max", "min", "none"] = "sum", scale: float = 1.0) -> Any:
+    """`data` with each tensor replaced by its mean, sum, max or min over all ranks, times `scale`, on every rank.
 
-    Collective. The mean of integers is a float, as in torch. Raises UsageError on all ranks where shapes differ.
+    Same shapes. Collective. The mean of integers is a float, as in torch. Raises UsageError on all ranks where shapes
+    differ.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise UsageError(f"reduce: unknown reduction (got {reduction!r}); use mean, sum or none.")
+    if reduction not in ("mean", "sum", "max", "min", "none"):
+        raise UsageError(f"reduce: unknown reduction (got {reduction!r}); use mean, sum, max, min or none.")
     if reduction == "none":
         return data
     _same_everywhere(data, "reduce")
@@ -163,7 +164,7 @@ def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Ten
         value = value.to(torch.get_default_dtype())
     value = _placed(value).clone()
     if world_size() > 1:
-        dist.all_reduce(value)
+        dist.all_reduce(value, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM))
     if reduction == "mean":
         value = value / world_size()
     return (value * scale if scale != 1.0 else value).to(tensor.device)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,8 @@ def start(config: Config) -> Process:
     owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
     if owns_group:
         _join(config, ranks, device)
+        _started[:] = [(dist.group.WORLD, _lasting(config, device))]
+    _refuse_other(_lasting(config, device))
     everyone = control.start(config.shardkit.launch.process_group_timeout_s)
     everyone.agree(problem, error=MachineError)
     same_config.compare(config, everyone)
@@ -124,6 +127,29 @@ def start(config: Config) -> Process:
         control=everyone,
         owns_group=owns_group,
     )
+
+
+_started: list[tuple[Any, dict[str, Any]]] = []
+"""The process group that was started here, and the settings that it keeps as long as it is up."""
+
+
+def _lasting(config: Config, device: torch.device) -> dict[str, Any]:
+    timeout_s = config.shardkit.launch.process_group_timeout_s
+    return {"shardkit.launch.process_group_timeout_s": timeout_s, "debug": config.debug, "device": device.type}
+
+
+def _refuse_other(wanted: dict[str, Any]) -> None:
+    """ConfigError where the process group was started with other settings: the same for all runs of a process."""
+    if not (_started and dist.is_initialized() and _started[0][0] is dist.group.WORLD):
+        return
+    problems = [
+        f"Accelerator: {name}: {wanted[name]} here, but {value} for the process group that is up; "
+        "ask for the same, or call end_training() of the other Accelerator first."
+        for name, value in _started[0][1].items()
+        if wanted[name] != value
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def leave() -> None:

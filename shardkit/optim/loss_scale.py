@@ -51,4 +51,11 @@ def make_scaler(config: Config, device: torch.device) -> GradScaler | None:
     """The loss scaler that fp16 needs, starting at the configured scale; None where compute is not fp16."""
     if not dtypes(config).scales_loss:
         return None
-    return GradScaler(device.type, init_scale=config.shardkit.precision.init_scale)
+    section = config.shardkit.precision
+    return GradScaler(
+        device.type,
+        init_scale=section.init_scale,
+        growth_factor=section.growth_factor,
+        backoff_factor=section.backoff_factor,
+        growth_interval=section.growth_interval,
+    )

@@ -16,15 +16,19 @@ A facade: each method is a few lines that hand over to the module that does it. 
 on many: a window of micro-batches has the gradient that one process would have for the same global batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile as profiler
+from torch.utils.hooks import RemovableHandle
 
-from shardkit.config.schema import Config, DistributedType
+from shardkit.config.schema import Config
 from shardkit.data import loader as data
 from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader
@@ -34,30 +38,51 @@ from shardkit.distributed.tensors import is_fsdp, unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import clip
-from shardkit.runtime import boundary, measure, objects, prepare, settings, summary, turns, unsupported
+from shardkit.runtime import (
+    boundary,
+    given,
+    measure,
+    objects,
+    prepare,
+    settings,
+    speed,
+    state_hooks,
+    summary,
+    turns,
+    unsupported,
+)
 from shardkit.runtime.accumulate import Counters
 from shardkit.runtime.optimizer import AcceleratedOptimizer
-from shardkit.runtime.project import ProjectConfiguration
+from shardkit.runtime.project import ProjectConfiguration, project_of
 from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
+from shardkit.runtime.topology import Topology
 from shardkit.sharding import gradient_sync, precision
+from shardkit.sharding import mesh as layout
 from shardkit.sharding.mesh import build_mesh
+from shardkit.tracking import trackers
+from shardkit.tracking.tracker import Tracker
 
 __all__ = ["Accelerator", "ProjectConfiguration"]
 
 log = get_logger(__name__)
 
 
-class Accelerator:
+class Accelerator(Topology):
     """The run as this rank sees it: its configuration, its place among the ranks, and what was prepared.
 
     The configuration is the launcher's; without one, `config` (a Config, a dict with the YAML's keys, or a path),
     else the file found from the working folder. The other arguments replace single settings, and the table at the
     start says so. `split_batches`: the loader's batch size is that of all ranks together. `even_batches`: a short last
-    batch is padded so that every rank gets as many samples. Collective: every rank creates one, with equal arguments.
+    batch is padded so that every rank gets as many samples. `kwargs_handlers` and the plugins are objects that say
+    settings (`shardkit_settings()`, see `runtime/given.py`), with the names and checks of the YAML. `rng_types` changes
+    nothing: the order of the data is a function of (seed, epoch), and no generator has to be synchronised.
+    `log_with`: names of trackers, or objects of a shardkit.Tracker; see `init_trackers`.
+    Collective: every rank creates one, with equal arguments.
 
-    Raises ConfigError where the launched world is not the configured one, or ranks disagree.
+    Raises ConfigError where the launched world is not the configured one, where ranks disagree, and where an object
+    says another value than somebody has chosen elsewhere.
     """
 
     def __init__(
@@ -69,25 +94,49 @@ class Accelerator:
         project_config: ProjectConfiguration | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         step_scheduler_with_optimizer: bool = True,
-        split_batches: bool = False,
-        even_batches: bool = True,
+        split_batches: bool | None = None,
+        even_batches: bool | None = None,
+        device_placement: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        fsdp_plugin: Any = None,
+        dataloader_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        parallelism_config: Any = None,
+        dynamo_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
         **others: Any,
     ) -> None:
         unsupported.refuse_arguments(others)
-        chosen = settings.settings(config, mixed_precision, gradient_accumulation_steps, cpu)
+        objects_given = {
+            "fsdp_plugin": fsdp_plugin,
+            "dataloader_config": dataloader_config,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "parallelism_config": parallelism_config,
+            "dynamo_plugin": dynamo_plugin,
+        }
+        handlers = tuple(kwargs_handlers or ())
+        chosen = settings.settings(
+            config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
+        ).with_given(given.read(objects_given, handlers))
+        selected = trackers.chosen(log_with)
         launched = process.check_world(chosen.config, chosen.chosen)
         place = process.start(launched)
+        place.control.agree(trackers.missing(selected) if place.is_main else None, error=UsageError)
         supported = precision.supported(launched, place.device)
         self._run = Run(
             config=supported,
             origins=chosen.chosen,
             process=place,
             mesh=build_mesh(supported, place),
-            project=_project(project_dir, project_config),
-            loops=Loops(step_scheduler_with_optimizer, split_batches, even_batches),
+            project=project_of(project_dir, project_config),
+            loops=Loops(step_scheduler_with_optimizer, device_placement),
+            handlers=handlers,
+            selected_trackers=selected,
             started_bytes=measure.start(place.device),
         )
         self.state = State(self._run)
+        self._speed: speed.Speed | None = None
         if supported.shardkit.seed is not None:
             set_seed(supported.shardkit.seed)
         boundary.watch(self._run)
@@ -99,41 +148,74 @@ class Accelerator:
 
     # ---- what is prepared ----
 
-    def prepare(self, *arguments: Any, weights: str | Path | None = None) -> Any:
+    def prepare(
+        self,
+        *arguments: Any,
+        weights: str | Path | None = None,
+        device_placement: Sequence[bool | None] | None = None,
+    ) -> Any:
         """Models, optimizers, data loaders and schedulers, in any order, ready for all ranks; in the order given.
 
         An optimizer may be built before, with or without state: it follows its model's parameters. None passes.
-        `weights`: see `prepare_model`. Collective: every rank calls it with the same kinds of objects.
+        `weights`: see `prepare_model`. `device_placement`: for each argument whether it (of a loader: its batches) is
+        moved to the rank's device; None as the Accelerator says. Collective: every rank calls it with the same kinds
+        of objects.
         """
-        prepared = prepare.prepare(self._run, arguments, weights)
+        prepared = prepare.prepare(self._run, arguments, weights, device_placement)
         if self._run.models and not self._run.is_announced:
             self._run.is_announced = True
             log.info("%s", summary.text(self._run))
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def prepare_model(self, model: nn.Module, weights: str | Path | None = None) -> nn.Module:
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        weights: str | Path | None = None,
+    ) -> nn.Module:
         """The model alone; it may have no optimizer. `weights` (a safetensors file or a folder of them) fills a model
-        that was built on the meta device: each rank reads only its own part. Collective."""
-        return self.prepare(model, weights=weights)
+        that was built on the meta device: each rank reads only its own part.
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        """The optimizer alone, of a model that is prepared or will be. Collective."""
+        With `evaluation_mode` it is one that is not trained here: a teacher, a reference, or a model that is evaluated
+        before it is trained. It is sharded where models are sharded, in no checkpoint, and not wrapped in DDP; prepared
+        again without `evaluation_mode` it is trained as any other. Its parameters and its mode stay as they are; freeze
+        them (`model.requires_grad_(False)`) to keep a 16-bit dtype under mixed precision. Collective.
+        """
+        if evaluation_mode:
+            return prepare.for_evaluation(self._run, model, weights, device_placement)
+        return self.prepare(model, weights=weights, device_placement=[device_placement])
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """The optimizer alone, of a model that is prepared or will be. `device_placement` changes nothing: its state is
+        where its parameters are. Collective."""
         return self.prepare(optimizer)
 
-    def prepare_data_loader(self, loader: Any) -> PreparedLoader:
-        """The data loader alone. Collective."""
-        return self.prepare(loader)
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """The data loader alone. `slice_fn_for_dispatch` is refused: every rank reads its own part. Collective."""
+        unsupported.refuse_dispatch(slice_fn_for_dispatch)
+        return self.prepare(data_loader, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """The scheduler alone."""
         return self.prepare(scheduler)
 
-    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """The user's own module below DDP and torch.compile. Under FSDP it is the model itself, with sharded
-        parameters; `get_state_dict` gives whole ones."""
-        model = getattr(model, "_orig_mod", model)
-        model = unwrapped(model)
-        return getattr(model, "_orig_mod", model)
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+    ) -> nn.Module:
+        """The user's own module below DDP. Under FSDP it is the model itself, with sharded parameters; `get_state_dict`
+        gives whole ones. `keep_torch_compile`: with the `torch.compile` around it, where the user has put one there
+        (its names then begin with `_orig_mod.`). `keep_fp32_wrapper` False: its forward leaves mixed precision.
+        """
+        inner = unwrapped(model)
+        if not keep_fp32_wrapper:
+            precision.restore_forward(inner)
+        compiled = model.module if isinstance(model, DistributedDataParallel) else model
+        return compiled if keep_torch_compile else inner
 
     def register_for_checkpointing(self, *registered: Any) -> None:
         """save_state and load_state take these objects along: each has state_dict() -> JSON-able values or tensors,
@@ -161,8 +243,14 @@ class Accelerator:
             saving.forget(self._run)
         self._run.forget()
         boundary.watch(self._run)
+        if self._speed is not None:
+            self._speed = speed.Speed(self._run)
         boundary.collect_garbage()
         return (None,) * len(released)
+
+    def clear(self, *released: Any) -> tuple[None, ...]:
+        """As `free_memory`."""
+        return self.free_memory(*released)
 
     # ---- a training step ----
 
@@ -191,6 +279,17 @@ class Accelerator:
         gradients until the next backward outside; `accumulate` does not, and gives the same sums."""
         return gradient_sync.gradient_sync([model], enabled=False)
 
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward exchanges gradients, also of forwards that ran under `no_sync`."""
+        return gradient_sync.gradient_sync([model], enabled=True)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Nothing is to be done: prepared loaders give every rank as many batches, whatever `even_batches`; where that
+        cannot be, `prepare` has said so."""
+        return nullcontext()
+
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Gradients of the loss, which is divided by the number of micro-batches in a step, and scaled under fp16."""
         self._run.accumulation.backward(loss, **arguments)
@@ -215,6 +314,15 @@ class Accelerator:
             self._make_final(chosen)
             clip.clamp_gradients_(chosen, clip_value)
 
+    def maybe_context_parallel(self, *_: Any, **arguments: Any) -> AbstractContextManager[None]:
+        """Nothing is done: no sequence is split over ranks."""
+        return nullcontext()
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model was spread over devices of this rank (Transformers' device_map), so that it cannot be
+        trained by several ranks."""
+        return len(set(getattr(model, "hf_device_map", {}).values())) > 1
+
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
         """Gradients as they are without fp16's loss scale, of one optimizer or of all; nothing while accumulating."""
         for one in self._run.optimizers if optimizer is None else [optimizer]:
@@ -226,9 +334,11 @@ class Accelerator:
         """Whether fp16 overflowed in the last step, so that no parameter changed."""
         return any(optimizer.step_was_skipped for optimizer in self._run.optimizers)
 
-    def autocast(self, *_: Any, **__: Any) -> AbstractContextManager:
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager:
         """The precision of a prepared model's forward, for other code under DDP or in one process. FSDP's units cast by
-        themselves: nothing is done there."""
+        themselves: nothing is done there. With a handler whose `enabled` is False, code inside computes in fp32."""
+        if autocast_handler is not None and not autocast_handler.enabled:
+            return torch.autocast(self.device.type, enabled=False)
         return precision.autocast(self._run.config, self.device)
 
     @property
@@ -256,6 +366,43 @@ class Accelerator:
         """The loss scaler under fp16, else None."""
         return self._run.accumulation.scaler
 
+    # ---- data ----
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all ranks together."""
+        return self.config.shardkit.data.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether a short last batch is padded, so that every rank gets as many samples."""
+        return self.config.shardkit.data.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        """For loaders that are prepared from now on."""
+        self._run.config = settings.with_value(self._run.config, "shardkit.data.even_batches", bool(value))
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """False: every rank reads its own part of the data."""
+        return False
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """True: the order of the data is a function of (seed, epoch)."""
+        return True
+
+    @property
+    def non_blocking(self) -> bool:
+        """True: batches from pinned memory are copied to the device beside compute."""
+        return True
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """True: save_state keeps the position in the data."""
+        return True
+
     # ---- saving and loading ----
 
     def save_state(
@@ -275,6 +422,17 @@ class Accelerator:
         from shardkit.runtime import saving
 
         return saving.save_state(self._run, output_dir, blocking=blocking)
+
+    def register_save_state_pre_hook(self, hook: state_hooks.SaveHook) -> RemovableHandle:
+        """Every save_state calls `hook(models, weights, output_dir)` on every rank before it takes the state. What the
+        hook writes into `output_dir` is committed with the checkpoint; a model whose entry it removes from `weights` it
+        has saved itself (rank 0's list counts). The handle's `remove()` ends it. See `runtime/state_hooks.py`."""
+        return state_hooks.register(self._run.hooks.at_save, hook, "register_save_state_pre_hook")
+
+    def register_load_state_pre_hook(self, hook: state_hooks.LoadHook) -> RemovableHandle:
+        """Every load calls `hook(models, input_dir)` on every rank when the checkpoint is verified, before it is
+        loaded. A model that the hook removes from `models` it has loaded itself. The handle's `remove()` ends it."""
+        return state_hooks.register(self._run.hooks.at_load, hook, "register_load_state_pre_hook")
 
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
@@ -343,6 +501,49 @@ class Accelerator:
         """The project's folder and how checkpoints in it are named."""
         return self._run.project
 
+    # ---- trackers ----
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Begin to track: into what `log_with` names, and always into `metrics.jsonl` in the folder for logs (below it,
+        one named by the project), where there is one. `init_kwargs`: by tracker, what its own object is made with."""
+        self._run.trackers.start(project_name, self.logging_dir, config, init_kwargs)
+        if self.config.shardkit.log_speed and self._speed is None:
+            self._speed = speed.Speed(self._run)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Numbers and texts by name into all trackers, on rank 0. `step` is by default the optimizer step. Any rank may
+        call it. Raises UsageError where a value is none, on every rank that calls it."""
+        measured = {} if self._speed is None else self._speed.values()
+        step = self.counters.step if step is None else step
+        self._run.trackers.log(values, step, log_kwargs, measured)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name, or (`unwrap`) its own object: a run of wandb, TensorBoard's writer. On ranks other
+        than 0 something that takes every call and does nothing."""
+        return self._run.trackers.get(name, unwrap)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers between `init_trackers` and `end_training`."""
+        return list(self._run.trackers.active)
+
+    def profile(self, profile_handler: Any = None) -> AbstractContextManager[profiler]:
+        """Torch's profiler over a block, with a trace for each rank: see `shardkit.profile` of the configuration, which
+        an object that says settings replaces. With a schedule, call `profiler.step()` after each step."""
+        from shardkit.runtime import profiling
+
+        return profiling.traced(self._run, profile_handler)
+
     # ---- among ranks ----
 
     def gather(self, tensor: Any) -> Any:
@@ -358,7 +559,7 @@ class Accelerator:
         )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over all ranks, on every rank. Collective."""
+        """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
         self._run.accumulation.note_meeting()
         return collectives.reduce(tensor, reduction, scale)
 
@@ -434,61 +635,61 @@ class Accelerator:
         return turns.only(lambda: self.local_process_index == local_process_index, function)
 
     def end_training(self) -> None:
-        """Waits for every rank and for a save in flight, then takes the process group down; under `launch --measure`
-        says what the run took of memory. The last call of a script. Collective."""
+        """Ends the trackers, waits for every rank and for a save in flight, then takes the process group down; under
+        `launch --measure` says what the run took of memory. The last call of a script. Collective."""
         boundary.end(self._run)
 
-    # ---- who and where ----
+    # ---- who and where: see `Topology` ----
 
     @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._run.process.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is its machine's first rank."""
-        return self._run.process.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._run.process.rank == self._run.process.world_size - 1
-
-    @property
-    def process_index(self) -> int:
-        """This rank."""
-        return self._run.process.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank among those of its machine."""
-        return self._run.process.local_rank
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks in total."""
-        return self._run.process.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._run.process.device
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """FSDP, MULTI_GPU or MULTI_CPU (DDP), NO, XLA: what runs."""
-        return self.state.distributed_type
-
-    @property
-    def use_distributed(self) -> bool:
+    def multi_device(self) -> bool:
         """Whether there is more than one rank."""
-        return self._run.process.world_size > 1
+        return self.use_distributed
 
     @property
-    def mixed_precision(self) -> str:
-        """no, fp16 or bf16: what runs."""
-        return self._run.config.mixed_precision
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The ranks as (replicate, shard), or (shard); None where nothing is sharded."""
+        return self._run.mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether models are sharded by FSDP2, whose parameters are DTensors."""
+        return self.is_fsdp2
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this rank has a part of."""
+        return layout.replica_of(self._run.mesh, self.process_index)
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which part of a copy of the model this rank has."""
+        return layout.part_of(self._run.mesh)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: no layer is split."""
+        return 0
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """0: every rank has every layer."""
+        return 0
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: no sequence is split."""
+        return 0
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank should write what a script saves by itself; `save_model` is for all ranks."""
+        return self.is_main_process
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: fp8 is not supported."""
+        return
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return prepare.own_parameters(self._run, parameters)
@@ -496,12 +697,3 @@ class Accelerator:
     def _make_final(self, parameters: list[torch.Tensor]) -> None:
         for optimizer in prepare.optimizers_of(self._run, parameters):
             optimizer.make_gradients_final()
-
-
-def _project(project_dir: str | Path | None, given: ProjectConfiguration | None) -> ProjectConfiguration:
-    """The project as the arguments say it; a folder given on its own counts where the object has none."""
-    project = given or ProjectConfiguration()
-    if project.project_dir is None and project_dir is not None:
-        project.project_dir = str(project_dir)
-        project.logging_dir = project.logging_dir or project.project_dir
-    return project

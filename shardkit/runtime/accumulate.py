@@ -46,14 +46,21 @@ class Accumulation:
         loaders: Sequence[PreparedLoader],
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
+        ends_with_data: bool = True,
     ) -> None:
         self.steps = steps
+        self.ends_with_data = ends_with_data
+        """Whether the last batch of a loader ends a window early; else the window goes on in the next loop."""
         self.models = models
         self.counters = counters
         self.backward_calls = 0
         self.at_boundary: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
         """Called before each optimizer step: what must be true of the gradients."""
+        self.on_batch: Callable[[], None] = lambda: None
+        """Called once for each batch that is trained on, while it is out."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called after each optimizer step."""
         self._loaders = loaders
         self._is_full = True
         self._deferred_models: Sequence[nn.Module] = ()
@@ -102,7 +109,7 @@ class Accumulation:
         if self._is_full:
             return False
         loader = self._loader_of_window
-        return self.is_inside or loader is None or loader.is_iterating
+        return self.is_inside or not self.ends_with_data or loader is None or loader.is_iterating
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -221,6 +228,7 @@ class Accumulation:
             self._stepped.clear()
         if not self._stepped:
             self.counters.step += 1
+            self.on_step()
         self._stepped.add(id(optimizer))
 
     def note_optimizer(self) -> None:
@@ -285,7 +293,7 @@ class Accumulation:
         self.counters.micro_step += 1
         self.micro_batches += 1
         loader = active_loader(self._loaders)
-        is_last = loader is not None and loader.end_of_loader
+        is_last = self.ends_with_data and loader is not None and loader.end_of_loader
         self._loader_of_window = loader
         self._is_full = is_last or self.counters.micro_step >= self._divisor
         self._window = self.counters.micro_step if self._is_full else 0
@@ -299,6 +307,7 @@ class Accumulation:
             self._batch_counted = loader.last_yield
             self.counters.samples_seen += loader.batch_samples
             self._samples_since_step += loader.batch_samples
+            self.on_batch()
 
     def _update_scaler(self) -> None:
         """A new scale holds from the next backward on: optimizers that have not stepped yet still need the old one."""

@@ -93,6 +93,7 @@ def end(run: Run) -> None:
     """Waits for a save in flight and for all ranks, then leaves the process group that this run started. Collective."""
     from shardkit.runtime import saving
 
+    run.trackers.finish()
     session = run.saving
     saving.close(run)  # a save in flight counts
     saved = session.last_step if session is not None else None

@@ -51,17 +51,20 @@ def start(device: torch.device) -> int:
     return resident_bytes()
 
 
+def peak_bytes(device: torch.device, started_bytes: int) -> int:
+    """The most memory that this rank has taken so far; see `Memory`."""
+    on_cpu = device.type == "cpu"
+    return max(0, resident_bytes("VmHWM") - started_bytes if on_cpu else accelerators.peak_bytes(device))
+
+
 def memory_of(run: Run, started_bytes: int) -> Memory:
     """What this rank took so far; `started_bytes` is what the process had before it prepared anything."""
     parameters = [parameter for model in run.models for parameter in model.parameters()]
     states = [optimizer.state for optimizer in run.optimizers]
-    device = run.device
-    on_cpu = device.type == "cpu"
-    peak = resident_bytes("VmHWM") - started_bytes if on_cpu else accelerators.peak_bytes(device)
     return Memory(
         run.process.rank,
-        accelerators.name_of(device),
-        max(0, peak),
+        accelerators.name_of(run.device),
+        peak_bytes(run.device, started_bytes),
         _bytes_of(parameters),
         _bytes_of(parameter for parameter in parameters if parameter.requires_grad),
         _bytes_of(value for state in states for one in state.values() for value in one.values()),

@@ -13,6 +13,7 @@ from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.optim import rebind
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import Run, Taken
@@ -20,29 +21,55 @@ from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.sharding import precision
 from shardkit.sharding.released import ReleasedParameter
 
+log = get_logger(__name__)
+
 Kind = Literal["model", "optimizer", "loader", "scheduler", "nothing"]
 
 
-def prepare(run: Run, objects: Sequence[Any], weights: str | Path | None = None) -> list[Any]:
-    """The objects ready for all ranks, in the given order. Collective.
+def prepare(
+    run: Run,
+    objects: Sequence[Any],
+    weights: str | Path | None = None,
+    device_placement: Sequence[bool | None] | None = None,
+) -> list[Any]:
+    """The objects ready for all ranks, in the given order; `device_placement`: which of them are moved to the rank's
+    device, None as the run says. Collective.
 
     The order of work is fixed, so that the order of the arguments does not matter: models first, then optimizers,
     which need the models' new parameters, then schedulers, which belong to optimizers.
     """
     kinds = _kinds(objects)
+    moves = _placement(run, objects, device_placement)
     _refuse_shared(run, [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"])
     prepared = list(objects)
     for kind, one in (
-        ("model", lambda model: _model(run, model, weights)),
-        ("loader", lambda loader: _loader(run, loader)),
-        ("optimizer", lambda optimizer: _optimizer(run, optimizer)),
-        ("scheduler", lambda scheduler: _scheduler(run, scheduler)),
+        ("model", lambda model, moves: _model(run, model, weights, moves)),
+        ("loader", lambda loader, moves: _loader(run, loader, moves)),
+        ("optimizer", lambda optimizer, _: _optimizer(run, optimizer)),
+        ("scheduler", lambda scheduler, _: _scheduler(run, scheduler)),
     ):
         for position, found in enumerate(kinds):
             if found == kind:
-                prepared[position] = one(objects[position])
+                prepared[position] = one(objects[position], moves[position])
     _follow(run)
     return prepared
+
+
+def for_evaluation(
+    run: Run, model: nn.Module, weights: str | Path | None = None, device_placement: bool | None = None
+) -> nn.Module:
+    """The model as it computes on all ranks, where it is not trained: sharded where models are, never in DDP's wrapper.
+    It stays out of checkpoints. Prepared again by `prepare`, it is trained as any other. Collective."""
+    if kind_of(model) != "model":
+        raise UsageError(f"prepare_model: not a module (got {type(model).__name__}); give a torch.nn.Module.")
+    if any(model is known for known in (*run.models, *run.evaluated)):
+        return model
+    if run.config.mode == "fsdp":
+        _refuse_shared(run, [model])
+    (moves,) = _placement(run, [model], [device_placement])
+    run.evaluated[model] = rebind.ParameterNames.of(model)
+    _distribute(run, model, weights, moves)
+    return model
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -95,23 +122,46 @@ def _kinds(objects: Sequence[Any]) -> list[Kind]:
     return [kind for kind in kinds if kind is not None]
 
 
-def _model(run: Run, model: nn.Module, weights: str | Path | None) -> nn.Module:
-    if any(model is known for known in run.models):
-        return model
-    from shardkit.sharding.parallelize import at_end_of_backward, parallelize
+def _placement(run: Run, objects: Sequence[Any], asked: Sequence[bool | None] | None) -> list[bool]:
+    """Whether each of the objects is moved to the rank's device. UsageError where there are not as many answers."""
+    asked = [None] * len(objects) if asked is None else asked
+    if len(asked) != len(objects):
+        raise UsageError(
+            f"prepare(device_placement=...): one answer for each argument (got {len(asked)} for {len(objects)}); "
+            "write True, False or None for each."
+        )
+    return [run.loops.device_placement if answer is None else answer for answer in asked]
 
-    names = rebind.ParameterNames.of(model)
+
+def _distribute(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> None:
+    from shardkit.sharding.parallelize import distribute
+
     path = None if weights is None else Path(weights)
     precision.autocast_forward(model, run.config, run.device)
-    parallel = parallelize(model, run.config, run.mesh, run.process, path)
+    if run.mesh is not None and not moves:
+        log.info("device_placement: no effect on %s: its shards live where FSDP puts them.", type(model).__name__)
+    distribute(model, run.config, run.mesh, run.process, path, moves)
+
+
+def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> nn.Module:
+    if any(model is known for known in run.models):
+        return model
+    from shardkit.sharding.ddp import replicate
+    from shardkit.sharding.parallelize import at_end_of_backward
+
+    names = run.evaluated.pop(model, None)
+    if names is None:
+        names = rebind.ParameterNames.of(model)
+        _distribute(run, model, weights, moves)
+    parallel = model if run.mesh is not None else replicate(model, run.config, run.process)
     at_end_of_backward(parallel, run.accumulation.note_backward)
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
     return parallel
 
 
-def _loader(run: Run, loader: Any) -> PreparedLoader:
-    process = run.process
+def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
+    process, data = run.process, run.config.shardkit.data
     beside = 0
     if isinstance(loader, DataLoader):
         beside = sum(generator_of(known) is generator_of(loader) for known in run.loaders)
@@ -119,11 +169,11 @@ def _loader(run: Run, loader: Any) -> PreparedLoader:
         loader,
         process.rank,
         process.world_size,
-        process.device,
-        run.config.shardkit.seed,
+        process.device if moves else None,
+        run.config.shardkit.seed if data.seed is None else data.seed,
         number=beside,
-        split_batches=run.loops.split_batches,
-        even_batches=run.loops.even_batches,
+        split_batches=data.split_batches,
+        even_batches=data.even_batches,
     )
     if prepared not in run.loaders:
         prepared.after_batch = WeakMethod(run.accumulation.after_batch)
@@ -167,9 +217,10 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
     """A parameter of two models would be sharded twice, or reduced twice."""
     if run.config.num_processes == 1 and run.config.mode != "fsdp":
         return
-    seen = {id(p) for known in run.models for p in known.parameters()}
+    prepared = [*run.models, *(run.evaluated if run.config.mode == "fsdp" else ())]
+    seen = {id(p) for known in prepared for p in known.parameters()}
     for model in models:
-        if any(model is known for known in run.models):
+        if any(model is known for known in prepared):
             continue
         own = dict(model.named_parameters())
         shared = [fqn for fqn, p in own.items() if id(p) in seen or isinstance(p, ReleasedParameter)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
+from shardkit.runtime.state_hooks import StateHooks
+from shardkit.tracking.tracker import Tracker
+from shardkit.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
     from shardkit.runtime.session import Session
@@ -31,8 +34,8 @@ class Loops:
     """How the script's loops are written: what `Accelerator`'s arguments of these names say."""
 
     step_scheduler_with_optimizer: bool = True
-    split_batches: bool = False
-    even_batches: bool = True
+    device_placement: bool = True
+    """Whether `prepare` moves models and batches to the rank's device, where the call does not say."""
 
 
 @dataclass
@@ -54,9 +57,18 @@ class Run:
     mesh: DeviceMesh | None
     project: ProjectConfiguration
     loops: Loops = field(default_factory=Loops)
+    handlers: tuple[Any, ...] = ()
+    """The objects that the script gave as `kwargs_handlers`."""
     started_bytes: int = 0
     """What the process had of memory before anything was prepared."""
     watch: Watch | None = None
+    selected_trackers: Sequence[str | Tracker] = ()
+    """What the script gave as `log_with`."""
+    trackers: Trackers = field(init=False)
+    loads: int = 0
+    """Checkpoints loaded so far."""
+    hooks: StateHooks = field(default_factory=StateHooks)
+    """The user's code at saves and loads."""
     saving: Session | None = None
     """What saving and loading keep over the run, from their first use on."""
     counters: Counters = field(default_factory=Counters)
@@ -65,6 +77,8 @@ class Run:
     is_announced: bool = False
     is_triggered: bool = False
     models: list[nn.Module] = field(init=False)
+    evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
+    """Models that are prepared and not trained, and the names of what their parameters were before."""
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
@@ -74,16 +88,19 @@ class Run:
     same_modules: SameModules = field(init=False)
 
     def __post_init__(self) -> None:
+        self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
         self.forget()
 
     def forget(self) -> None:
         """Nothing is prepared, as at the start; the counters go on."""
         self.models, self.optimizers, self.schedulers = [], [], []
+        self.evaluated = {}
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         scaler = loss_scale.make_scaler(self.config, self.device)
         steps = self.config.shardkit.gradient_accumulation_steps
-        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, self.counters)
+        ends = self.config.shardkit.end_window_with_data
+        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, self.counters, ends)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.accumulation.before_step = self.same_modules.check
         foreign_steps.watch(self.accumulation)

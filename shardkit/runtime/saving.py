@@ -2,6 +2,7 @@
 
 import atexit
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shardkit.distributed.long_work import LongWork
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
+from shardkit.runtime import state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.session import Session
 
@@ -67,7 +69,11 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     _settle(run, is_last_chance=blocking is True)
     request = _request(run, session, final, output)
     _warn_of_open_window(run)
-    prepared = write.ready(lambda: _captured(run, session), request, session.control)
+    elsewhere: frozenset[int] = frozenset()
+    if run.hooks.at_save:
+        staging, elsewhere = state_hooks.save(run.hooks, run.models, request, session.control)
+        request = replace(request, staging=staging)
+    prepared = write.ready(lambda: _captured(run, session, elsewhere), request, session.control)
     if prepared is None:
         logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, final)
     elif run.config.shardkit.checkpoint.blocking if blocking is None else blocking:
@@ -91,13 +97,13 @@ def _settle(run: Run, is_last_chance: bool) -> None:
         logger.error("%s", error)
 
 
-def _captured(run: Run, session: Session) -> Captured:
+def _captured(run: Run, session: Session, elsewhere: frozenset[int]) -> Captured:
     if session.unfinished.parts:
         raise CheckpointError(
             f"the state is incomplete since loading {session.unfinished.path} failed half-way; load a checkpoint first"
         )
     agreed = session.control
-    return capture(live_of(run), _kind(run), agreed.rank, agreed.world_size)
+    return capture(replace(live_of(run), elsewhere=elsewhere), _kind(run), agreed.rank, agreed.world_size)
 
 
 def _warn_of_buffers(session: Session, drifted: list[str]) -> None:
@@ -191,7 +197,7 @@ def _request(run: Run, session: Session, final: Path, output: str | Path | None)
         in_series=output is None,
         keep_last=project.total_limit or section.keep_last,
         keep_every=section.keep_every,
-        unless_equal=session.last == final,
+        unless_equal=session.last == final and not run.hooks.at_save,
         compare_buffers=not session.has_told_of_buffers,
         claim=partial(_claim, session, final.parent) if output is None else _nothing,
     )
@@ -258,6 +264,7 @@ def live_of(run: Run) -> Live:
         objects=objects,
         loaders={f"loader.{number}": item for number, item in enumerate(run.loaders)},
         seed=run.config.shardkit.seed,
+        take=partial(state_hooks.load, run.hooks, run.models) if run.hooks.at_load else None,
     )
 
 
@@ -321,6 +328,7 @@ def _loaded(run: Run, session: Session, loaded: Loaded) -> Path:
     session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
     for optimizer in run.optimizers:
         optimizer.optimizer.zero_grad()
+    run.loads += 1
     progress.post("data", record.step)
     if run.process.rank == 0:
         logger.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)

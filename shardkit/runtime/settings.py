@@ -1,7 +1,7 @@
 """The configuration that a script runs with: the launcher's, or the one it finds itself, and what its code says."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from shardkit import env
 from shardkit.config import files
+from shardkit.config.code import Given, with_given
 from shardkit.config.schema import Config, MixedPrecision, read_precision
 from shardkit.config.validation import built_in_python
 from shardkit.distributed.process import launched
@@ -29,6 +30,15 @@ class Settings:
     config: Config
     chosen: dict[str, str]
 
+    def with_given(self, given: Sequence[Given]) -> "Settings":
+        """With what objects in the script say. Raises ConfigError where that contradicts what was chosen before."""
+        if not given:
+            return self
+        config, chosen, notes = with_given(self.config, self.chosen, given)
+        for note in notes:
+            log.info("%s", note)
+        return Settings(config, chosen)
+
     def replaced(self, name: str, value: Any, where: str) -> "Settings":
         """With one value changed by `where`; a line says so where somebody had chosen another."""
         before = value_of(self.config, name)
@@ -42,6 +52,8 @@ def settings(
     mixed_precision: str | None = None,
     gradient_accumulation_steps: int | None = None,
     cpu: bool | None = None,
+    split_batches: bool | None = None,
+    even_batches: bool | None = None,
 ) -> Settings:
     """The configuration for this process: `given`, else the launcher's, else the file that is found from here; with
     what the code says on top. Raises ConfigError with everything that is wrong."""
@@ -53,8 +65,13 @@ def settings(
     if gradient_accumulation_steps is not None:
         name = "shardkit.gradient_accumulation_steps"
         found = found.replaced(name, gradient_accumulation_steps, "Accelerator(gradient_accumulation_steps=...)")
-    if cpu is not None:
-        found = found.replaced("use_cpu", cpu, "Accelerator(cpu=...)")
+    for name, value, where in (
+        ("use_cpu", cpu, "cpu"),
+        ("shardkit.data.split_batches", split_batches, "split_batches"),
+        ("shardkit.data.even_batches", even_batches, "even_batches"),
+    ):
+        if value is not None:
+            found = found.replaced(name, value, f"Accelerator({where}=...)")
     return found
 
 

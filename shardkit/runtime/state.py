@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
-
-from shardkit.config.schema import DistributedType, FsdpConfig, StateDictType, read_name
+from shardkit.config.schema import FsdpConfig, StateDictType, read_name
 from shardkit.errors import ConfigError
 from shardkit.runtime.run import Run
+from shardkit.runtime.topology import Topology
 
 
 class FsdpPlugin:
@@ -48,66 +47,12 @@ class FsdpPlugin:
         self._run.config = config.model_copy(update={"fsdp": section})
 
 
-class State:
+class State(Topology):
     """The topology of the run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.fsdp_plugin = FsdpPlugin(run)
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """FSDP, MULTI_GPU or MULTI_CPU (DDP), NO (one process without sharding), XLA."""
-        config, device = self._run.config, self._run.device
-        match config.mode:
-            case "fsdp":
-                return DistributedType.FSDP
-            case "xla":
-                return DistributedType.XLA
-            case "ddp" if config.num_processes > 1:
-                return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
-            case _:
-                return DistributedType.NO
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks in total."""
-        return self._run.process.world_size
-
-    @property
-    def process_index(self) -> int:
-        """This rank."""
-        return self._run.process.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank among those of its machine."""
-        return self._run.process.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._run.process.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is its machine's first rank."""
-        return self._run.process.is_local_main
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._run.device
-
-    @property
-    def mixed_precision(self) -> str:
-        """no, fp16 or bf16."""
-        return self._run.config.mixed_precision
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one rank."""
-        return self._run.process.world_size > 1
 
     def __repr__(self) -> str:
         return (

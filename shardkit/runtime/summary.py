@@ -127,7 +127,9 @@ def _precision(config: Config, models: Sequence[nn.Module]) -> str:
     mixed = precision.of(config)
     compute = kept if mixed.param is None else _dtype(mixed.param)
     output = compute if mixed.output is None else _dtype(mixed.output)
-    exchanged = "" if config.num_processes == 1 else f", gradients reduced in {_dtype(mixed.reduce)}"
+    hook = config.shardkit.ddp.comm_hook if config.mode == "ddp" else "no"
+    how = f"reduced in {_dtype(mixed.reduce)}" if hook == "no" else f"sent as {hook}"
+    exchanged = "" if config.num_processes == 1 else f", gradients {how}"
     return f"parameters {kept}, compute {compute}{exchanged}, outputs {output}"
 
 

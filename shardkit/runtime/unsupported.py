@@ -4,43 +4,29 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardkit.errors import UsageError
+from shardkit.runtime import given
 
 ARGUMENTS = {
-    "kwargs_handlers": "put its settings into shardkit.yaml (shardkit.launch, shardkit.precision)",
-    "log_with": "shardkit has no trackers; call your tracker's own API under `if accelerator.is_main_process:`",
-    "rng_types": "the order of the data is a function of (seed, epoch), so no generator has to be synchronised",
-    "fsdp_plugin": "put its settings into shardkit.yaml under fsdp_config",
     "deepspeed_plugin": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
     "deepspeed_plugins": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
     "megatron_lm_plugin": "shardkit does not run Megatron-LM",
-    "dataloader_config": "give split_batches and even_batches to Accelerator itself",
     "dispatch_batches": "every rank reads its own part of the data",
     "use_seedable_sampler": "the order of the data always is a function of (seed, epoch)",
-    "gradient_accumulation_plugin": "use gradient_accumulation_steps",
     "dynamo_backend": "set shardkit.compile: true in shardkit.yaml",
-    "dynamo_plugin": "set shardkit.compile: true in shardkit.yaml",
-    "parallelism_config": "set shardkit.mesh in shardkit.yaml",
-    "device_placement": "prepare puts models and batches on the rank's device",
     "torch_tp_plugin": "shardkit does not split tensors inside a layer",
 }
 
 ATTRIBUTES = {
-    "init_trackers": ARGUMENTS["log_with"],
-    "log": ARGUMENTS["log_with"],
-    "get_tracker": ARGUMENTS["log_with"],
-    "trackers": ARGUMENTS["log_with"],
-    "join_uneven_inputs": "loaders give every rank as many batches",
-    "profile": "use torch.profiler",
-    "lomo_backward": "LOMO is not supported",
-    "maybe_context_parallel": "context parallelism is not supported",
+    "lomo_backward": "LOMO is not supported; shard with FSDP, which divides the gradients' memory by the ranks",
+    "deepspeed_ulysses_dl_adapter": "sequence parallelism is not supported; train without it",
     "save_iteration": "checkpoints are named by their step: accelerator.counters.step",
 }
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
     """Raises UsageError with every argument of Accelerator that it does not take; one at its empty default passes."""
-    found = [(name, value) for name, value in arguments.items() if value or name not in ARGUMENTS]
-    problems = [_argument_text(name, value) for name, value in found if (name, value) != ("device_placement", True)]
+    found = [(name, value) for name, value in arguments.items() if (value and value != "no") or name not in ARGUMENTS]
+    problems = [_argument_text(name, value) for name, value in found]
     if problems:
         raise UsageError("\n".join(problems))
 
@@ -50,7 +36,7 @@ def _argument_text(name: str, value: Any) -> str:
         return f"Accelerator({name}=...): not taken (got {value!r}); {ARGUMENTS[name]}."
     own = ["mixed_precision", "gradient_accumulation_steps", "cpu", "project_dir", "project_config", "config"]
     own += ["step_scheduler_with_optimizer", "split_batches", "even_batches"]
-    near = get_close_matches(name, own, 1)
+    near = get_close_matches(name, [*own, *given.ARGUMENTS, "kwargs_handlers", "log_with"], 1)
     hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(own)}."
     return f"Accelerator({name}=...): unknown argument (got {value!r}); {hint}"
 
@@ -60,6 +46,15 @@ def attribute_text(name: str) -> str:
     if name in ATTRIBUTES:
         return f"Accelerator.{name} is not part of shardkit; {ATTRIBUTES[name]}."
     return f"'Accelerator' object has no attribute {name!r}"
+
+
+def refuse_dispatch(slice_fn_for_dispatch: Any) -> None:
+    """Raises UsageError where one rank is to read for all."""
+    if slice_fn_for_dispatch is not None:
+        raise UsageError(
+            f"prepare_data_loader(slice_fn_for_dispatch=...): {ARGUMENTS['dispatch_batches']} (got a function); "
+            "leave it out."
+        )
 
 
 def refuse_pickle(safe_serialization: bool) -> None:

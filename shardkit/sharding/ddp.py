@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from shardkit.config.schema import Config
+from shardkit.config.schema import Config, DdpConfig
 from shardkit.errors import ModelError
-from shardkit.sharding import precision
+from shardkit.sharding import ddp_hooks, precision
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, attach, take_mean_, watch_backward
 
 if TYPE_CHECKING:
@@ -29,8 +28,9 @@ class Replica(DistributedDataParallel):
     parameters are trained than before, or a backward broke off, torch's reducer is made anew.
     """
 
-    def __init__(self, model: nn.Module, reduce_in: torch.dtype, **settings: Any) -> None:
-        self._reduce_in, self._settings = reduce_in, settings
+    def __init__(self, model: nn.Module, reduce_in: torch.dtype, section: DdpConfig, **settings: Any) -> None:
+        self._reduce_in, self._section, self._settings = reduce_in, section, settings
+        self._may_be_unused = settings["find_unused_parameters"] or section.static_graph
         self.at_end_of_backward: list[Callable[[], None]] = []
         self._engage(model)
         self._watch = EndOfBackward(model.parameters(), self._after_backward)
@@ -41,14 +41,18 @@ class Replica(DistributedDataParallel):
         for name in ("reducer", "logger"):  # the old reducer takes its hooks along
             vars(self).pop(name, None)
         super().__init__(model, **self._settings)
+        self.broadcast_buffers = self._section.broadcast_buffers
         vars(self).update(mine)
         self._all = list(model.parameters())
         self._trained = [p.requires_grad for p in self._all]
         self._managed = {id(p) for p in self._all if p.requires_grad}
+        self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
         self._missing: set[int] = set()  # what it still expects
         dtypes = {p.dtype for p in self._all if p.requires_grad}
-        if any(precision.reduce_dtype(self._reduce_in, dtype) is not dtype for dtype in dtypes):
+        if self._section.comm_hook != "no":
+            ddp_hooks.register(self, self._section)
+        elif any(precision.reduce_dtype(self._reduce_in, dtype) is not dtype for dtype in dtypes):
             self.register_comm_hook(self._reduce_in, _reduce_in)
 
     def __getattr__(self, name: str) -> Any:
@@ -89,6 +93,7 @@ class Replica(DistributedDataParallel):
             )
 
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:
+        self.is_first_backward = False
         if self.require_backward_grad_sync:
             self._reduce_rest(arrived)
         for call in self.at_end_of_backward:
@@ -99,12 +104,12 @@ class Replica(DistributedDataParallel):
         managed = sum(id(parameter) in self._managed for parameter in arrived)
         left_out = [p for p in self._all if id(p) not in self._managed] if len(arrived) > managed else []
         if self._is_awaited:
-            # Without `find_unused_parameters` torch waits until every parameter has got its gradient.
+            # Unless some may be unused, torch waits until every parameter has got its gradient.
             self._missing -= {id(parameter) for parameter in arrived}
-            self._is_awaited = bool(self._missing) and not self.find_unused_parameters
+            self._is_awaited = bool(self._missing) and not self._may_be_unused
         else:
             left_out = self._all
-        take_mean_([p for p in left_out if p.requires_grad], self.find_unused_parameters)
+        take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
 
 
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
@@ -115,7 +120,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     """The model in DistributedDataParallel; itself where there is one rank, or nothing in it is trained yet."""
     if config.mode != "ddp" or process.world_size == 1:
         return model
-    may_be_unused = config.shardkit.ddp_find_unused_parameters
+    may_be_unused, section = config.shardkit.ddp_find_unused_parameters, config.shardkit.ddp
     if not any(p.requires_grad for p in model.parameters()):
         means = GradientMean(model.parameters(), may_be_unused)
         attach(model, means)
@@ -124,20 +129,17 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     return Replica(
         model,
         precision.of(config).reduce,
+        section,
         device_ids=None if process.device.type == "cpu" else [process.device],
         gradient_as_bucket_view=True,
         find_unused_parameters=may_be_unused,
+        bucket_cap_mb=section.bucket_cap_mb,
+        static_graph=section.static_graph,
         # Every rank has rank 0's values already, or was asked to keep its own.
         init_sync=False,
     )
 
 
 def _reduce_in(dtype, bucket):
-    """DDP's communication hook: the mean of a bucket over all ranks, added up in `dtype` or what is wider.
-
-    Without annotations: DDP compares them with its own types, and here they would be strings.
-    """
-    buffer = bucket.buffer()
-    sent = buffer.to(precision.reduce_dtype(dtype, buffer.dtype), copy=True).div_(dist.get_world_size())
-    future = dist.all_reduce(sent, async_op=True).get_future()
-    return future.then(lambda done: buffer.copy_(done.value()[0]))
+    """As `mean_sent_in`, in `dtype` or what is wider."""
+    return ddp_hooks.mean_sent_in(precision.reduce_dtype(dtype, bucket.buffer().dtype), bucket)

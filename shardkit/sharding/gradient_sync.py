@@ -192,7 +192,9 @@ def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
         if means is not None:
             stack.enter_context(_set(means, "sync", enabled))
         if isinstance(model, DistributedDataParallel):
-            stack.enter_context(_set(model, "require_backward_grad_sync", enabled))
+            # torch learns a static graph from a backward that exchanges; another before it would be an error.
+            learns = model.static_graph and model.is_first_backward
+            stack.enter_context(_set(model, "require_backward_grad_sync", enabled or learns))
         for group in _groups_of(model):
             stack.enter_context(_set(group, "reduce_grads", enabled))
             stack.enter_context(_set(group, "all_reduce_grads", enabled))

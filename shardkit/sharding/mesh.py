@@ -29,3 +29,15 @@ def build_mesh(config: Config, process: Process) -> DeviceMesh | None:
         per_node = world_size // config.num_machines
     sizes = mesh_sizes(config, world_size, per_node)
     return init_device_mesh(process.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=(REPLICATE, SHARD))
+
+
+def replica_of(mesh: DeviceMesh | None, rank: int) -> int:
+    """Which copy of the model a rank of this process has a part of; under DDP each has its own."""
+    if mesh is None:
+        return rank
+    return mesh.get_local_rank(REPLICATE) if REPLICATE in (mesh.mesh_dim_names or ()) else 0
+
+
+def part_of(mesh: DeviceMesh | None) -> int:
+    """Which part of its copy this rank has."""
+    return 0 if mesh is None else mesh.get_local_rank(SHARD)

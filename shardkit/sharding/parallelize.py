@@ -37,6 +37,23 @@ def parallelize(
 ) -> nn.Module:
     """The model, ready to train on all ranks: itself, changed in place, under FSDP; DDP's wrapper around it under DDP.
 
+    See `distribute`, which leaves out DDP's wrapper.
+    """
+    distribute(model, config, mesh, process, weights)
+    return model if mesh is not None else replicate(model, config, process)
+
+
+def distribute(
+    model: nn.Module,
+    config: Config,
+    mesh: DeviceMesh | None,
+    process: Process,
+    weights: Path | None = None,
+    moves: bool = True,
+) -> None:
+    """The model as it computes on all ranks, in place: sharded under FSDP, else equal everywhere and, where it `moves`,
+    on the rank's device.
+
     `weights` is a safetensors file or a folder of them; a model built under `init_empty_weights()` is filled from it,
     each rank reading its own rows, or by its own initialisation. Collective: every rank must call it.
     Raises ModelError, on all ranks and before anything is shared out, where the model cannot be sharded as asked.
@@ -51,7 +68,9 @@ def parallelize(
         compile_blocks(blocks)
     if mesh is None:
         _fill(model, units, config, process, weights, process.device)
-        return replicate(model.to(process.device), config, process)
+        if moves:
+            model.to(process.device)
+        return
     from shardkit.sharding.fsdp import Carried, finish, shard
 
     home = _home(config, process)
@@ -59,7 +78,6 @@ def parallelize(
     shard(model, units, config, mesh, offloads=home != process.device)
     _fill(model, units, config, process, weights, home)
     finish(model, units, carried, config, blocks if config.shardkit.compile else [])
-    return model
 
 
 def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:

@@ -101,7 +101,7 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
     """Let the model's forward run under `autocast`, with outputs in the output dtype. In place; for DDP or one process
     where nobody else opens that context."""
     precision, forward = of(config), model.forward
-    if isinstance(autocast(config, device), nullcontext):
+    if isinstance(autocast(config, device), nullcontext) or hasattr(forward, _PLAIN):
         return
 
     @wraps(forward)
@@ -110,7 +110,22 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
             output = forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda t: t.to(precision.output) if t.is_floating_point() else t, output)
 
+    setattr(under_autocast, _PLAIN, vars(model).get("forward"))
     model.forward = under_autocast
+
+
+_PLAIN = "_shardkit_forward_before"
+"""On a forward that `autocast_forward` has made: what the model had in its place, None where it was its class's."""
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Undo `autocast_forward`; nothing where it did nothing. In place."""
+    if not hasattr(model.forward, _PLAIN):
+        return
+    before = getattr(model.forward, _PLAIN)
+    del model.forward
+    if before is not None:
+        model.forward = before
 
 
 def upcast_(model: nn.Module) -> list[str]:

@@ -1,0 +1,104 @@
+"""Settings that a script gives in code, on top of a configuration: the same checks as in a file, and no value that
+somebody else has chosen is replaced."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardkit.config.keys import Path, all_keys, resolve_name, sections
+from shardkit.config.layers import Entry, Layer, Origin, unknown_setting
+from shardkit.config.schema import Config
+from shardkit.config.validation import build
+from shardkit.errors import ConfigError
+
+# Read by the launcher, or before the script's own code runs.
+_FIXED = {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"}
+_FIXED |= {"gpu_ids", "enable_cpu_affinity", "compute_environment"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one object in a script says: settings by dotted name, as in the YAML or in Python. `where` names it."""
+
+    where: str
+    settings: Mapping[str, Any]
+
+
+def with_given(
+    config: Config, chosen: Mapping[str, str], given: Sequence[Given]
+) -> tuple[Config, dict[str, str], list[str]]:
+    """The configuration with what the objects say, where each chosen value comes from (`chosen`, grown), and notes.
+
+    Raises ConfigError with everything that is wrong: unknown names, wrong values, rules between settings, and values
+    that are not what somebody has chosen elsewhere, in a file, on the command line or by another object.
+    """
+    layer = _layer_of(config, chosen)
+    for one in given:
+        for name, value in one.settings.items():
+            _add(layer, one.where, name, value)
+    if layer.problems:
+        raise ConfigError(layer.problems)
+    found, origins = build(layer)
+    if layer.problems:
+        raise ConfigError(layer.problems)
+    grown = {name: str(origin) for name, origin in origins.items() if origin.kind == "code"}
+    return found, {**chosen, **grown}, layer.notes
+
+
+def _layer_of(config: Config, chosen: Mapping[str, str]) -> Layer:
+    """The configuration as entries: what was chosen, and what differs from the defaults."""
+    layer = Layer()
+    for path, key in all_keys().items():
+        value = _value_of(config, path)
+        if key.name in chosen:
+            layer.entries[path] = Entry(value, Origin("code", chosen[key.name]), key.yaml_name)
+        elif value != key.default:
+            layer.entries[path] = Entry(value, Origin("hardware", "what was found"), key.yaml_name)
+    return layer
+
+
+def _add(layer: Layer, where: str, name: str, value: Any) -> None:
+    path = resolve_name(name)
+    if path is None or path in sections():
+        layer.problems.append(f"{where}: {unknown_setting(name, path)}")
+        return
+    key = all_keys()[path]
+    if name in _FIXED or (path[:2] == ("shardkit", "launch") and path[2] != "process_group_timeout_s"):
+        text = f"is read before the script runs (got {_shown(value)}); write it into shardkit.yaml, or launch with it."
+        layer.problems.append(f"{where}: {key.yaml_name}: {text}")
+        return
+    there = layer.entries.get(path)
+    if there is not None and there.origin.kind == "code" and value is not None:
+        before, after = _canonical(path, there.value), _canonical(path, value)
+        if before != after:
+            layer.problems.append(
+                f"{where}: {key.yaml_name}: {_shown(after)} here, but {_shown(before)} from {there.origin}; "
+                "keep one of them."
+            )
+        return
+    layer.entries[path] = Entry(value, Origin("code", where), key.yaml_name)
+
+
+def _canonical(path: Path, value: Any) -> Any:
+    """The value as the schema reads it; itself where it is wrong, which `build` tells."""
+    block: Any = value
+    for part in reversed(path):
+        block = {part: block}
+    try:
+        return _value_of(Config.model_validate(block), path)
+    except ValidationError:
+        return value
+
+
+def _value_of(config: Config, path: Path) -> Any:
+    value: Any = config
+    for part in path:
+        value = getattr(value, part)
+    return value
+
+
+def _shown(value: Any) -> str:
+    return str(value.value if isinstance(value, Enum) else value)

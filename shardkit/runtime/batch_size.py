@@ -1,0 +1,102 @@
+"""The largest batch that fits: a function is called with smaller and smaller ones, alike on all ranks."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+
+from shardkit.distributed import control
+from shardkit.distributed.control import ranks_text
+from shardkit.errors import MachineError, UsageError
+from shardkit.log import get_logger
+from shardkit.runtime.boundary import collect_garbage
+
+log = get_logger(__name__)
+
+# What torch and its libraries say when memory is out, beside torch.OutOfMemoryError.
+_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[int], int] | None = None,
+) -> Any:
+    """The function, whose first parameter is a batch size that it is called without: it is called with
+    `starting_batch_size`, and with a smaller one for as long as a rank runs out of memory. Also as a decorator.
+
+    `reduce_batch_size_fn(size)` gives the next one; by default 9 tenths of it. After each call all ranks agree: where
+    one has run out of memory, all call the function anew, and what the others have done is thrown away. So build model,
+    optimizer and loaders inside of the function, and call `accelerator.free_memory()` first. A rank that runs out of
+    memory between two exchanges of a step leaves the others waiting in the next one, until the process group's timeout:
+    probe with batches that are equally large on all ranks. Collective.
+
+    Raises MachineError where not even the smallest fits, on all ranks; UsageError where the function takes no batch
+    size.
+    """
+    if function is None:
+        return partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    reduce = reduce_batch_size_fn or _smaller
+    if not signature(function).parameters:
+        raise UsageError(
+            f"find_executable_batch_size: {function.__name__} takes no batch size (got no parameters); let its first "
+            "parameter be one."
+        )
+
+    @wraps(function)
+    def called(*arguments: Any, **settings: Any) -> Any:
+        size = starting_batch_size
+        while size > 0:
+            collect_garbage()
+            result, did_fit = _attempt(function, size, arguments, settings)
+            if did_fit:
+                return result
+            log.info("find_executable_batch_size: a batch of %d does not fit; going on with %d.", size, reduce(size))
+            size = reduce(size)
+        raise MachineError(
+            f"find_executable_batch_size: {function.__name__} runs out of memory with every batch size (got "
+            f"{starting_batch_size} to start with); shard more, or recompute activations."
+        )
+
+    return called
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory is out, on the device or the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def _smaller(size: int) -> int:
+    return size * 9 // 10
+
+
+def _attempt(
+    function: Callable[..., Any], size: int, arguments: tuple[Any, ...], settings: dict[str, Any]
+) -> tuple[Any, bool]:
+    """(what the function gave, whether it fitted on all ranks). Another error is raised on the rank that has it, and
+    named on the others."""
+    result, failure = None, None
+    try:
+        result = function(size, *arguments, **settings)
+        outcome = "fits"
+    except Exception as error:
+        failure = error
+        outcome = "is too large" if is_out_of_memory(error) else "fails"
+    told = control.start().decide(outcome, list)
+    if "fails" in told:
+        if outcome == "fails":
+            assert failure is not None
+            raise failure
+        who = ranks_text([rank for rank, one in enumerate(told) if one == "fails"])
+        raise UsageError(f"find_executable_batch_size: {who} failed with a batch of {size}; see the error there.")
+    if failure is not None:
+        failure.__traceback__ = None  # it holds the tensors of the call
+    return result, "is too large" not in told

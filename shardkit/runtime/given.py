@@ -1,0 +1,70 @@
+"""Objects that say settings: `Accelerator(kwargs_handlers=[...], fsdp_plugin=..., dataloader_config=...)`.
+
+An object says what it sets by a method `shardkit_settings() -> dict`, of dotted names as in the YAML ("fsdp_config.
+fsdp_offload_params", "shardkit.ddp.comm_hook") and values as there. It names only what somebody has chosen: what is
+named must not contradict shardkit.yaml, `--set` or another object. This module knows no class of such objects.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardkit.config.code import Given
+from shardkit.errors import ConfigError
+
+# Accelerator's arguments that take such an object, and what says the same without one.
+ARGUMENTS = {
+    "fsdp_plugin": "fsdp_config",
+    "dataloader_config": "shardkit.data",
+    "gradient_accumulation_plugin": "shardkit.gradient_accumulation_steps",
+    "parallelism_config": "shardkit.mesh",
+    "dynamo_plugin": "shardkit.compile",
+}
+
+
+def read(arguments: Mapping[str, Any], handlers: Sequence[Any]) -> list[Given]:
+    """What the arguments of Accelerator that are such objects say. Raises ConfigError with everything that is none."""
+    named = [(name, value, ARGUMENTS[name]) for name, value in arguments.items()]
+    named += [("kwargs_handlers", value, "shardkit") for value in handlers]
+    found = [one for one in named if one[1] is not None]
+    if problems := [_problem(*one) for one in found if not says_settings(one[1])]:
+        raise ConfigError(problems)
+    return [said_by(value, name) for name, value, _ in found]
+
+
+def says_settings(value: Any) -> bool:
+    """Whether the object has the method."""
+    return callable(getattr(value, "shardkit_settings", None)) and not isinstance(value, type)
+
+
+def said_by(value: Any, argument: str) -> Given:
+    """What one object says, under the name that errors and the table at the start call it by."""
+    where = f"Accelerator({argument}={type(value).__name__})"
+    said = value.shardkit_settings()
+    if not isinstance(said, Mapping) or not all(isinstance(name, str) for name in said):
+        raise ConfigError(
+            f"{where}: shardkit_settings() must give a dict of settings by name (got {type(said).__name__}); "
+            'return one such as {"shardkit.compile": True}.'
+        )
+    return Given(where, said)
+
+
+def foreign_text(value: Any) -> str | None:
+    """What to say where an object is of the package accelerate itself; None of any other."""
+    kind = value if isinstance(value, type) else type(value)
+    if kind.__module__.partition(".")[0] != "accelerate":
+        return None
+    return (
+        f"is an object of the package accelerate (got {kind.__module__}.{kind.__qualname__}); "
+        f"use shardkit.compat.{kind.__qualname__}"
+    )
+
+
+def _problem(name: str, value: Any, block: str) -> str:
+    where = f"Accelerator({name}=...)"
+    if text := foreign_text(value):
+        return f"{where}: {text}, or write its settings into shardkit.yaml under {block}."
+    what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+    return (
+        f"{where}: does not say settings (got {what}); write them into shardkit.yaml under {block}, or give an "
+        "object with a method shardkit_settings() -> {name: value}."
+    )

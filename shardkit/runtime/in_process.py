@@ -1,0 +1,96 @@
+"""Ranks from a notebook or a test: a function runs on several forked processes of this machine."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from shardkit import env
+from shardkit.config.schema import read_precision
+from shardkit.errors import UsageError
+from shardkit.launch.addresses import listen
+from shardkit.log import get_logger
+
+log = get_logger(__name__)
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: int | str | None = None,
+    **others: Any,
+) -> None:
+    """Run `function(*args)` on `num_processes` ranks of this machine (by default one a GPU, or one), and return when
+    all are done. The function makes its own Accelerator, and everything on the device, so that a cell can be run again.
+
+    Ranks are forked: the function may be of the notebook itself. Raises UsageError where this process has used the GPU
+    already, or has a process group of its own; and what a rank raised, with its traceback.
+    """
+    _refuse_others(others)
+    number = num_processes or torch.cuda.device_count() or 1
+    settings = {} if read_precision(mixed_precision) == "no" else {"mixed_precision": mixed_precision}
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and number > 1:
+        raise UsageError(
+            "notebook_launcher: this process has used the GPU already, which forked ranks cannot share (got CUDA "
+            "initialized); restart the notebook, and touch the GPU inside the function only."
+        )
+    _launch("notebook_launcher", function, args, number, settings, use_port)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """As `notebook_launcher`, on the CPU: for tests of what runs on several ranks."""
+    _launch("debug_launcher", function, args, num_processes, {"use_cpu": "true"}, None)
+
+
+def _refuse_others(others: dict[str, Any]) -> None:
+    """Several machines, restarts and logs are the launcher's."""
+    defaults = {"num_nodes": 1, "node_rank": 0, "max_restarts": 0, "master_addr": "127.0.0.1"}
+    used = [f"{name}={value!r}" for name, value in others.items() if value is not None and defaults.get(name) != value]
+    if used:
+        raise UsageError(
+            f"notebook_launcher: starts ranks on this machine, and nothing else (got {', '.join(used)}); "
+            "use `shardkit launch`."
+        )
+
+
+def _launch(
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    number: int,
+    settings: dict[str, str],
+    port: int | str | None,
+) -> None:
+    if number < 1:
+        raise UsageError(f"{name}(num_processes=...): must be 1 or more (got {number}); write the number of ranks.")
+    if env.ranks() is not None or dist.is_initialized():
+        raise UsageError(
+            f"{name}: this process is a rank itself (got a process group, or RANK in the environment); "
+            "call it from a plain process: a script for `shardkit launch` needs no launcher inside."
+        )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
+    sets = {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
+    log.info("%s: starting %d ranks.", name, number)
+    multiprocessing.start_processes(
+        _rank, (number, function, tuple(args), address | sets), nprocs=number, start_method="fork"
+    )
+
+
+def _free_port() -> int:
+    with listen("127.0.0.1", 0) as socket:
+        return int(socket.getsockname()[1])
+
+
+def _rank(rank: int, number: int, function: Callable[..., Any], args: tuple[Any, ...], said: dict[str, str]) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads of the parent are not there after a fork, and it would wait for them
+    here, of = str(rank), str(number)
+    env.update(said | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
+    try:
+        function(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

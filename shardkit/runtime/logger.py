@@ -1,0 +1,58 @@
+"""The script's own log, on one rank or on all: `shardkit.get_logger`."""
+
+import logging
+from collections.abc import MutableMapping
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from shardkit.distributed.collectives import wait_for_everyone
+from shardkit.distributed.process import launched
+from shardkit.errors import UsageError
+
+
+class RankLogger(logging.LoggerAdapter):
+    """A logger whose calls take two more arguments: `main_process_only` (by default True: rank 0 alone) and `in_order`
+    (every rank, one after the other; collective, every rank must make the call)."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """As logging's, where this rank is meant."""
+        is_for_one, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # this method and `_write`: the line is the script's
+        ranks = launched()
+        if in_order and dist.is_initialized():
+            for rank in range(ranks.world_size):
+                if rank == ranks.rank:
+                    self._write(level, msg, args, kwargs)
+                wait_for_everyone()
+        elif in_order or not is_for_one or ranks.rank == 0:
+            self._write(level, msg, args, kwargs)
+
+    def _write(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.isEnabledFor(level):
+            text, settings = self.process(msg, kwargs)
+            self.logger.log(level, text, *args, **settings)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Nothing is added."""
+        return msg, kwargs
+
+    @cache  # noqa: B019  a logger lives as long as the process
+    def warning_once(self, msg: str, **kwargs: Any) -> None:
+        """A warning that is given once, however often it is asked for."""
+        self.warning(msg, **{"stacklevel": 2, **kwargs})
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """logging's logger of that name, for scripts on many ranks. UsageError where the level is none."""
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        try:
+            logger.setLevel(log_level.upper() if isinstance(log_level, str) else log_level)
+            logger.root.setLevel(logger.level)
+        except ValueError:
+            raise UsageError(
+                f"get_logger: unknown level (got {log_level!r}); use DEBUG, INFO, WARNING or ERROR."
+            ) from None
+    return RankLogger(logger, {})

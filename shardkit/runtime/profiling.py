@@ -1,0 +1,103 @@
+"""Traces of torch's profiler, one a rank: `accelerator.profile()`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from shardkit.config.code import with_given
+from shardkit.config.schema import Config, ProfileConfig
+from shardkit.errors import UsageError
+from shardkit.log import get_logger
+from shardkit.runtime import given
+from shardkit.runtime.run import Run
+
+log = get_logger(__name__)
+
+
+@contextmanager
+def traced(run: Run, handler: Any = None) -> Iterator[profile]:
+    """Torch's profiler over the block, with what `shardkit.profile` says, or `handler`, an object that says settings.
+
+    Each rank leaves its trace in the folder (`profile_<rank>.json`; with a schedule `profile_<rank>.<cycle>.json`), for
+    chrome://tracing or ui.perfetto.dev. With a schedule the loop calls `profiler.step()` after each step. A handler's
+    `on_trace_ready(profiler)` is called in place of that.
+    """
+    section = run.config.shardkit.profile if handler is None else _section_of(handler)
+    of_user = getattr(handler, "on_trace_ready", None) or _of_handlers(run)
+    folder = _folder(run, section, of_user)
+    with profile(
+        activities=_activities(section),
+        schedule=_schedule(section),
+        on_trace_ready=of_user or _writer(folder, run.process.rank, bool(section.active)),
+        record_shapes=section.record_shapes,
+        profile_memory=section.profile_memory,
+        with_stack=section.with_stack,
+        with_flops=section.with_flops,
+        with_modules=section.with_modules,
+    ) as profiler:
+        yield profiler
+    if folder is not None:
+        log.info("profile: traces of all ranks are in %s.", folder)
+
+
+def _section_of(handler: Any) -> ProfileConfig:
+    if not given.says_settings(handler):
+        text = (
+            given.foreign_text(handler) or f"does not say settings (got {handler!r}); use shardkit.profile in the YAML"
+        )
+        raise UsageError(f"profile: {text}.")
+    config, _, _ = with_given(Config(), {}, [given.said_by(handler, "profile_handler")])
+    return config.shardkit.profile
+
+
+def _of_handlers(run: Run) -> Callable[[profile], None] | None:
+    found = (getattr(handler, "on_trace_ready", None) for handler in run.handlers)
+    return next((call for call in found if call is not None), None)
+
+
+def _folder(run: Run, section: ProfileConfig, of_user: Any) -> Path | None:
+    """Where the traces go; None where the user's code takes them. UsageError where nobody says."""
+    if of_user is not None:
+        return None
+    if section.folder is None and run.project.logging_dir is None:
+        raise UsageError(
+            "profile: no folder for the traces (got none); set shardkit.profile.folder, or give "
+            "Accelerator(project_dir=...)."
+        )
+    folder = Path(section.folder) if section.folder else Path(str(run.project.logging_dir)) / "profile"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _activities(section: ProfileConfig) -> list[ProfilerActivity]:
+    names = [name.lower() for name in section.activities] or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [{"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}[name] for name in names]
+
+
+def _schedule(section: ProfileConfig) -> Any:
+    if not section.active:
+        return None
+    return schedule(
+        skip_first=section.skip_first,
+        wait=section.wait,
+        warmup=section.warmup,
+        active=section.active,
+        repeat=section.repeat,
+    )
+
+
+def _writer(folder: Path | None, rank: int, has_cycles: bool) -> Callable[[profile], None]:
+    cycles = 0
+
+    def write(profiler: profile) -> None:
+        nonlocal cycles
+        cycles += 1
+        assert folder is not None
+        name = f"profile_{rank}.{cycles}.json" if has_cycles else f"profile_{rank}.json"
+        profiler.export_chrome_trace(str(folder / name))
+
+    return write

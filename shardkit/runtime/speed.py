@@ -1,0 +1,74 @@
+"""How fast a run is, for its trackers (`shardkit.log_speed`): between two calls of `accelerator.log`, on rank 0."""
+
+import time
+
+import torch
+
+from shardkit.config.meaning import dtypes
+from shardkit.data.loader import active_loader
+from shardkit.plan import devices
+from shardkit.runtime import measure
+from shardkit.runtime.run import Run
+
+GIB = 2**30
+# A forward and a backward take 6 operations for each parameter and token: 2 and 4. PaLM (arXiv:2204.02311), appendix B,
+# without its term for attention.
+FLOPS_PER_PARAMETER_AND_TOKEN = 6
+
+
+class Speed:
+    """The clock of one run. It starts with the first optimizer step, so that start-up and compiling do not count."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tokens = 0
+        self._at: tuple[float, int, int, int] | None = None
+        run.accumulation.on_batch = self._note_batch
+        run.accumulation.on_step = self._note_step
+
+    def values(self) -> dict[str, float]:
+        """Means since the last call: seconds a step, samples and tokens a second over all ranks, MFU where the device's
+        peak is known; and the most memory that this rank has taken so far. Empty before the second step."""
+        if self._at is None:
+            return {}
+        now = self._now()
+        seconds, steps, samples, tokens = (new - old for new, old in zip(now, self._at, strict=True))
+        if not steps:
+            return {}
+        self._at = now
+        found = {
+            "speed/step_time_s": seconds / steps,
+            "speed/samples_per_s": samples / seconds,
+            "speed/peak_memory_gib": measure.peak_bytes(self._run.device, self._run.started_bytes) / GIB,
+        }
+        if tokens:
+            found["speed/tokens_per_s"] = tokens / seconds
+            found["speed/tokens"] = float(self._tokens)
+            if (peak := self._peak_flops()) is not None:
+                parameters = sum(p.numel() for model in self._run.models for p in model.parameters())
+                found["speed/mfu"] = FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens / seconds / peak
+        return found
+
+    def _note_step(self) -> None:
+        if self._at is None:
+            self._at = self._now()
+
+    def _note_batch(self) -> None:
+        """Tokens of the batch that is out: its largest two-dimensional tensor of whole numbers, on each rank alike."""
+        loader = active_loader(self._run.loaders)
+        tensors = loader.batch_tensors() if loader is not None else []
+        sizes = [tensor.numel() for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()]
+        self._tokens += max(sizes, default=0) * self._run.process.world_size
+
+    def _now(self) -> tuple[float, int, int, int]:
+        counters = self._run.counters
+        return time.perf_counter(), counters.step, counters.samples_seen, self._tokens
+
+    def _peak_flops(self) -> float | None:
+        """Peak operations a second of all ranks in the dtype of compute; None where the device is not known."""
+        device = self._run.device
+        if device.type != "cuda":
+            return None
+        found = devices.of_hardware(torch.cuda.get_device_name(device), None)
+        peak = found.flops.get(dtypes(self._run.config).param or "fp32")
+        return None if peak is None else peak * self._run.process.world_size

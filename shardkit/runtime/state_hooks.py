@@ -1,0 +1,101 @@
+"""The user's code at saves and loads: `register_save_state_pre_hook` and `register_load_state_pre_hook`.
+
+A save hook, `hook(models, weights, output_dir)`, runs on every rank before the state is taken. `models` are the
+prepared models; `weights` has a mapping of names to tensors for each of them, sharing memory, sharded under FSDP. What
+it writes into `output_dir` becomes part of the checkpoint: committed with it, or not at all. A model whose weights it
+removes (`weights.pop()`) it has saved itself, and the checkpoint has no copy of its own; rank 0's list counts.
+
+A load hook, `hook(models, input_dir)`, runs on every rank when the whole checkpoint has been verified, before anything
+of it is loaded. A model that it removes (`models.pop()`) it has loaded itself; all ranks must remove the same.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from shardkit.checkpoint import additions, put, state
+from shardkit.checkpoint.additions import Staging
+from shardkit.checkpoint.attempt import together
+from shardkit.checkpoint.request import Request
+from shardkit.distributed.control import ControlGroup
+from shardkit.errors import UsageError
+
+SaveHook = Callable[[list[Any], list[Any], str], Any]
+LoadHook = Callable[[list[Any], str], Any]
+
+
+@dataclass
+class StateHooks:
+    """What is registered, in the order in which it is called."""
+
+    at_save: "OrderedDict[int, SaveHook]" = field(default_factory=OrderedDict)
+    at_load: "OrderedDict[int, LoadHook]" = field(default_factory=OrderedDict)
+
+
+def register(hooks: "OrderedDict[int, Any]", hook: Any, name: str) -> RemovableHandle:
+    """A handle whose `remove()` ends it. Raises UsageError where the hook cannot be called."""
+    if not callable(hook):
+        raise UsageError(f"{name}: a hook must be callable (got {type(hook).__name__}); give a function.")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def save(
+    hooks: StateHooks, models: list[Any], request: Request, control: ControlGroup
+) -> tuple[Staging, frozenset[int]]:
+    """Run the save hooks: the folder that they have written into, and the numbers of the models that they have saved.
+
+    Collective; CheckpointSaveError on all ranks where a hook fails on one.
+    """
+    begun: list[Staging] = []
+
+    def begin(_: list[Any]) -> str:
+        begun.append(additions.begin(request.final, request.save_id))
+        return str(begun[0].path.name)
+
+    try:
+        made = together(control, request, "hooks", lambda: None, judge=begin).verdict
+        staging = begun[0] if begun else Staging(request.final.with_name(made))
+        attempt = together(
+            control,
+            request,
+            "hooks",
+            lambda: _run_at_save(hooks, models, staging.path),
+            tell=sorted,
+            judge=lambda told: told[0],
+        )
+    except BaseException:
+        for one in begun:
+            one.discard()
+        raise
+    return staging, frozenset(attempt.verdict)
+
+
+def _run_at_save(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]:
+    """Numbers of the models whose weights hooks have removed."""
+    put.wait_until_seen(folder)
+    given = [state.model_tensors(model) for model in models]
+    names = [list(one) for one in given]
+    weights = list(given)
+    for hook in list(hooks.at_save.values()):
+        hook(list(models), weights, str(folder))
+    left = {id(one) for one in weights}
+    if not left <= {id(one) for one in given} or [list(one) for one in given] != names:
+        raise UsageError(
+            "a save hook changed what `weights` holds; it may remove whole models from the list (weights.pop()), and "
+            "nothing else: save what you want to have otherwise into output_dir, and remove the model"
+        )
+    return {number for number, one in enumerate(given) if id(one) not in left}
+
+
+def load(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]:
+    """Run the load hooks on this rank: the numbers of the models that they have loaded."""
+    left = list(models)
+    for hook in list(hooks.at_load.values()):
+        hook(left, str(folder))
+    return {number for number, model in enumerate(models) if not any(model is one for one in left)}

@@ -1,0 +1,86 @@
+"""Who this rank is among the ranks: what `Accelerator` and `accelerator.state` both show."""
+
+import torch
+
+from shardkit.config.schema import DistributedType
+from shardkit.runtime.run import Run
+
+
+class Topology:
+    """The run's ranks, as this one sees them."""
+
+    _run: Run
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """FSDP, MULTI_GPU or MULTI_CPU (DDP), NO (one process without sharding), XLA: what runs."""
+        config, device = self._run.config, self._run.device
+        match config.mode:
+            case "fsdp":
+                return DistributedType.FSDP
+            case "xla":
+                return DistributedType.XLA
+            case "ddp" if config.num_processes > 1:
+                return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
+            case _:
+                return DistributedType.NO
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks in total."""
+        return self._run.process.world_size
+
+    @property
+    def process_index(self) -> int:
+        """This rank."""
+        return self._run.process.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank among those of its machine."""
+        return self._run.process.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._run.process.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first rank."""
+        return self._run.process.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self._run.process.rank == self._run.process.world_size - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._run.device
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, fp16 or bf16: what runs."""
+        return self._run.config.mixed_precision
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self._run.process.world_size > 1
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded: strategies 1, 2, 4 and 5."""
+        return self._run.config.mode == "fsdp"
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: shardkit does not run DeepSpeed."""
+        return
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: how ranks are arranged is `torch_device_mesh`, and said by fsdp_sharding_strategy and shardkit.mesh."""
+        return

@@ -1,0 +1,51 @@
+"""Fewer bytes for DDP's gradients: communication hooks, as `shardkit.ddp` says.
+
+What a hook leaves out of a gradient (fp16 and bf16: digits; PowerSGD: all but a low rank, fed back in the next step) is
+the user's choice. PowerSGD's memory of it is in no checkpoint: a resumed run starts without, and sends whole gradients
+for its first `power_sgd_start_step` steps again.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from shardkit.config.schema import DdpConfig
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def register(model: DistributedDataParallel, section: DdpConfig) -> None:
+    """Let the model's buckets be reduced by the hook that the settings name."""
+    if section.comm_hook in _DTYPES:
+        model.register_comm_hook(_DTYPES[section.comm_hook], mean_sent_in)
+        return
+    hook: Any = powerSGD_hook
+    if section.comm_wrapper == "fp16":
+        hook = default_hooks.fp16_compress_wrapper(hook)
+    elif section.comm_wrapper == "bf16":
+        hook = default_hooks.bf16_compress_wrapper(hook)
+        hook.__name__ = "power_sgd_in_bf16"  # DDP refuses the wrapper by its name where there is no NCCL
+    state = PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=section.power_sgd_rank,
+        start_powerSGD_iter=section.power_sgd_start_step,
+    )
+    model.register_comm_hook(state, hook)
+
+
+def mean_sent_in(dtype, bucket):
+    """DDP's communication hook: the mean of a bucket over all ranks, sent and added up in `dtype`.
+
+    Without annotations: DDP compares them with its own types, and here they would be strings.
+    """
+    buffer = bucket.buffer()
+    sent = buffer.to(dtype, copy=True).div_(dist.get_world_size())
+    future = dist.all_reduce(sent, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))

@@ -1,0 +1,253 @@
+"""Trackers of other packages, where these are installed. Each begins when it is first used, so that a run which loads a
+checkpoint after `init_trackers` goes on in the tracker's own record of it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardkit.tracking.tracker import Tracker, plain
+
+
+class _Begun(Tracker):
+    """A tracker whose own object is made on first use."""
+
+    def __init__(self, project: str, folder: Path | None, is_resumed: Callable[[], bool], **arguments: Any) -> None:
+        self._project, self._folder, self._is_resumed, self._arguments = project, folder, is_resumed, arguments
+        self._config: dict[str, Any] | None = None
+        self._own: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        if self._own is None:
+            self._own = self._begin()
+            if self._config is not None:
+                self._store(self._config)
+        return self._own
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._config = dict(values)
+        if self._own is not None:
+            self._store(self._config)
+
+    def finish(self) -> None:
+        if self._own is None and self._config is not None:
+            _ = self.tracker  # a run that logged nothing leaves its configuration
+        if self._own is not None:
+            self._end()
+        self._own = None
+
+    def _begin(self) -> Any:
+        raise NotImplementedError
+
+    def _store(self, values: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _former(self) -> str | None:
+        """What `_note` has noted of the run that this one continues; None where it starts anew."""
+        path = self._notes()
+        if path is None or not path.exists() or not self._is_resumed():
+            return None
+        return json.loads(path.read_text())["id"]
+
+    def _note(self, run_id: str) -> None:
+        path = self._notes()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"id": run_id}) + "\n")
+
+    def _notes(self) -> Path | None:
+        return None if self._folder is None else self._folder / f"{self.name}.json"
+
+
+class TensorBoard(_Begun):
+    """Event files in the run's folder; what comes again after a checkpoint was loaded is purged."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    _purge: int | None = None
+
+    @property
+    def writer(self) -> Any:
+        """The SummaryWriter."""
+        return self.tracker
+
+    def rewind(self, step: int, names: frozenset[str]) -> None:
+        if self._own is not None:
+            self._own.close()
+        self._own, self._purge = None, step
+
+    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+        for name, value in values.items():
+            number = plain(value)
+            if isinstance(number, str):
+                self.writer.add_text(name, number, global_step=step, **arguments)
+            elif number is not None:
+                self.writer.add_scalar(name, number, global_step=step, **arguments)
+        self.writer.flush()
+
+    def log_images(self, values: dict[str, Any], step: int | None, **arguments: Any) -> None:
+        """Batches of images, (batch, height, width, channel) arrays by name."""
+        for name, value in values.items():
+            self.writer.add_images(name, value, global_step=step, **{"dataformats": "NHWC", **arguments})
+
+    def _begin(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert self._folder is not None
+        if not self._is_resumed():
+            _set_aside(self._folder)
+        return SummaryWriter(str(self._folder), **{"purge_step": self._purge, **self._arguments})
+
+    def _store(self, values: dict[str, Any]) -> None:
+        self._own.add_text("config", json.dumps(values, indent=1, default=str).replace("\n", "  \n"))
+        self._own.flush()
+
+    def _end(self) -> None:
+        self._own.close()
+
+
+class WeightsAndBiases(_Begun):
+    """A run of Weights & Biases; a resumed run goes on in the same one."""
+
+    name = "wandb"
+
+    @property
+    def run(self) -> Any:
+        """The run."""
+        return self.tracker
+
+    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+        self.tracker.log({name: _or_itself(value) for name, value in values.items()}, step=step, **arguments)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+        """Lists of images by name."""
+        import wandb
+
+        for name, images in values.items():
+            self.tracker.log({name: [wandb.Image(image) for image in images]}, step=step, **arguments)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        """A table, from columns and data or from a data frame."""
+        import wandb
+
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.tracker.log({table_name: table}, step=step, **arguments)
+
+    def _begin(self) -> Any:
+        import wandb
+
+        former = self._former()
+        found = {} if former is None else {"id": former, "resume": "allow"}
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            found["dir"] = str(self._folder)
+        run = wandb.init(project=self._project, **{**found, **self._arguments})
+        self._note(run.id)
+        return run
+
+    def _store(self, values: dict[str, Any]) -> None:
+        self._own.config.update(values, allow_val_change=True)
+
+    def _end(self) -> None:
+        self._own.finish()
+
+
+class Trackio(_Begun):
+    """A run of Trackio; a resumed run goes on in the same one."""
+
+    name = "trackio"
+
+    @property
+    def run(self) -> Any:
+        """The run."""
+        return self.tracker
+
+    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+        self.tracker.log({name: _or_itself(value) for name, value in values.items()}, step=step, **arguments)
+
+    def _begin(self) -> Any:
+        import trackio
+
+        former = self._former()
+        found: dict[str, Any] = {"config": self._config or {}}
+        found |= {} if former is None else {"name": former, "resume": "must"}
+        run = trackio.init(project=self._project, **{**found, **self._arguments})
+        self._note(run.name)
+        return run
+
+    def _store(self, values: dict[str, Any]) -> None: ...  # given at the start
+
+    def _end(self) -> None:
+        import trackio
+
+        trackio.finish()
+
+
+class Mlflow(_Begun):
+    """A run of MLflow, in the experiment of the project's name; a resumed run goes on in the same one."""
+
+    name = "mlflow"
+
+    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+        import mlflow
+
+        numbers = {name: plain(value) for name, value in values.items()}
+        _ = self.tracker
+        metrics = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+        mlflow.log_metrics(metrics, step=step, **arguments)
+        for name, value in numbers.items():
+            if isinstance(value, str):
+                mlflow.set_tag(name, value)
+
+    def _begin(self) -> Any:
+        import mlflow
+
+        mlflow.set_experiment(self._project)
+        former = self._former()
+        run = mlflow.start_run(**{**({} if former is None else {"run_id": former}), **self._arguments})
+        self._note(run.info.run_id)
+        return run
+
+    def _store(self, values: dict[str, Any]) -> None:
+        import mlflow
+
+        # MLflow takes 100 parameters a call, of 6,000 characters each (mlflow.utils.validation).
+        texts = {name: str(value)[:6000] for name, value in values.items()}
+        items = list(texts.items())
+        if self._former() is None or not self._own.data.params:
+            for start in range(0, len(items), 100):
+                mlflow.log_params(dict(items[start : start + 100]))
+
+    def _end(self) -> None:
+        import mlflow
+
+        mlflow.end_run()
+
+
+def _set_aside(folder: Path) -> None:
+    """An older run's event files go into a folder of their own, which TensorBoard shows as a run of its own."""
+    files = sorted(folder.glob("events.out.tfevents.*")) if folder.exists() else []
+    if not files:
+        return
+    number = 1
+    while (older := folder / f"older.{number}").exists():
+        number += 1
+    older.mkdir()
+    for file in files:
+        file.rename(older / file.name)
+
+
+def _or_itself(value: Any) -> Any:
+    return plain(value) if callable(getattr(value, "item", None)) else value

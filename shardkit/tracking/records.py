@@ -1,0 +1,167 @@
+"""Numbers in files of the run's own: JSON lines and CSV. Each record reaches the system before `log` returns."""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardkit.tracking.tracker import Tracker, plain
+
+Record = dict[str, Any]
+
+
+class _File(Tracker):
+    """A file of records, `name` and a suffix in the run's folder.
+
+    A run that starts anew finds an older run's file: it gets a number, and nothing is lost. One that goes on from a
+    checkpoint drops what comes again, and appends.
+    """
+
+    requires_logging_directory = True
+    suffix = ""
+
+    def __init__(self, folder: Path, is_resumed: Callable[[], bool], **_: Any) -> None:
+        self.path = folder / f"metrics.{self.suffix}"
+        self._is_resumed = is_resumed
+        self._is_open = False
+        self._config: dict[str, Any] | None = None
+
+    @property
+    def tracker(self) -> Any:
+        """The file's path."""
+        return self.path
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Into `config.json` beside, with the first record: until then nobody knows whether a run goes on here."""
+        self._config = values
+
+    def finish(self) -> None:
+        if self._config is not None:
+            self._open()
+
+    def rewind(self, step: int, names: frozenset[str]) -> None:
+        if not self.path.exists():
+            return
+        records = self.records()
+        kept = [record for record in records if not _comes_again(record, step, names)]
+        if len(kept) < len(records):
+            _replace(self.path, self._text(kept))
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and not self._is_resumed():
+            os.rename(self.path, _free_name(self.path))
+        if self._config is not None:
+            text = json.dumps(self._config, indent=1, default=str) + "\n"
+            _replace(self.path.with_name("config.json"), text)
+
+    def _append(self, text: str) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+    def records(self) -> list[Record]:
+        """What the file holds; a last line that a kill has cut short is left out."""
+        raise NotImplementedError
+
+    def _text(self, records: list[Record]) -> str:
+        raise NotImplementedError
+
+
+class JsonLines(_File):
+    """One JSON object a line: `step`, and the values by name."""
+
+    name, suffix = "jsonl", "jsonl"
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self._open()
+        self._append(self._text([{"step": step, **{name: plain(value) for name, value in values.items()}}]))
+
+    def records(self) -> list[Record]:
+        found = []
+        for line in self.path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def _text(self, records: list[Record]) -> str:
+        return "".join(json.dumps({name: _json(value) for name, value in one.items()}) + "\n" for one in records)
+
+
+class Csv(_File):
+    """A table with a column a name; a new name adds a column, and the file is written anew."""
+
+    name, suffix = "csv", "csv"
+
+    def __init__(self, folder: Path, is_resumed: Callable[[], bool], **_: Any) -> None:
+        super().__init__(folder, is_resumed)
+        self._columns: list[str] | None = None
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self._open()
+        record = {"step": step, **{name: plain(value) for name, value in values.items()}}
+        if self._columns is None:
+            self._columns = self._columns_there()
+        if new := [name for name in record if name not in self._columns]:
+            records = self.records() if self.path.exists() else []
+            self._columns += new
+            _replace(self.path, self._text([*records, record]))
+        else:
+            self._append(self._rows([record]))
+
+    def records(self) -> list[Record]:
+        with open(self.path, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
+        return [row | {"step": int(row["step"]) if row["step"].lstrip("-").isdigit() else None} for row in rows]
+
+    def _columns_there(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        with open(self.path, newline="") as file:
+            return next(csv.reader(file), [])
+
+    def _text(self, records: list[Record]) -> str:
+        return self._rows([{name: name for name in self._columns or self._columns_there()}, *records])
+
+    def _rows(self, records: list[Record]) -> str:
+        columns, text = self._columns or self._columns_there(), io.StringIO()
+        csv.DictWriter(text, columns, lineterminator="\n").writerows(records)
+        return text.getvalue()
+
+
+def _comes_again(record: Record, step: int, names: frozenset[str]) -> bool:
+    at = record.get("step")
+    if not isinstance(at, int):
+        return False
+    present = {name for name, value in record.items() if value not in ("", None)}
+    return at > step or (at == step and bool(names & present))
+
+
+def _json(value: Any) -> Any:
+    """As JSON has it: what is no number there (NaN, Infinity) as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

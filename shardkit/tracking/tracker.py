@@ -1,0 +1,113 @@
+"""What a tracker is: the base class that scripts inherit from, and what stands in for one on other ranks."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardkit.errors import UsageError
+
+
+class Tracker:
+    """Takes a run's numbers somewhere. Give an object of a class of your own as `Accelerator(log_with=MyTracker())`.
+
+    Called on rank 0 alone, unless `main_process_only` is False: then on every rank.
+    """
+
+    name = "tracker"
+    """What `get_tracker` knows it by."""
+    requires_logging_directory = False
+    main_process_only = True
+
+    @property
+    def tracker(self) -> Any:
+        """What `get_tracker(name, unwrap=True)` gives: the tracker's own object."""
+        return self
+
+    def start(self) -> None:
+        """Called once, by `init_trackers`."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """What the run was given: `init_trackers(config=values)`."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+        """Numbers and texts by name. `arguments` are `log_kwargs[name]` of `Accelerator.log`."""
+        raise UsageError(f"log: {type(self).__name__} has no method log(values, step, **arguments); write one.")
+
+    def rewind(self, step: int, names: frozenset[str]) -> None:
+        """A checkpoint was loaded: what was logged after `step` is logged again, and at `step` what has these names."""
+
+    def finish(self) -> None:
+        """Called once, by `end_training`: everything is stored when this returns."""
+
+
+class NoTracker(Tracker):
+    """Stands for a tracker on the other ranks: whatever is called or asked for does nothing, and gives this again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def log(self, values: Any = None, step: int | None = None, *_: Any, **arguments: Any) -> Any:
+        """Nothing."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **arguments: Any) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __getitem__(self, name: Any) -> Any:
+        return self
+
+    def __setitem__(self, name: Any, value: Any) -> None: ...
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<no {self.name} on this rank>"
+
+
+def refuse_others(values: Any) -> None:
+    """Raises UsageError where values are not numbers and texts by name. Looks at types only: the same on all ranks."""
+    if not isinstance(values, Mapping):
+        raise UsageError(f'log: not values by name (got {type(values).__name__}); write {{"loss": loss}}.')
+    problems = [f"{name!r}: {text}" for name, value in values.items() if (text := _problem(name, value))]
+    if problems:
+        raise UsageError(
+            f"log: {'; '.join(problems[:3])}; log its mean, or give it to a tracker that takes it: "
+            'accelerator.get_tracker("wandb").log(...).'
+        )
+
+
+def plain(value: Any) -> float | int | str | bool | None:
+    """A number or text as Python has it. Reads a device tensor, so it waits for the device."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return value.item()
+
+
+def _problem(name: Any, value: Any) -> str | None:
+    if not isinstance(name, str):
+        return f"a name must be text (got {type(name).__name__})"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    if hasattr(value, "full_tensor"):
+        return "a sharded tensor (got a DTensor)"
+    if not callable(getattr(value, "item", None)):
+        return f"not a number or text (got {type(value).__name__})"
+    size = value.numel() if callable(getattr(value, "numel", None)) else getattr(value, "size", 1)
+    return None if size == 1 else f"not one number (got {size} of them)"

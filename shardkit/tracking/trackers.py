@@ -1,0 +1,195 @@
+"""The trackers of a run: which there are, and what is logged into all of them."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import UsageError
+from shardkit.log import get_logger
+from shardkit.tracking.installed import Mlflow, TensorBoard, Trackio, WeightsAndBiases
+from shardkit.tracking.records import Csv, JsonLines
+from shardkit.tracking.tracker import NoTracker, Tracker, refuse_others
+
+log = get_logger(__name__)
+
+# By name: the class, and the packages that it needs, of which one must be there.
+KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "jsonl": (JsonLines, ()),
+    "csv": (Csv, ()),
+    "tensorboard": (TensorBoard, ("tensorboard", "tensorboardX")),
+    "wandb": (WeightsAndBiases, ("wandb",)),
+    "mlflow": (Mlflow, ("mlflow",)),
+    "trackio": (Trackio, ("trackio",)),
+}
+WHERE = "Accelerator(log_with=...)"
+UNSUPPORTED = ("aim", "comet_ml", "clearml", "dvclive", "swanlab")
+
+
+def chosen(log_with: Any) -> list[str | Tracker]:
+    """What `log_with` names: names, members of an enumeration of names, trackers, or a list of these; "all" are those
+    that are installed. Raises UsageError with everything that is none."""
+    given = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
+    names = [_name(one) for one in given]
+    if "all" in names:
+        names = [name for name in KNOWN if _is_installed(name)] + [one for one in names if isinstance(one, Tracker)]
+    problems = [text for one in names if isinstance(one, str) and (text := _problem(one))]
+    if problems:
+        raise UsageError("\n".join(problems))
+    return list(dict.fromkeys(names))
+
+
+def missing(selected: Sequence[str | Tracker]) -> str | None:
+    """What to say where a chosen tracker is not installed here; only rank 0 needs it."""
+    problems = [
+        f"{WHERE}: {name} is not installed; pip install {KNOWN[name][1][0]}, or leave it out."
+        for name in selected
+        if isinstance(name, str) and not _is_installed(name)
+    ]
+    return "\n".join(problems) or None
+
+
+class Trackers:
+    """From `init_trackers` to `end_training`. `is_main`: whether this is rank 0. `loads()`: how many checkpoints the
+    run has loaded so far."""
+
+    def __init__(self, selected: Sequence[str | Tracker], is_main: bool, loads: Callable[[], int]) -> None:
+        self._selected, self._is_main, self._loads = selected, is_main, loads
+        self._loads_seen = 0
+        self._has_told = False
+        self.active: list[Tracker] = []
+        """On this rank, in the order of `log_with`; those of files of the run's own come last."""
+        self._by_name: dict[str, Tracker] = {}
+
+    def start(
+        self,
+        project: str,
+        folder: str | Path | None,
+        config: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Begin to track. `folder` is that for logs; `arguments` are what each tracker, by name, is made with."""
+        if self.active:
+            self.finish()
+        name = re.sub(r"[^\w.-]+", "_", project)
+        place = None if folder is None else Path(folder) / name
+        wanted: list[str | Tracker] = list(self._selected)
+        if "jsonl" not in wanted:
+            wanted += ["jsonl"] if place is not None else []
+            if place is None:
+                log.info("trackers: no file of metrics: no folder is named; give Accelerator(project_dir=...).")
+        self._refuse(wanted, place, arguments or {})
+        self.active = [self._made(one, project, place, (arguments or {})) for one in wanted]
+        self._by_name = {tracker.name: tracker for tracker in self.active}
+        for tracker in self.active:
+            tracker.start()
+            if config is not None:
+                tracker.store_init_configuration(dict(config))
+
+    def get(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of a name, or its own object; on other ranks something that takes every call and does nothing."""
+        found = self._by_name.get(name)
+        if found is None:
+            there = ", ".join(self._by_name) or "none: call init_trackers first"
+            raise UsageError(f"get_tracker: no tracker of this name (got {name!r}; there are {there}).")
+        return found.tracker if unwrap else found
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int,
+        arguments: Mapping[str, Mapping[str, Any]] | None = None,
+        measured: Mapping[str, float] | None = None,
+    ) -> None:
+        """The values into all trackers, with what was `measured` beside. Raises UsageError, on every rank alike, where
+        one is not a number or text."""
+        refuse_others(values)
+        if not self.active:
+            if not self._has_told:
+                self._has_told = True
+                log.info("trackers: log() before init_trackers(): nothing is kept.")
+            return
+        self._note_loads(step, frozenset(values))
+        for tracker in self.active:
+            tracker.log({**values, **(measured or {})}, step=step, **(arguments or {}).get(tracker.name, {}))
+
+    def finish(self) -> None:
+        """Everything is stored. A second call does nothing."""
+        done, self.active = self.active, []
+        for tracker in done:
+            tracker.finish()
+
+    def _note_loads(self, step: int, names: frozenset[str]) -> None:
+        loads = self._loads()
+        if loads > self._loads_seen:
+            self._loads_seen = loads
+            for tracker in self.active:
+                tracker.rewind(step, names)
+
+    def _made(
+        self, one: str | Tracker, project: str, place: Path | None, arguments: Mapping[str, Mapping[str, Any]]
+    ) -> Tracker:
+        is_here = self._is_main
+        if isinstance(one, Tracker):
+            return one if is_here or not one.main_process_only else NoTracker(one.name)
+        if not is_here:
+            return NoTracker(one)
+        kind, _ = KNOWN[one]
+
+        def is_resumed() -> bool:
+            return self._loads() > 0
+
+        own = dict(arguments.get(one, {}))
+        if one in ("jsonl", "csv"):
+            return kind(place, is_resumed, **own)
+        return kind(project, place, is_resumed, **own)
+
+    def _refuse(
+        self, wanted: Sequence[str | Tracker], place: Path | None, arguments: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        homeless = [
+            one if isinstance(one, str) else one.name
+            for one in wanted
+            if (KNOWN[one][0] if isinstance(one, str) else one).requires_logging_directory
+        ]
+        if homeless and place is None:
+            raise UsageError(
+                f"init_trackers: {', '.join(homeless)} needs a folder (got none); give Accelerator(project_dir=...) or "
+                "ProjectConfiguration(logging_dir=...)."
+            )
+        names = {one if isinstance(one, str) else one.name for one in wanted}
+        unused = [name for name in arguments if name not in names]
+        if unknown := [name for name in unused if name not in (*KNOWN, *UNSUPPORTED)]:
+            raise UsageError(
+                f"init_trackers: init_kwargs for an unknown tracker (got {', '.join(unknown)}); "
+                f"there are {', '.join(sorted(names))}."
+            )
+        if unused:
+            log.info("trackers: init_kwargs of %s are not used: log_with does not name them.", ", ".join(unused))
+
+
+def _name(given: Any) -> str | Tracker:
+    """Names in small letters; members of other enumerations by their value."""
+    if isinstance(given, Tracker):
+        return given
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    value = getattr(given, "value", given)
+    return value.lower() if isinstance(value, str) else f"a {type(given).__name__}"
+
+
+def _is_installed(name: str) -> bool:
+    packages = KNOWN[name][1]
+    return not packages or any(find_spec(package) is not None for package in packages)
+
+
+def _problem(name: str) -> str | None:
+    if name in UNSUPPORTED:
+        return f"{WHERE}: {name} is not supported; derive a class from shardkit.Tracker, and give an object."
+    if name not in KNOWN:
+        near = get_close_matches(name, KNOWN, 1)
+        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(KNOWN)}, all, or a shardkit.Tracker."
+        return f"{WHERE}: unknown tracker (got {name}); {hint}"
+    return None

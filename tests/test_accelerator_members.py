@@ -1,0 +1,230 @@
+"""Members that scripts for Accelerate touch: each is there and does what it says, or is refused in words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit import Accelerator
+from shardkit.errors import UsageError
+from tests.test_accelerator import Model, Points, loss_of, parts, weights_of
+
+FSDP = {"distributed_type": "FSDP", "use_cpu": True}
+DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
+ALONE = {"distributed_type": "NO", "use_cpu": True}
+
+MEMBERS = [
+    "deepspeed_plugin",
+    "use_distributed",
+    "multi_device",
+    "distributed_type",
+    "num_processes",
+    "process_index",
+    "local_process_index",
+    "device",
+    "split_batches",
+    "dispatch_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "non_blocking",
+    "use_stateful_dataloader",
+    "project_dir",
+    "logging_dir",
+    "save_iteration",
+    "is_main_process",
+    "is_local_main_process",
+    "is_last_process",
+    "mixed_precision",
+    "is_fsdp2",
+    "is_composable_parallelism_enabled",
+    "parallelism_config",
+    "torch_device_mesh",
+    "should_save_model",
+    "tensor_parallel_rank",
+    "pipeline_parallel_rank",
+    "context_parallel_rank",
+    "data_parallel_rank",
+    "data_parallel_shard_rank",
+    "split_between_processes",
+    "on_main_process",
+    "on_local_main_process",
+    "on_last_process",
+    "on_process",
+    "on_local_process",
+    "main_process_first",
+    "local_main_process_first",
+    "no_sync",
+    "trigger_sync_in_backward",
+    "sync_gradients",
+    "gradient_accumulation_steps",
+    "accumulate",
+    "join_uneven_inputs",
+    "print",
+    "prepare",
+    "prepare_model",
+    "deepspeed_ulysses_dl_adapter",
+    "prepare_data_loader",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "backward",
+    "set_trigger",
+    "check_trigger",
+    "unscale_gradients",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "gather",
+    "gather_for_metrics",
+    "reduce",
+    "pad_across_processes",
+    "unwrap_model",
+    "wait_for_everyone",
+    "init_trackers",
+    "get_tracker",
+    "log",
+    "end_training",
+    "save",
+    "save_model",
+    "register_save_state_pre_hook",
+    "save_state",
+    "register_load_state_pre_hook",
+    "load_state",
+    "free_memory",
+    "clear",
+    "get_state_dict",
+    "register_for_checkpointing",
+    "maybe_context_parallel",
+    "autocast",
+    "profile",
+    "optimizer_step_was_skipped",
+    "skip_first_batches",
+    "verify_device_map",
+    "lomo_backward",
+    "fp8_backend",
+]
+"""All 86 public members of Accelerate's Accelerator."""
+
+REFUSED = {"save_iteration", "deepspeed_ulysses_dl_adapter", "lomo_backward"}
+
+
+def test_every_member_is_there_or_refused_in_words():
+    assert len(MEMBERS) == 86
+    accelerator = Accelerator(config=ALONE)
+    for name in MEMBERS:
+        if name in REFUSED:
+            with pytest.raises(AttributeError, match=rf"Accelerator\.{name} is not part of shardkit; .+\."):
+                getattr(accelerator, name)
+        else:
+            getattr(accelerator, name)
+            assert getattr(Accelerator, name).__doc__, name
+
+
+def evaluated(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A teacher beside a trained model, and a model that is evaluated before it is trained."""
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, _ = parts(8, 2)
+    torch.manual_seed(7 + dist.get_rank())
+    teacher = Model().requires_grad_(False).half()
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    assert accelerator.prepare_model(teacher, evaluation_mode=True) is teacher
+    before = accelerator.prepare_model(model, evaluation_mode=True)
+    assert before is model and not isinstance(model, nn.parallel.DistributedDataParallel)
+    x = Points(4).x
+    with torch.no_grad():
+        first = [model(x), teacher(x.half())]
+    optimizer = accelerator.prepare(optimizer) if config is FSDP else optimizer
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with torch.no_grad():
+            aim = teacher(batch["x"].half()).float()
+        accelerator.backward(nn.functional.mse_loss(model(batch["x"]), aim) + loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    path = accelerator.save_state(folder)
+    with torch.no_grad():
+        last = teacher(x.half())
+    assert torch.equal(first[1], last)
+    return {
+        "dtype": next(teacher.parameters()).dtype,
+        "sharded": sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in teacher.parameters()),
+        "teacher": weights_of(teacher),
+        "weights": weights_of(model),
+        "wrapped": isinstance(model, nn.parallel.DistributedDataParallel),
+        "files": sorted(one.name for one in path.iterdir() if one.is_dir()),
+        "first": first[0],
+    }
+
+
+@pytest.mark.parametrize("config", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_models_that_are_not_trained(ranks, tmp_path, config):
+    one, two = ranks.run(2, evaluated, config, tmp_path / "saved")
+    (alone,) = ranks.run(1, evaluated, ALONE | {"shardkit": {"data": {"split_batches": True}}}, tmp_path / "alone")
+    assert one["dtype"] is torch.float16 and one["files"] == ["model", "optim", "state"]
+    assert one["wrapped"] is (config is DDP)
+    assert (one["sharded"] < 267) is (config is FSDP)
+    for a, b in zip(one["teacher"], two["teacher"], strict=True):
+        assert torch.equal(a, b)  # rank 0's, as for any model
+    for a, b in zip(one["weights"], two["weights"], strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(one["first"], alone["first"])
+    assert any(not torch.equal(a, b) for a, b in zip(one["weights"], alone["weights"], strict=True))
+
+
+def members(config: dict[str, Any]) -> dict[str, Any]:
+    accelerator = Accelerator(config=config | {"mixed_precision": "bf16"})
+    rank = accelerator.process_index
+    model, optimizer, loader, scheduler = parts(8, 2)
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    model = accelerator.prepare_model(model, device_placement=True)
+    optimizer = accelerator.prepare_optimizer(optimizer, device_placement=True)
+    loader = accelerator.prepare_data_loader(loader, device_placement=False)
+    scheduler = accelerator.prepare_scheduler(scheduler)
+    values = torch.tensor([rank, 5 - rank])
+    reduced = {how: accelerator.reduce(values, how).tolist() for how in ("sum", "mean", "max", "min")}
+    scaled = accelerator.reduce({"a": values}, "max", scale=2.0)["a"].tolist()
+    with accelerator.no_sync(model):
+        output = model(Points(2).x)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(output.sum() * (rank + 1))
+    gradient = next(model.parameters()).grad
+    gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    with accelerator.join_uneven_inputs([model], even_batches=False), accelerator.maybe_context_parallel():
+        batches = len(list(loader))
+    inner = accelerator.unwrap_model(model)
+    assert accelerator.unwrap_model(compiled) is compiled._orig_mod
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=True) is compiled
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    accelerator.even_batches = False
+    with pytest.raises(UsageError, match=r"one answer for each argument \(got 1 for 2\)"):
+        accelerator.prepare(model, optimizer, device_placement=[True])
+    with pytest.raises(UsageError, match="every rank reads its own part of the data"):
+        accelerator.prepare_data_loader(loader, slice_fn_for_dispatch=len)
+    with pytest.raises(UsageError, match=r"use mean, sum, max, min or none"):
+        accelerator.reduce(values, "median")
+    return {
+        "reduced": reduced,
+        "scaled": scaled,
+        "gradient": gradient,
+        "batches": batches,
+        "plain": not hasattr(inner.forward, "_shardkit_forward_before"),
+        "ranks": (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank),
+        "mesh": None if accelerator.torch_device_mesh is None else accelerator.torch_device_mesh.shape,
+        "even": accelerator.even_batches,
+        "cleared": accelerator.clear(model, optimizer),
+        "kinds": (accelerator.is_fsdp2, accelerator.state.is_fsdp2, accelerator.state.deepspeed_plugin),
+    }
+
+
+@pytest.mark.parametrize("config", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_members_do_what_they_say(ranks, config):
+    results = ranks.run(3, members, config)
+    for rank, found in enumerate(results):
+        assert found["reduced"] == {"sum": [3, 12], "mean": [1.0, 4.0], "max": [2, 5], "min": [0, 3]}
+        assert found["scaled"] == [4.0, 10.0] and found["batches"] == 2 and found["plain"]
+        assert torch.equal(found["gradient"], results[0]["gradient"])
+        assert found["ranks"] == ((0, rank) if config is FSDP else (rank, 0))
+        assert found["mesh"] == ((3,) if config is FSDP else None)
+        assert found["even"] is False and found["cleared"] == (None, None)
+        assert found["kinds"] == (config is FSDP, config is FSDP, None)

@@ -1,0 +1,77 @@
+"""How DDP exchanges gradients: every setting of `shardkit.ddp`, against plain torch in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit import Accelerator
+from tests.test_accelerator import loop, parts, plain, weights_of
+
+
+def config_of(**ddp: Any) -> dict[str, Any]:
+    return {"distributed_type": "MULTI_CPU", "shardkit": {"ddp": ddp}}
+
+
+def largest_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def loops() -> dict[str, dict[str, Any]]:
+    """The same loop with each setting."""
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "static_graph": {"static_graph": True},
+        "buckets": {"bucket_cap_mb": 1, "broadcast_buffers": False},
+        "fp16": {"comm_hook": "fp16"},
+        "bf16": {"comm_hook": "bf16"},
+        "power_sgd": {"comm_hook": "PowerSGD", "power_sgd_start_step": 2, "power_sgd_rank": 64},
+        "power_sgd in bf16": {"comm_hook": "power_sgd", "power_sgd_start_step": 2, "comm_wrapper": "bf16"},
+    }
+    return {name: loop(config_of(**ddp), 24, 2, 2, 2) for name, ddp in settings.items()}
+
+
+def test_each_way_to_exchange_gradients_trains_as_one_process_does(ranks):
+    expected = plain(24, 4, 2, 2)["weights"]
+    first, second = ranks.run(2, loops)
+    found = {name: largest_difference(result["weights"], expected) for name, result in first.items()}
+    for name in ("plain", "static_graph", "buckets", "power_sgd"):
+        assert found[name] < 1e-4, found  # rank 64 is the whole gradient
+    assert 0 < found["fp16"] < 0.02 and 0 < found["bf16"] < 0.1, found
+    assert found["power_sgd in bf16"] > 1e-3, found  # rank 1 leaves something out
+    for name in first:  # whatever is left out, ranks agree
+        assert largest_difference(first[name]["weights"], second[name]["weights"]) == 0
+
+
+def traffic(hook: str) -> tuple[list[str], int]:
+    """The dtypes that ranks send in a step, and the registered hook's bytes."""
+    sent: list[str] = []
+    original = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **arguments: Any) -> Any:
+        sent.append(str(tensor.dtype))
+        return original(tensor, *args, **arguments)
+
+    accelerator = Accelerator(config=config_of(comm_hook=hook))
+    model, optimizer, loader, _ = parts(8, 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    dist.all_reduce = noted
+    try:
+        for batch in loader:
+            accelerator.backward(model(batch["x"]).sum())
+    finally:
+        dist.all_reduce = original
+    return sent, len(weights_of(model))
+
+
+@pytest.mark.parametrize(("hook", "dtype"), [("fp16", "torch.float16"), ("bf16", "torch.bfloat16")])
+def test_gradients_are_sent_in_the_dtype_of_the_hook(ranks, hook, dtype):
+    for sent, _ in ranks.run(2, traffic, hook):
+        assert sent and set(sent) == {dtype}
+
+
+def test_three_ranks_share_a_bf16_hook(ranks):
+    results = ranks.run(3, loop, config_of(comm_hook="bf16"), 18, 2, 1, 1)
+    assert largest_difference(results[0]["weights"], results[2]["weights"]) == 0
+    assert largest_difference(results[0]["weights"], plain(18, 6, 1, 1)["weights"]) < 0.1

@@ -1,0 +1,178 @@
+"""What a script does on all ranks alike: batch sizes, logs, bars, traces, forked ranks, a second Accelerator."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardkit
+from shardkit import Accelerator, debug_launcher, find_executable_batch_size, get_logger, notebook_launcher, tqdm
+from shardkit.errors import ConfigError, MachineError, UsageError
+from tests.test_accelerator import Model, Points
+
+DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
+ALONE = {"distributed_type": "NO", "use_cpu": True}
+
+
+def sizes() -> dict[str, Any]:
+    """One rank runs out of memory; another fails."""
+    rank = dist.get_rank()
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=100)
+    def train(batch_size: int, more: str) -> tuple[int, str]:
+        tried.append(batch_size)
+        if rank == 1 and batch_size > 80:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return batch_size, more
+
+    result = train(more="more")
+
+    def never(batch_size: int) -> None:
+        raise MemoryError
+
+    def fails(batch_size: int) -> None:
+        if rank == 0:
+            raise KeyError("a mistake")
+
+    with pytest.raises(MachineError) as out:
+        find_executable_batch_size(never, 3, lambda size: size - 1)()
+    with pytest.raises(KeyError if rank == 0 else UsageError) as failed:
+        find_executable_batch_size(fails)()
+    with pytest.raises(UsageError, match=r"takes no batch size \(got no parameters\)"):
+        find_executable_batch_size(lambda: None)
+    return {"tried": tried, "result": result, "out": str(out.value), "failed": str(failed.value)}
+
+
+def test_all_ranks_go_on_with_the_same_batch_size(ranks):
+    first, second = ranks.run(2, sizes)
+    assert first["tried"] == second["tried"] == [100, 90, 81, 72]
+    assert first["result"] == second["result"] == (72, "more")
+    assert "runs out of memory with every batch size (got 3 to start with)" in first["out"]
+    assert "a mistake" in first["failed"] and "rank 0 failed with a batch of 128" in second["failed"]
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.getMessage(), record.funcName))
+
+
+def logs() -> tuple[list[tuple[str, str]], list[bool]]:
+    logger, kept = get_logger("tests.ranks", log_level="info"), Kept()
+    logging.getLogger("tests.ranks").addHandler(kept)
+    try:
+        logger.info("one %d", 1)
+        logger.info("all", main_process_only=False)
+        logger.warning("in order", main_process_only=False, in_order=True)
+        logger.debug("quiet", main_process_only=False)
+        for _ in range(3):
+            logger.warning_once("once")
+    finally:
+        logging.getLogger("tests.ranks").removeHandler(kept)
+        logging.getLogger().setLevel(logging.WARNING)
+    bars = [tqdm(range(2)).disable, tqdm(range(2), main_process_only=False).disable]
+    return kept.lines, bars
+
+
+def test_logs_and_bars_know_the_ranks(ranks):
+    (first, bars), (second, other_bars) = ranks.run(2, logs)
+    assert first == [("one 1", "logs"), ("all", "logs"), ("in order", "logs"), ("once", "logs")]
+    assert second == [("all", "logs"), ("in order", "logs")]
+    assert bars == [False, False] and other_bars == [True, False]
+    with pytest.raises(UsageError, match=r"unknown level \(got 'loud'\)"):
+        get_logger("tests.ranks", "loud")
+
+
+class Says:
+    def __init__(self, settings: dict[str, Any], call: Any = None) -> None:
+        self.settings, self.on_trace_ready = settings, call
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        return self.settings
+
+
+def traces(folder: Path) -> list[str]:
+    settings = {"profile": {"active": 1, "wait": 1, "repeat": 2, "record_shapes": True}}
+    accelerator = Accelerator(config=DDP | {"shardkit": settings}, project_dir=folder)
+    with accelerator.profile() as profiler:
+        for _ in range(4):
+            torch.ones(3, 3) @ torch.ones(3, 3)
+            profiler.step()
+    with accelerator.profile(Says({"shardkit.profile.with_flops": True})):
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    seen: list[str] = []
+    with accelerator.profile(Says({}, lambda profiler: seen.append(str(profiler.key_averages())))):
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    with pytest.raises(UsageError, match=r"profile: does not say settings \(got 3\)"), accelerator.profile(3):
+        pass
+    with pytest.raises(UsageError, match=r"no folder for the traces \(got none\)"), Accelerator(config=DDP).profile():
+        pass
+    return seen
+
+
+def test_each_rank_leaves_its_trace(ranks, tmp_path):
+    for seen in ranks.run(2, traces, tmp_path):
+        assert "aten::" in seen[0]
+    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert names == [f"profile_{rank}{cycle}.json" for rank in (0, 1) for cycle in (".1", ".2", "")]
+    for path in (tmp_path / "profile").iterdir():
+        assert any(event.get("name") == "aten::mm" for event in json.loads(path.read_text())["traceEvents"])
+
+
+def a_cell(folder: Path, fails_on: int | None = None) -> None:
+    """What a notebook's function does."""
+    accelerator = Accelerator(mixed_precision=None)
+    if accelerator.process_index == fails_on:
+        raise ValueError("a mistake in the cell")
+    model = Model()
+    model, loader = accelerator.prepare(model, torch.utils.data.DataLoader(Points(8), batch_size=2))
+    for batch in loader:
+        accelerator.backward(model(batch["x"]).sum())
+    total = accelerator.gather(torch.ones(1)).sum().item()
+    facts = [total, accelerator.mixed_precision, str(accelerator.device)]
+    (folder / str(accelerator.process_index)).write_text(json.dumps(facts))
+
+
+def test_forked_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    debug_launcher(a_cell, (tmp_path,), num_processes=2)
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [[2.0, "no", "cpu"]] * 2
+    with pytest.raises(Exception, match="a mistake in the cell"):
+        notebook_launcher(a_cell, (tmp_path, 1), num_processes=2)
+    notebook_launcher(a_cell, (tmp_path,), num_processes=1, mixed_precision="bf16")  # a cell run again
+    assert json.loads((tmp_path / "0").read_text())[:2] == [1.0, "bf16"]
+    with pytest.raises(UsageError, match=r"nothing else \(got num_nodes=2\); use `shardkit launch`"):
+        notebook_launcher(a_cell, num_nodes=2, master_addr="127.0.0.1")
+    with pytest.raises(UsageError, match=r"num_processes=\.\.\.\): must be 1 or more \(got -1\)"):
+        debug_launcher(a_cell, num_processes=-1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UsageError, match="this process is a rank itself"):
+        debug_launcher(a_cell)
+
+
+def test_a_second_accelerator_asks_for_what_the_process_has(tmp_path, alone):
+    whole = {"distributed_type": "FSDP", "use_cpu": True}
+    project = shardkit.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    for _ in range(2):  # a cell run again
+        accelerator = Accelerator(config=whole, project_config=project)
+        model = Model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        accelerator.backward(model(Points(2).x).sum())
+        optimizer.step()
+        accelerator.save_state()
+    Accelerator(config=whole, mixed_precision="bf16")  # each has its own
+    other = whole | {"shardkit": {"launch": {"process_group_timeout_s": 77}}}
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(config=other)
+    assert "process_group_timeout_s: 77.0 here, but 1800.0 for the process group that is up" in str(caught.value)
+    dist.destroy_process_group()
+    Accelerator(config=other)

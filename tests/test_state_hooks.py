@@ -1,0 +1,194 @@
+"""Hooks at saves and loads, as scripts for diffusion models write them: what they add is part of the checkpoint."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shardkit import Accelerator
+from shardkit.checkpoint import verify
+from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
+from shardkit.runtime import saving
+from tests.test_accelerator import Model, Points, weights_of
+
+DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
+FSDP = {"distributed_type": "FSDP", "use_cpu": True}
+
+
+class Script:
+    """A trained model, a frozen one beside it, an average of the weights, and a hook of each kind."""
+
+    def __init__(self, config: dict[str, Any], pops: bool = True) -> None:
+        torch.manual_seed(3)
+        self.accelerator = Accelerator(config=config)
+        self.average = nn.Linear(2, 2)
+        model, frozen = Model(), Model().requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        loader = torch.utils.data.DataLoader(Points(12), batch_size=2)
+        self.model, self.frozen, self.optimizer, self.loader = self.accelerator.prepare(
+            model, frozen, optimizer, loader
+        )
+        self.pops, self.calls = pops, []
+        self.handles = [
+            self.accelerator.register_save_state_pre_hook(self.save),
+            self.accelerator.register_load_state_pre_hook(self.load),
+        ]
+
+    def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        self.calls.append(("save", len(models), len(weights)))
+        whole = self.accelerator.get_state_dict(models[0])
+        if self.accelerator.is_main_process:
+            os.makedirs(os.path.join(output_dir, "unet", "deep"))
+            save_file(whole, os.path.join(output_dir, "unet", "diffusion.safetensors"))
+            save_file(self.average.state_dict(), os.path.join(output_dir, "unet", "deep", "ema.safetensors"))
+            Path(output_dir, "model.json").write_text("{}")
+            while self.pops and weights:
+                weights.pop()
+
+    def load(self, models: list[nn.Module], input_dir: str) -> None:
+        self.calls.append(("load", len(models)))
+        self.average.load_state_dict(load_file(os.path.join(input_dir, "unet", "deep", "ema.safetensors")))
+        while self.pops and models:
+            model = models.pop()
+            if model is self.model:
+                saved = load_file(os.path.join(input_dir, "unet", "diffusion.safetensors"))
+                self.accelerator.unwrap_model(model).load_state_dict(saved)
+
+    def train(self) -> None:
+        for batch in self.loader:
+            self.accelerator.backward(nn.functional.mse_loss(self.model(batch["x"]), batch["y"]))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def saved_and_loaded(config: dict[str, Any], pops: bool, folder: Path, blocking: bool) -> dict[str, Any]:
+    script = Script(config, pops)
+    script.train()
+    path = script.accelerator.save_state(folder / "saved", blocking=blocking)
+    saving.wait(script.accelerator._run)
+    with torch.no_grad():
+        script.average.weight.fill_(7)
+    before = weights_of(script.model)
+    script.train()
+    expected = weights_of(script.model)
+    again = Script(config, pops)
+    again.accelerator.load_state(path)
+    assert again.average.weight.max() < 1
+    restored = weights_of(again.model)
+    again.train()
+    for handle in again.handles:
+        handle.remove()
+    again.accelerator.save_state(folder / "plain")
+    assert all(torch.equal(a, b) for a, b in zip(before, restored, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, weights_of(again.model), strict=True))
+    return {"calls": script.calls + again.calls}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config", "pops", "blocking"),
+    [(1, DDP, True, True), (2, DDP, True, False), (2, FSDP, False, True), (3, FSDP, False, False)],
+)
+def test_what_hooks_write_is_part_of_the_checkpoint(ranks, tmp_path, world_size, config, pops, blocking):
+    results = ranks.run(world_size, saved_and_loaded, config, pops, tmp_path, blocking)
+    assert results == [{"calls": [("save", 2, 2), ("load", 2)]}] * world_size
+    found = verify.open_checkpoint(tmp_path / "saved")
+    assert found.manifest.additions.keys() == {
+        "unet/diffusion.safetensors",
+        "unet/deep/ema.safetensors",
+        "model.json",
+    }
+    assert found.manifest.version == 3
+    assert any(name.startswith("model/") for name in found.manifest.files) is not pops
+    assert verify.damages(found) == []
+    plain = verify.open_checkpoint(tmp_path / "plain").manifest
+    assert plain.version < 3 and not plain.additions and any(name.startswith("model/") for name in plain.files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "saved"]
+    added = tmp_path / "saved" / "unet" / "deep" / "ema.safetensors"
+    added.write_bytes(added.read_bytes()[:-1] + b"x")
+    assert "ema.safetensors: its xxh3 digest differs" in verify.damages(found)[0]
+
+
+def loaded_on_others(folder: Path) -> list[torch.Tensor]:
+    script = Script(DDP)
+    script.accelerator.load_state(folder / "saved")
+    return weights_of(script.model)
+
+
+def test_another_number_of_ranks_loads_it(ranks, tmp_path):
+    ranks.run(2, saved_and_loaded, DDP, True, tmp_path, True)
+    (one,) = ranks.run(1, loaded_on_others, tmp_path)
+    for several in ranks.run(3, loaded_on_others, tmp_path):
+        assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+
+
+def faults(folder: Path) -> list[str]:
+    """What is said of hooks that do what they must not, each on one rank only."""
+    script = Script(DDP)
+    accelerator, rank = script.accelerator, dist.get_rank() if dist.is_initialized() else 0
+    accelerator.save_state(folder / "good")
+    for handle in script.handles:
+        handle.remove()
+    said = []
+
+    def attempt(hook: Any, call: Any, error: type[Exception]) -> None:
+        handle = hook(accelerator)
+        with pytest.raises(error) as caught:
+            call()
+        handle.remove()
+        said.append(str(caught.value))
+
+    def save(hook: Any, error: type[Exception] = CheckpointSaveError) -> None:
+        attempt(lambda a: a.register_save_state_pre_hook(hook), lambda: accelerator.save_state(folder / "new"), error)
+
+    def fails(models: list, weights: list, output_dir: str) -> None:
+        if rank == 1:
+            raise ValueError("no room for the average")
+
+    def links(models: list, weights: list, output_dir: str) -> None:
+        if rank == 0:
+            os.symlink("/etc/hostname", Path(output_dir, "link"))
+
+    def collides(models: list, weights: list, output_dir: str) -> None:
+        if rank == 0:
+            Path(output_dir, "index.json").write_text("{}")
+
+    def changes(models: list, weights: list, output_dir: str) -> None:
+        weights[0] = dict(weights[0])
+
+    for hook in (fails, links, collides, changes):
+        save(hook)
+
+    def load() -> None:
+        accelerator.load_state(folder / "good")
+
+    attempt(lambda a: a.register_load_state_pre_hook(lambda models, folder: None), load, CheckpointError)
+    attempt(
+        lambda a: a.register_load_state_pre_hook(lambda models, folder: models.clear() if rank else models.pop()),
+        lambda: accelerator.load_state(folder / "good", strict=False),
+        CheckpointError,
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load()
+    said.append(str(caught.value))
+    accelerator.load_state(folder / "good", strict=False)
+    with pytest.raises(UsageError, match="a hook must be callable"):
+        accelerator.register_save_state_pre_hook(3)
+    return said
+
+
+def test_what_hooks_must_not_do_fails_on_all_ranks_and_leaves_nothing(ranks, tmp_path):
+    for said in ranks.run(2, faults, tmp_path):
+        failed, links, collides, changes, untaken, unlike, unknown = said
+        assert "rank 1" in failed and "no room for the average" in failed
+        assert "a save hook wrote link, which is no plain file" in links
+        assert "a save hook wrote index.json, which the checkpoint has itself; give it another name" in collides
+        assert "a save hook changed what `weights` holds" in changes
+        assert "model: a save hook has taken it from the checkpoint, and no load hook takes it" in untaken
+        assert "load hooks have taken other models on some ranks than on others (got [" in unlike
+        assert "model: prepared now, and not in the checkpoint" in unknown
+    assert sorted(os.listdir(tmp_path)) == ["good"]

@@ -1,0 +1,188 @@
+"""Trackers: files of the run's own, the base class, other ranks, and runs that go on from a checkpoint."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit import Accelerator, ProjectConfiguration, Tracker
+from shardkit.errors import UsageError
+from shardkit.tracking.records import Csv, JsonLines
+from tests.test_accelerator import parts
+
+ALL = "use jsonl, csv, tensorboard, wandb, mlflow, trackio, all, or a shardkit.Tracker."
+ALONE = {"distributed_type": "NO", "use_cpu": True}
+FULL = {"distributed_type": "FSDP", "use_cpu": True}
+
+
+class Mine(Tracker):
+    """As a script writes one."""
+
+    name = "mine"
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.said
+
+    def start(self) -> None:
+        self.said.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.said.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
+        self.said.append((values, step, arguments))
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def everywhere(folder: Path) -> dict[str, Any]:
+    """A whole loop with trackers, called on every rank alike."""
+    mine = Mine()
+    accelerator = Accelerator(
+        config=FULL | {"shardkit": {"log_speed": True}}, log_with=["csv", mine], project_dir=folder
+    )
+    model, optimizer, loader, _ = parts(16, 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.log({"loss": 1})
+    accelerator.init_trackers("My run", config={"lr": 0.1, "path": folder})
+    for batch in loader:
+        loss = model(batch["x"]).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.detach(), "phase": "train"}, log_kwargs={"mine": {"more": 1}})
+    names = [tracker.name for tracker in accelerator.trackers]
+    other = accelerator.get_tracker("mine", unwrap=True)
+    accelerator.get_tracker("mine").log({"by hand": 1}, step=99)
+    if not accelerator.is_main_process:
+        with other.open("x") as image:
+            image[0].paste(3)
+    with pytest.raises(UsageError) as caught:
+        accelerator.log({"image": torch.zeros(2, 2), "list": [1], "weight": next(model.parameters())})
+    with pytest.raises(UsageError, match=r"no tracker of this name \(got 'wandb'; there are csv, mine, jsonl\)"):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    return {"names": names, "said": mine.said, "refused": str(caught.value), "left": len(accelerator.trackers)}
+
+
+def test_every_rank_logs_and_rank_0_writes(ranks, tmp_path):
+    first, second = ranks.run(2, in_own_world, everywhere, tmp_path)
+    assert first["names"] == second["names"] == ["csv", "mine", "jsonl"]
+    assert second["said"] == [] and first["left"] == second["left"] == 0
+    start, config, *steps, by_hand, finish = first["said"]
+    assert (start, finish) == ("start", "finish") and config == {"lr": 0.1, "path": tmp_path}
+    assert by_hand == ({"by hand": 1}, 99, {})
+    assert [step for _, step, _ in steps] == [1, 2, 3, 4] and steps[0][2] == {"more": 1}
+    for problem in ("'image': not one number (got 4 of them)", "'list': not a number or text (got list)", "a DTensor"):
+        assert problem in first["refused"] and problem in second["refused"]
+    folder = tmp_path / "My_run"
+    lines = lines_of(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and isinstance(lines[0]["loss"], float)
+    assert lines[0].keys() == {"step", "loss", "phase"}
+    assert {"speed/step_time_s", "speed/samples_per_s", "speed/peak_memory_gib"} <= lines[3].keys()
+    assert lines[3]["speed/samples_per_s"] == pytest.approx(4 / lines[3]["speed/step_time_s"])
+    header, *rows = (folder / "metrics.csv").read_text().splitlines()
+    assert header.startswith("step,loss,phase,speed/") and len(rows) == 4
+    assert json.loads((folder / "config.json").read_text()) == {"lr": 0.1, "path": str(tmp_path)}
+
+
+def in_own_world(function: Callable, *args: Any) -> Any:
+    """end_training leaves a group that it did not start."""
+    result = function(*args)
+    assert dist.is_initialized()
+    return result
+
+
+def trained(folder: Path, steps: int, resumes: bool, log_with: str = "csv") -> None:
+    """Steps of training, with a checkpoint at step 2; or a run that goes on from it."""
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(config=ALONE, project_config=project, log_with=log_with)
+    model, optimizer, _, _ = parts(4, 2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.init_trackers("run", {"lr": 1})
+    if resumes:
+        accelerator.load_state()
+    while accelerator.counters.step < steps:
+        accelerator.backward(model(torch.ones(1, 6)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        step = accelerator.counters.step
+        accelerator.log({"loss": float(step)})
+        if step == 2:
+            accelerator.save_state()
+            accelerator.log({"eval": float("nan")}, step=2)
+    accelerator.end_training()
+
+
+def test_a_resumed_run_appends_and_logs_no_step_twice(tmp_path, alone):
+    trained(tmp_path, 4, resumes=False)
+    path = tmp_path / "run" / "metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"step": 5, "lo')  # as a kill leaves it
+    trained(tmp_path, 5, resumes=True)
+    lines = lines_of(path)
+    assert [(line["step"], "eval" in line) for line in lines] == [
+        (1, False), (2, False), (2, True), (3, False), (4, False), (5, False),
+    ]  # fmt: skip
+    assert lines[2]["eval"] == "nan"
+    table = path.with_suffix(".csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in table] == ["step", "1", "2", "2", "3", "4", "5"]
+    trained(tmp_path, 1, resumes=False)  # anew: the older run's file is kept
+    assert len(lines_of(path)) == 1 and len(lines_of(path.with_name("metrics.1.jsonl"))) == 6
+
+
+def test_records_of_any_names_and_order(tmp_path):
+    for kind in (JsonLines, Csv):
+        tracker = kind(tmp_path, lambda: True)
+        tracker.log({"a": 1, "text": 'say "so", twice\nover'}, step=1)
+        tracker.log({"b": torch.tensor(2.5)}, step=2)
+        tracker.log({"a": True}, step=None)
+        tracker.rewind(2, frozenset({"a"}))
+        tracker.log({"b": 3}, step=3)
+        assert [record["step"] for record in tracker.records()] == [1, 2, None, 3]
+        tracker.rewind(2, frozenset({"b"}))
+        assert [record["step"] for record in tracker.records()] == [1, None]
+        assert tracker.records()[0]["text"] == 'say "so", twice\nover'
+
+
+def test_what_cannot_be_tracked_is_said(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        Accelerator(config=ALONE, log_with=["csv", "tensorbord", "aim", Mine, 3])
+    assert str(caught.value).splitlines() == [
+        "Accelerator(log_with=...): unknown tracker (got tensorbord); did you mean tensorboard?",
+        "Accelerator(log_with=...): aim is not supported; derive a class from shardkit.Tracker, and give an object.",
+        f"Accelerator(log_with=...): unknown tracker (got the class Mine); {ALL}",
+        f"Accelerator(log_with=...): unknown tracker (got a int); {ALL}",
+    ]
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(UsageError, match="wandb is not installed; pip install wandb, or leave it out"):
+            Accelerator(config=ALONE, log_with="wandb")
+    accelerator = Accelerator(config=ALONE, log_with=["csv"])
+    with pytest.raises(UsageError, match=r"csv needs a folder \(got none\); give Accelerator\(project_dir="):
+        accelerator.init_trackers("run")
+    accelerator = Accelerator(config=ALONE, log_with="all", project_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"init_kwargs for an unknown tracker \(got wandbb\)"):
+        accelerator.init_trackers("run", init_kwargs={"wandbb": {}})
+    accelerator.init_trackers("run")
+    accelerator.init_trackers("run")  # a cell run again
+    assert [tracker.name for tracker in accelerator.trackers][:2] == ["jsonl", "csv"]
+    with pytest.raises(UsageError, match=r'log: not values by name \(got float\); write \{"loss": loss\}'):
+        accelerator.log(3.0)
+    with pytest.raises(UsageError, match=r"a name must be text \(got int\)"):
+        accelerator.log({1: 2})
+    accelerator.end_training()
+    accelerator.end_training()
