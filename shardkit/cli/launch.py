@@ -72,6 +72,22 @@ def launch(
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Record the real peak of memory per rank.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start more ranks than the memory seems to hold.")] = False,
+    as_accelerate: Annotated[
+        bool,
+        typer.Option("--as-accelerate", help="In the script, and in libraries, `import accelerate` is shardkit's."),
+    ] = False,
+    accelerates_meaning: Annotated[
+        str | None,
+        typer.Option(
+            "--accelerates-meaning",
+            metavar="WORDS",
+            help="With --as-accelerate: what is to mean what Accelerate means by it (scheduler, save).",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="With --as-accelerate: say what of Accelerate the script names; start nothing."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
@@ -104,7 +120,67 @@ def launch(
         except (ConfigError, UsageError) as error:
             problems += str(error).splitlines()
     command = [module, *(script or [])] if module else list(script or [])
-    start(command, bool(module), config, chosen, problems, dry_run, as_json, not no_prefix, measure, force)
+    meaning = (accelerates_meaning or "").replace(" ", "").split(",") if accelerates_meaning else []
+    problems += _problems_of_compat(as_accelerate, meaning, check)
+    if check and not problems:
+        check_names(command, bool(module))
+        return
+    variables = _compat_variables(meaning) if as_accelerate else {}
+    start(command, bool(module), config, chosen, problems, dry_run, as_json, not no_prefix, measure, force, variables)
+
+
+def _problems_of_compat(as_accelerate: bool, meaning: list[str], check: bool) -> list[str]:
+    """What is wrong with --as-accelerate and the flags that go with it."""
+    from shardkit.compat import differences
+
+    flags = [flag for flag, given in (("--check", check), ("--accelerates-meaning", bool(meaning))) if given]
+    problems = []
+    if flags and not as_accelerate:
+        problems.append(f"launch: {', '.join(flags)}: goes with --as-accelerate; add it, or leave it out.")
+    unknown = [word for word in meaning if word not in differences.words()]
+    if unknown:
+        known = ", ".join(differences.words())
+        problems.append(f"launch: --accelerates-meaning: unknown (got {', '.join(unknown)}); use {known}.")
+    return problems
+
+
+def _compat_variables(meaning: list[str]) -> dict[str, str]:
+    """What every rank is told so that accelerate is shardkit's in it."""
+    from shardkit.compat import differences
+    from shardkit.launch import names
+
+    return {
+        names.AROUND_SCRIPT: "shardkit.compat.startup",
+        **({differences.VARIABLE: ",".join(meaning)} if meaning else {}),
+    }
+
+
+def _notes_on_schedules(command: list[str], is_module: bool, variables: dict[str, str]) -> list[str]:
+    """Where the script stretches a schedule by the number of ranks, as Accelerate's own needs it."""
+    from shardkit.compat import differences, scan
+    from shardkit.launch import names
+
+    if names.AROUND_SCRIPT not in variables or "scheduler" in variables.get(differences.VARIABLE, ""):
+        return []
+    remarks = scan.scan_script(command[0], is_module).remarks
+    return [f"note: {one.place}: {one.text}." for one in remarks if one.name == "num_processes"]
+
+
+def check_names(command: list[str], is_module: bool) -> None:
+    """Prints what of Accelerate a script and the modules beside it name; starts nothing. UsageError where something is
+    refused."""
+    from shardkit.compat import scan
+    from shardkit.launch import preflight
+    from shardkit.launch.preflight import Problem
+
+    script = preflight.script_problems(command[0], is_module) if command else []
+    if not command:
+        script = [Problem("launch: no script is named; write: shardkit launch --as-accelerate --check SCRIPT.py")]
+    preflight.raise_all(script)
+    found = scan.scan_script(command[0], is_module)
+    typer.echo(scan.report(found))
+    if found.refused or found.missing:
+        raise typer.Exit(1)
 
 
 def start(
@@ -118,6 +194,7 @@ def start(
     has_prefix: bool,
     measure: bool,
     force: bool = False,
+    more_variables: dict[str, str] | None = None,
 ) -> None:
     """From flags to running ranks: check, describe, run."""
     import json
@@ -125,7 +202,7 @@ def start(
     from shardkit import env
     from shardkit.launch import elastic, spec
 
-    loaded, machine = checked(command, is_module, path, settings, problems, force)
+    loaded, machine = checked(command, is_module, path, settings, problems, force, more_variables or {})
     launched = spec.launch_spec(
         loaded.config,
         command[0],
@@ -139,6 +216,7 @@ def start(
         origins={
             name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")
         },
+        more_variables=more_variables,
     )
     if dry_run:
         print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched))
@@ -165,6 +243,7 @@ def checked(
     settings: dict[str, str],
     said: list[str],
     force: bool = False,
+    more_variables: dict[str, str] | None = None,
 ) -> tuple[Any, Any]:
     """The configuration and the machine, after every check; raises all problems at once, prints the notes."""
     from shardkit import env
@@ -188,12 +267,14 @@ def checked(
     machine = Machine(tuple(device.name for device in found.devices), found.cores, memory)
     preflight.raise_all([*problems, *preflight.run_problems(loaded.config, machine, variables)])
     device = spec.device_of(loaded.config)
-    source = "" if is_module else Path(command[0]).read_text(errors="replace") if Path(command[0]).is_file() else ""
+    is_read = not is_module and not more_variables and Path(command[0]).is_file()
+    source = Path(command[0]).read_text(errors="replace") if is_read else ""
     for note in (
         *loaded.notes,
         None if loaded.path else _other_file(),
         preflight.core_warning(loaded.config, machine),
         environment.cpu_note(loaded.config, device, source),
+        *(_notes_on_schedules(command, is_module, more_variables or {}) if loaded.config.num_processes > 1 else []),
     ):
         if note:
             typer.echo(note, err=True)

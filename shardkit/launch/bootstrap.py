@@ -14,6 +14,8 @@ import runpy
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +44,8 @@ def main(arguments: list[str]) -> int:
     connect_output(folder)
     try:
         check_world()
-        run(arguments)
+        with around_script(log_dir):
+            run(arguments)
     except BaseException as error:
         return report(folder, rank, error, log_file)
     return 0
@@ -85,6 +88,13 @@ def check_world() -> None:
             f"launch: the world is {came} ranks, but the configuration asks for num_processes {asked}; "
             "give every machine the same num_machines and num_processes."
         )
+
+
+def around_script(log_dir: Path) -> AbstractContextManager[None]:
+    """What the command wants around the script; the modules that it needs come from a layer that the launcher does not
+    know."""
+    module = env.get(names.AROUND_SCRIPT)
+    return import_module(module).around_script(log_dir) if module else nullcontext()
 
 
 def run(arguments: list[str]) -> None:

@@ -26,6 +26,8 @@ MEASURE = "SHARDKIT_MEASURE"
 STOP_TIMEOUT_S = "SHARDKIT_STOP_TIMEOUT_S"
 """How long ranks have to save and leave."""
 
+AROUND_SCRIPT = "SHARDKIT_AROUND_SCRIPT"
+"""A module whose `around_script(log_dir)` every rank enters before the script, and leaves after it."""
 
 SECRET = "SHARDKIT_SECRET"
 """The same on all machines of a run: what their launchers tell one another is signed with it."""

@@ -40,6 +40,12 @@ def variables_set(script: str, is_module: bool) -> list[str]:
 
 
 def own_texts(script: str, is_module: bool) -> Iterator[str]:
+    """The texts of `own_files`."""
+    for file in own_files(script, is_module):
+        yield file.read_text(errors="replace")
+
+
+def own_files(script: str, is_module: bool) -> Iterator[Path]:
     """The script, and what it imports from its folder, as far as the lines that begin with an import tell."""
     folder = folder_of(script, is_module)
     path = Path(script)
@@ -52,7 +58,7 @@ def own_texts(script: str, is_module: bool) -> Iterator[str]:
         seen.add(file)
         with suppress(OSError):
             text = file.read_text(errors="replace")
-            yield text
+            yield file
             for dots, name in re.findall(r"^\s*(?:import|from)\s+(\.*)([\w.]*)", text, re.MULTILINE):
                 waiting += files_of(file.parent if dots else folder, name)
 

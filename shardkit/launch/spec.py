@@ -3,7 +3,7 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -85,9 +85,10 @@ def launch_spec(
     measure: bool = False,
     variables: dict[str, str] | None = None,
     origins: dict[str, str] | None = None,
+    more_variables: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
     """The launch that a valid configuration asks for; `variables` are those that the ranks would inherit, `origins`
-    where the settings that somebody chose come from."""
+    where the settings that somebody chose come from, `more_variables` what the command sets for the ranks."""
     device = device_of(config)
     ranks_here = config.num_processes // config.num_machines
     return LaunchSpec(
@@ -105,7 +106,10 @@ def launch_spec(
         strategy=strategy_of(config),
         mixed_precision=config.mixed_precision,
         launch=config.shardkit.launch,
-        environment=rank_variables(config, device, ranks_here, cores, measure, variables or {}),
+        environment={
+            **rank_variables(config, device, ranks_here, cores, measure, variables or {}),
+            **(more_variables or {}),
+        },
         config=config,
         has_prefix=has_prefix and config.num_processes > 1,
         origins=origins or {},

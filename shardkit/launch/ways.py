@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shardkit import env
 from shardkit.errors import MachineError
-from shardkit.launch import forking, preloaded
+from shardkit.launch import forking, names, preloaded
 from shardkit.launch.spec import LaunchSpec
 
 
@@ -102,4 +102,7 @@ def modules_of(spec: LaunchSpec) -> list[str]:
     """What the script will import in every rank, as far as its text tells."""
     script = Path(spec.script)
     text = script.read_text(errors="replace") if script.is_file() else ""
-    return ["shardkit.runtime.accelerator"] if re.search(r"^\s*(?:import|from) shardkit\b", text, re.MULTILINE) else []
+    uses_it = names.AROUND_SCRIPT in spec.environment or re.search(
+        r"^\s*(?:import|from) shardkit\b", text, re.MULTILINE
+    )
+    return ["shardkit.runtime.accelerator"] if uses_it else []

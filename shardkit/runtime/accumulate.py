@@ -111,6 +111,11 @@ class Accumulation:
         loader = self._loader_of_window
         return self.is_inside or not self.ends_with_data or loader is None or loader.is_iterating
 
+    def declare(self, is_full: bool) -> None:
+        """For a loop that counts its micro-batches itself, outside of `micro_batch`: whether this one is the last of
+        its window, so that optimizers step. When gradients are exchanged is then the loop's to say, too (`no_sync`)."""
+        self._is_full, self._loader_of_window, self._deferred_models = is_full, None, ()
+
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """One micro-batch, forward to zero_grad. Before the window's last, see `deferred` for what is exchanged."""

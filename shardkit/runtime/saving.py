@@ -42,7 +42,7 @@ def session_of(run: Run) -> Session:
     return found
 
 
-def _met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
+def met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
     """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective.
 
     Rank 0 logs how far it has come where that takes more than two seconds.
@@ -65,7 +65,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     fails, the next call raises on every rank, unless it says `blocking` True.
     """
     final = _final(run, output)
-    session = _met(run, "save_state", "save", CheckpointSaveError)
+    session = met(run, "save_state", "save", CheckpointSaveError)
     _settle(run, is_last_chance=blocking is True)
     request = _request(run, session, final, output)
     _warn_of_open_window(run)
@@ -103,7 +103,7 @@ def _captured(run: Run, session: Session, elsewhere: frozenset[int]) -> Captured
             f"the state is incomplete since loading {session.unfinished.path} failed half-way; load a checkpoint first"
         )
     agreed = session.control
-    return capture(replace(live_of(run), elsewhere=elsewhere), _kind(run), agreed.rank, agreed.world_size)
+    return capture(replace(live_of(run), elsewhere=elsewhere), state_kind(run), agreed.rank, agreed.world_size)
 
 
 def _warn_of_buffers(session: Session, drifted: list[str]) -> None:
@@ -193,7 +193,7 @@ def _request(run: Run, session: Session, final: Path, output: str | Path | None)
         replace=True,
         digest=section.digest,
         config_text=files.dump(run.config),
-        mesh=_mesh(run),
+        mesh=mesh_of(run),
         in_series=output is None,
         keep_last=project.total_limit or section.keep_last,
         keep_every=section.keep_every,
@@ -218,14 +218,16 @@ def _claim(session: Session, root: Path) -> None:
     atexit.register(session.lock.release)  # for scripts that end without end_training()
 
 
-def _mesh(run: Run) -> dict[str, Any]:
+def mesh_of(run: Run) -> dict[str, Any]:
+    """The mesh as a manifest names it."""
     mesh = run.mesh
     if mesh is None:
         return {"names": [], "shape": []}
     return {"names": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)}
 
 
-def _kind(run: Run) -> Any:
+def state_kind(run: Run) -> Any:
+    """What this run writes now: full or sharded."""
     return "full" if run.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT else "sharded"
 
 
@@ -309,7 +311,7 @@ def _how(run: Run, session: Session, data_position: bool, strict: bool) -> dict[
 
 
 def _begin_load(run: Run, call: str) -> Session:
-    session = _met(run, call, "load")
+    session = met(run, call, "load")
     wait(run)
     return session
 
@@ -344,7 +346,7 @@ def save_model(
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
     path = paths.named(folder, "save_model")
-    session = _met(run, "save_model", "save", CheckpointSaveError)
+    session = met(run, "save_model", "save", CheckpointSaveError)
     if session.unfinished.parts:
         raise CheckpointSaveError(
             f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "

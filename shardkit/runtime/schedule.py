@@ -26,6 +26,8 @@ class AcceleratedScheduler:
         self._accumulation = accumulation
         self._steps_with_optimizer = steps_with_optimizer
         self._called_after = 0
+        self.steps_per_call = 1
+        """How often a call moves the schedule; more for schedules that were written in steps of single ranks."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "scheduler":
@@ -40,7 +42,13 @@ class AcceleratedScheduler:
                 return
             if any(optimizer.step_was_skipped for optimizer in self._own_optimizers()):
                 return
-        self.scheduler.step(*args, **arguments)
+        for _ in range(self.steps_per_call):
+            if self.steps_per_call == 1 or self._has_steps_left():
+                self.scheduler.step(*args, **arguments)
+
+    def _has_steps_left(self) -> bool:
+        """Whether a schedule of a fixed length, of torch's own, may be asked for another step."""
+        return getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", float("inf"))
 
     def state_dict(self) -> dict[str, Any]:
         """The torch scheduler's."""

@@ -34,7 +34,7 @@ def chosen(log_with: Any) -> list[str | Tracker]:
     given = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     names = [_name(one) for one in given]
     if "all" in names:
-        names = [name for name in KNOWN if _is_installed(name)] + [one for one in names if isinstance(one, Tracker)]
+        names = [name for name in KNOWN if is_installed(name)] + [one for one in names if isinstance(one, Tracker)]
     problems = [text for one in names if isinstance(one, str) and (text := _problem(one))]
     if problems:
         raise UsageError("\n".join(problems))
@@ -46,7 +46,7 @@ def missing(selected: Sequence[str | Tracker]) -> str | None:
     problems = [
         f"{WHERE}: {name} is not installed; pip install {KNOWN[name][1][0]}, or leave it out."
         for name in selected
-        if isinstance(name, str) and not _is_installed(name)
+        if isinstance(name, str) and not is_installed(name)
     ]
     return "\n".join(problems) or None
 
@@ -180,7 +180,8 @@ def _name(given: Any) -> str | Tracker:
     return value.lower() if isinstance(value, str) else f"a {type(given).__name__}"
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether the packages of a known tracker are there."""
     packages = KNOWN[name][1]
     return not packages or any(find_spec(package) is not None for package in packages)
 

@@ -1,0 +1,28 @@
+"""`shardkit migrate script.py`: what changes in a script that was written for Accelerate."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardkit.cli import HELP
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
+
+
+@app.command(context_settings=HELP)
+def migrate(
+    scripts: Annotated[list[Path], typer.Argument(metavar="SCRIPT...", show_default=False)],
+    write: Annotated[bool, typer.Option("--write", help="Change the files.")] = False,
+) -> None:
+    """Print, as a diff, what changes in SCRIPT so that it runs on shardkit; what a diff cannot change is told below."""
+    from shardkit.compat import migrate as change
+
+    for path in scripts:
+        text, found = change.diff(path)
+        typer.echo(text or f"{path}: imports nothing of accelerate; nothing changes.", nl=not text)
+        for line in change.remarks(found):
+            typer.echo(line, err=True)
+        if write and text:
+            path.write_text(change.migrated(path.read_text(), str(path)))
+            typer.echo(f"{path}: changed.", err=True)

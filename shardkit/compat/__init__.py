@@ -1,0 +1,26 @@
+"""Accelerate's names, on shardkit: for scripts and libraries that were written for it.
+
+    from shardkit.compat import Accelerator          in place of `from accelerate import Accelerator`
+    from shardkit.compat.utils import set_seed       and so on, for every module of accelerate
+    shardkit launch --as-accelerate train.py         without changing a line
+
+Only the shape is here: what the names do is in `shardkit.runtime` and below, which know nothing of this package.
+"""
+
+import sys
+from typing import Any
+
+from shardkit.compat import modules
+
+__version__ = modules.VERSION
+modules.standing_in_for("shardkit.compat")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__path__":
+        raise AttributeError(name)
+    return modules.look_up("shardkit.compat", "", name, sys._getframe(1))
+
+
+def __dir__() -> list[str]:
+    return modules.known("")

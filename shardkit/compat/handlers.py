@@ -1,0 +1,167 @@
+"""Accelerate's kwargs handlers: small objects that say what shardkit.yaml says in its own words.
+
+`shardkit_settings()` of each gives what it says as {dotted YAML key: value}, only of what differs from the class's
+defaults: what a script leaves alone is the file's to say.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+from shardkit.compat.kinds import DDPCommunicationHookType
+from shardkit.errors import UsageError
+
+
+@dataclass
+class KwargsHandler:
+    """Keyword arguments for something that the Accelerator makes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from the class's defaults."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        """What it says, by dotted key of shardkit.yaml. UsageError where it asks for what there is not."""
+        return {}
+
+
+def _only(handler: KwargsHandler, known: dict[str, str]) -> dict[str, Any]:
+    """What the handler says, by key; UsageError on fields that have none."""
+    said = handler.to_kwargs()
+    unknown = {name: value for name, value in said.items() if name not in known}
+    if unknown:
+        got = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
+        raise UsageError(
+            f"{type(handler).__name__}: shardkit has no such setting (got {got}); leave it out, it takes "
+            f"{', '.join(known)}."
+        )
+    return {known[name]: value for name, value in said.items()}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Whether `accelerator.autocast` casts."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """How DDP exchanges gradients."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        known = {
+            "broadcast_buffers": "shardkit.ddp.broadcast_buffers",
+            "bucket_cap_mb": "shardkit.ddp.bucket_cap_mb",
+            "find_unused_parameters": "shardkit.ddp_find_unused_parameters",
+            "static_graph": "shardkit.ddp.static_graph",
+            "comm_hook": "shardkit.ddp.comm_hook",
+            "comm_wrapper": "shardkit.ddp.comm_wrapper",
+            "comm_state_option": "",
+            "gradient_as_bucket_view": "",
+            "check_reduction": "",
+        }
+        said = _only(self, known)
+        said.pop("", None)  # a matter of memory, and one that torch ignores; the state option follows
+        return {key: getattr(value, "value", value) for key, value in said.items()} | self._hook_state()
+
+    def _hook_state(self) -> dict[str, Any]:
+        known = {
+            "matrix_approximation_rank": "shardkit.ddp.power_sgd_rank",
+            "start_powerSGD_iter": "shardkit.ddp.power_sgd_start_step",
+        }
+        unknown = sorted(set(self.comm_state_option) - set(known))
+        if unknown:
+            raise UsageError(
+                f"DistributedDataParallelKwargs: comm_state_option: not known (got {', '.join(unknown)}); "
+                f"use {', '.join(known)}."
+            )
+        return {known[name]: value for name, value in self.comm_state_option.items()}
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """fp16's loss scale."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+        return _only(self, {name: f"shardkit.precision.{name}" for name in names})
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the ranks' process group is made."""
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        """The timeout. The backend follows from the device, and the launcher says how ranks meet."""
+        return {} if self.timeout is None else {"shardkit.launch.process_group_timeout_s": self.timeout.total_seconds()}
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What `accelerator.profile()` records."""
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        plain = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+        known = {name: f"shardkit.profile.{name}" for name in plain}
+        known |= {"output_trace_dir": "shardkit.profile.folder", "schedule_option": "", "on_trace_ready": ""}
+        said = _only(self, known)
+        said.pop("", None)
+        return said | {f"shardkit.profile.{name}": value for name, value in (self.schedule_option or {}).items()}
+
+    def build(self) -> Any:
+        """A torch profiler with these options."""
+        import torch
+        from torch import profiler
+
+        activities = None
+        if self.activities is not None:
+            activities = [getattr(profiler.ProfilerActivity, name.upper()) for name in self.activities]
+        return torch.profiler.profile(
+            activities=activities,
+            schedule=profiler.schedule(**self.schedule_option) if self.schedule_option else None,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )

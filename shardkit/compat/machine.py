@@ -1,0 +1,239 @@
+"""What `accelerate.utils` says of this machine and its packages."""
+
+import importlib.metadata
+import importlib.util
+import operator
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardkit import env
+
+_PACKAGES = {
+    "4bit_bnb": "bitsandbytes", "8bit_bnb": "bitsandbytes", "aim": "aim", "bnb": "bitsandbytes", "boto3": "boto3",
+    "clearml": "clearml", "comet_ml": "comet_ml", "datasets": "datasets", "dvclive": "dvclive",
+    "lomo": "lomo_optim", "matplotlib": "matplotlib", "mlflow": "mlflow", "pandas": "pandas",
+    "peft": "peft", "pynvml": "pynvml", "pytest": "pytest", "rich": "rich", "sagemaker": "sagemaker",
+    "schedulefree": "schedulefree", "swanlab": "swanlab", "timm": "timm", "torchao": "torchao",
+    "torchdata": "torchdata",
+    "torchdata_stateful_dataloader": "torchdata.stateful_dataloader", "torchvision": "torchvision",
+    "trackio": "trackio", "transformers": "transformers", "triton": "triton", "wandb": "wandb",
+    "transformer_engine": "transformer_engine", "import_timer": "import_timer",
+}  # fmt: skip
+# What shardkit does not run, whatever is installed: scripts choose another way where these are not there.
+_NEVER = [
+    *("deepspeed", "megatron_lm", "msamp", "pippy", "torch_xla", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "xpu"),
+    *("fp8", "amdsmi", "bitsandbytes_multi_backend", "transformer_engine_mxfp8", "xccl", "cuda_ipc"),
+]
+
+
+def is_package_there(name: str) -> bool:
+    """Whether `import name` would find something."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _tensorboard() -> bool:
+    return is_package_there("tensorboard") or is_package_there("tensorboardX")
+
+
+def _bf16(ignore_tpu: bool = False) -> bool:
+    import torch
+
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
+def _mps(min_version: str = "1.12") -> bool:
+    import torch
+
+    return torch.backends.mps.is_available() and torch.backends.mps.is_built()
+
+
+_ASKED: dict[str, Callable[..., bool]] = {
+    **{
+        f"is_{name}_available": lambda *_, found=package: is_package_there(found) for name, package in _PACKAGES.items()
+    },
+    **{f"is_{name}_available": lambda *_, **__: False for name in _NEVER},
+    "is_tensorboard_available": _tensorboard,
+    "is_bf16_available": _bf16,
+    "is_fp16_available": _cuda,
+    "is_cuda_available": _cuda,
+    "is_rocm_available": _rocm,
+    "is_mps_available": _mps,
+    "is_weights_only_available": lambda: True,
+    "is_habana_gaudi1": lambda: False,
+}
+NAMES = list(_ASKED)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ASKED:
+        return _ASKED[name]
+    raise AttributeError(name)
+
+
+# ---- versions ----
+
+_COMPARED = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Whether a package, by name or by its version, is of a version such as `>= 2.0`."""
+    from packaging.version import parse
+
+    found = library_or_version
+    if isinstance(found, str):
+        found = parse(importlib.metadata.version(found))
+    return _COMPARED[operation](found, parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch is of such a version."""
+    import torch
+    from packaging.version import parse
+
+    return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
+
+
+# ---- environment ----
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 or 0 (or a bool) of yes, true, on, 1, y, t and their opposites. ValueError on another word."""
+    word = value.lower()
+    if word in {"y", "yes", "t", "true", "on", "1"}:
+        return True if to_bool else 1
+    if word in {"n", "no", "f", "false", "off", "0"}:
+        return False if to_bool else 0
+    raise ValueError(f"str_to_bool: is no yes or no (got {value!r}).")
+
+
+def get_int_from_env(env_keys: list[str], default: int) -> int:
+    """The first of the variables that is set, as a number."""
+    found = [int(value) for key in env_keys if (value := env.get(key)) and int(value) >= 0]
+    return found[0] if found else default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """A variable as yes or no."""
+    return str_to_bool(env.get(key, str(default)) or str(default)) == 1
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """A variable's text."""
+    return env.get(key, default) or default
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the packages that are imported already."""
+    import sys
+
+    return [name for name in library_names if name in sys.modules]
+
+
+@contextmanager
+def patch_environment(**variables: Any) -> Iterator[None]:
+    """Inside, these variables are set, in capitals; afterwards they are as before."""
+    names, found = {name.upper() for name in variables}, env.copy()
+    env.update({name.upper(): str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        others = {name: value for name, value in env.copy().items() if name not in names}
+        env.replace(others | {name: found[name] for name in names if name in found})
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Inside, no variable is set; afterwards all are as before."""
+    found = env.copy()
+    env.replace({})
+    try:
+        yield
+    finally:
+        env.replace(found)
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """The function or class as it is: shardkit reads none of Accelerate's variables."""
+    return func_or_cls
+
+
+def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
+    """`name=value` lines."""
+    return [f"{name}={value}\n" for name, value in current_env.items()]
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Names of the GPUs, and their number."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(number) for number in range(count)], count
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether GPUs may talk to one another directly."""
+    return all(f"RTX 40{number}" not in name for name in get_gpu_info()[0] for number in range(60, 100, 10))
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the GPU computes in fp8."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of device, and the name of the kind of training on it."""
+    return ("cuda", "MULTI_GPU") if _cuda() else ("cpu", "MULTI_CPU")
+
+
+def get_cpu_distributed_information() -> Any:
+    """Who this rank is, as an object with rank, world_size, local_rank and local_world_size."""
+    return env.ranks() or env.Ranks(0, 0, 1, 1)
+
+
+def check_os_kernel() -> None:
+    """Nothing: no check of the kernel's version is needed."""
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Nothing: `enable_cpu_affinity` in shardkit.yaml is the launcher's to do."""
+
+
+def is_port_in_use(port: Any = None) -> bool:
+    """Whether something listens on this machine's port (29500 unless named)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", int(port or 29500))) == 0
+
+
+def convert_bytes(size: float) -> str:
+    """A size in words."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024.0 or unit == "TB":
+            break
+        size /= 1024.0
+    return f"{round(size, 2)} {unit}"

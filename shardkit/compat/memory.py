@@ -1,0 +1,22 @@
+"""What `accelerate.utils.memory` offers."""
+
+import gc
+from typing import Any
+
+import torch
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Gives back memory that nothing refers to."""
+    if garbage_collection:
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """One None for each object: `a, b = release_memory(a, b)`."""
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count

@@ -1,0 +1,127 @@
+"""Accelerate's ParallelismConfig: the sizes of the mesh of copies and shards."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardkit import env
+from shardkit.errors import UsageError
+
+
+@dataclass
+class ParallelismConfig:
+    """The sizes of the mesh: copies of the model, and ranks that share one. Other axes are refused."""
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+    device_mesh: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            if getattr(self, name) is None:
+                setattr(self, name, int(env.get(f"PARALLELISM_CONFIG_{name.upper()}") or 1))
+        beyond = [f"{name}={getattr(self, name)}" for name in ("tp_size", "cp_size", "sp_size") if self._size(name) > 1]
+        if beyond:
+            raise UsageError(
+                f"ParallelismConfig: shardkit splits neither tensors inside a layer nor sequences (got "
+                f"{', '.join(beyond)}); use dp_replicate_size and dp_shard_size."
+            )
+
+    def _size(self, name: str) -> int:
+        return int(getattr(self, name) or 1)
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        """FSDP over the shards, by a hybrid strategy where there are copies too."""
+        copies, shards = self._size("dp_replicate_size"), self._size("dp_shard_size")
+        if shards <= 1:
+            return {} if copies <= 1 else {"distributed_type": "FSDP", "fsdp_config.fsdp_sharding_strategy": "NO_SHARD"}
+        if copies <= 1:
+            return {"distributed_type": "FSDP"}
+        return {
+            "distributed_type": "FSDP",
+            "fsdp_config.fsdp_sharding_strategy": "HYBRID_SHARD",
+            "shardkit.mesh.replicate_size": copies,
+            "shardkit.mesh.shard_size": shards,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The sizes and backends."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name.endswith(("_size", "_backend"))}
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Names of the axes that are larger than 1."""
+        return [name for name in ("dp_replicate", "dp_shard") if self._size(f"{name}_size") > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Axes over which ranks have data of their own."""
+        return self.active_mesh_dims
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Axes over which ranks share data: none."""
+        return []
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Axes over which a model is shared."""
+        return [name for name in self.active_mesh_dims if name == "dp_shard"]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Axes over which a loss is averaged."""
+        return self.active_mesh_dims
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Axes that FSDP works on."""
+        return self.active_mesh_dims
+
+    @property
+    def total_size(self) -> int:
+        """Ranks in total."""
+        return self.data_parallel_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Ranks that share one rank's data: 1."""
+        return 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks with data of their own."""
+        return self._size("dp_replicate_size") * self._size("dp_shard_size")
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there is more than one copy."""
+        return self._size("dp_replicate_size") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a copy is shared."""
+        return self._size("dp_shard_size") > 1
+
+    tp_enabled = cp_enabled = sp_enabled = False
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """A mesh of the axes that are larger than 1, over all ranks. Collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = self.active_mesh_dims
+        if names and self.device_mesh is None:
+            sizes = tuple(self._size(f"{name}_size") for name in names)
+            self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
+        return self.device_mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """The mesh; made on first use, where a kind of device is named."""
+        return self.device_mesh if device_type is None else self.build_device_mesh(device_type)

@@ -1,0 +1,169 @@
+"""The modules `accelerate`, `accelerate.utils`, ... as a script sees them: names looked up in the tables of `names.py`.
+
+    standing_in_for("accelerate")     from now on `import accelerate` and everything below it is shardkit's
+    standing_in_for("shardkit.compat") the same names below shardkit.compat, for scripts that change their imports
+
+A name that is refused can be imported, compared and subclassed; it raises when it is called or looked into.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from types import ModuleType
+from typing import Any, NoReturn
+
+from shardkit.compat import names
+from shardkit.compat.touched import TOUCHED
+from shardkit.errors import UsageError
+
+VERSION = "1.15.0"
+"""Of accelerate, whose names and signatures stand in; what libraries are told that ask for the version."""
+
+
+class StandIn(ModuleType):
+    """One module of accelerate."""
+
+    def __init__(self, name: str, below: str) -> None:
+        """`below`: the dotted name below accelerate, "" for the package itself."""
+        super().__init__(name, f"Stands in for accelerate{'.' + below if below else ''}; see shardkit.compat.names.")
+        self.__dict__["_below"] = below
+        if not below:
+            self.__version__ = VERSION
+
+    def __getattr__(self, name: str) -> Any:
+        return look_up(self.__name__, self.__dict__["_below"], name, sys._getframe(1))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *known(self.__dict__["_below"])})
+
+
+def known(below: str) -> list[str]:
+    """All names of one module, refused ones too, without the modules below it."""
+    return sorted({*names.places(below), *names.refusals(below)})
+
+
+def look_up(module: str, below: str, name: str, frame: Any = None) -> Any:
+    """What a name of a module stands for. AttributeError where there is none."""
+    if name == "__all__":
+        return known(below)
+    dotted = f"{below}.{name}" if below else name
+    if dotted in names.modules():
+        return import_module(f"{module}.{name}")
+    if place := names.places(below).get(name):
+        TOUCHED.note(TOUCHED.stood_in, dotted, frame)
+        return getattr(import_module(place[0]), place[1])
+    if instead := names.refusals(below).get(name):
+        TOUCHED.note(TOUCHED.refused, dotted, frame)
+        return refused(name, instead)
+    if not name.startswith("__"):
+        TOUCHED.note(TOUCHED.missing, dotted, frame)
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r}: shardkit.compat stands in for accelerate {VERSION}, and knows "
+        "no such name there"
+    )
+
+
+# ---- what is refused ----
+
+
+class _RefusedType(type):
+    """The class of a refused name: looking into it is refused, comparing is not."""
+
+    instead: str
+
+    def __call__(cls, *args: Any, **arguments: Any) -> NoReturn:
+        raise UsageError(f"accelerate's {cls.__name__}: does not stand in here (got a call); {cls.instead}.")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UsageError(f"accelerate's {cls.__name__}: does not stand in here (got .{name}); {cls.instead}.")
+
+
+@cache
+def refused(name: str, instead: str) -> type:
+    """A class of this name of which there are no objects, and that says what to use instead."""
+    return _RefusedType(name, (), {"instead": instead, "__doc__": f"Refused: {instead}."})
+
+
+# ---- importing ----
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds the modules that stand in for accelerate's, under a prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        below = self._below(fullname)
+        if below is None or below not in names.modules():
+            return None
+        return ModuleSpec(fullname, self, origin="shardkit.compat", is_package=True)
+
+    def _below(self, fullname: str) -> str | None:
+        if fullname == self.prefix:
+            return ""
+        return fullname[len(self.prefix) + 1 :] if fullname.startswith(self.prefix + ".") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        below = self._below(spec.name)
+        assert below is not None
+        return StandIn(spec.name, below)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs: names are looked up when they are asked for."""
+
+
+class _Metadata(Distribution):
+    """What importlib.metadata says of the package accelerate."""
+
+    def read_text(self, filename: str) -> str | None:
+        return {
+            "METADATA": f"Metadata-Version: 2.1\nName: accelerate\nVersion: {VERSION}\n",
+            "top_level.txt": "accelerate\n",
+        }.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return path
+
+
+class MetadataFinder(DistributionFinder):
+    """Finds the package's metadata, before what may be installed."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        wanted = getattr(context, "name", None)
+        return [_Metadata()] if wanted is None or wanted.lower().replace("_", "-") == "accelerate" else []
+
+
+def standing_in_for(prefix: str) -> None:
+    """From now on, in this process, imports of the prefix and of what is below it find the stand-ins."""
+    if any(isinstance(one, Finder) and one.prefix == prefix for one in sys.meta_path):
+        return
+    if prefix == "accelerate":
+        sys.meta_path.insert(0, MetadataFinder())
+        sys.meta_path.insert(0, Finder(prefix))
+    else:  # real modules of the package come first
+        sys.meta_path.append(Finder(prefix))
+
+
+def stop_standing_in() -> None:
+    """Imports of accelerate find what is installed again; modules that are loaded stay out of sys.modules."""
+    sys.meta_path[:] = [
+        one
+        for one in sys.meta_path
+        if not isinstance(one, MetadataFinder) and not (isinstance(one, Finder) and one.prefix == "accelerate")
+    ]
+    for name in [*_loaded()]:
+        del sys.modules[name]
+
+
+def _loaded() -> Iterator[str]:
+    return (n for n in list(sys.modules) if n.split(".")[0] == "accelerate" and isinstance(sys.modules[n], StandIn))

@@ -1,0 +1,322 @@
+"""What `accelerate.utils` offers on nested tensors and among ranks, on shardkit's own collectives."""
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.data.device import to_device
+from shardkit.distributed import collectives
+from shardkit.distributed.collectives import (  # noqa: F401  (they stand in as they are)
+    broadcast,
+    broadcast_object_list,
+    gather,
+    pad_across_processes,
+    wait_for_everyone,
+)
+from shardkit.distributed.tensors import is_dtensor, unwrapped
+from shardkit.errors import UsageError
+from shardkit.runtime import objects
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor stays as it is."""
+
+
+def gather_object(object: Any) -> list[Any]:
+    """All ranks' objects as one list. Collective."""
+    return collectives.gather_object(object)
+
+
+def reduce(tensor: Any, reduction: Any = "mean", scale: float = 1.0) -> Any:
+    """Mean or sum over all ranks, on every rank. Collective. (The mean unless said, as in Accelerate's function; the
+    Accelerator's method takes the sum.)"""
+    return collectives.reduce(tensor, reduction, scale)
+
+
+# ---- structures ----
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether it is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether it is a TensorInformation."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+class TensorInformation:
+    """A tensor's shape and dtype."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The items as a list, tuple or named tuple like `obj`."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`data` with `func(leaf, ...)` in place of each leaf that `test_type` says; others stay, or are refused."""
+
+    def inner(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return honor_type(item, (inner(one) for one in item))
+        if isinstance(item, Mapping):
+            return type(item)({key: inner(value) for key, value in item.items()})  # type: ignore[call-arg]
+        if test_type(item):
+            return func(item, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(f"{func.__name__}: takes nested tensors only (got {type(item).__name__}).")
+        return item
+
+    return inner(data)
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+    """The structure on the device; what is under `skip_keys` stays."""
+    skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or [])
+    if isinstance(tensor, Mapping) and skipped:
+        moved = {key: value if key in skipped else to_device(value, _device(device)) for key, value in tensor.items()}
+        return type(tensor)(moved)  # type: ignore[call-arg]
+    return to_device(tensor, _device(device))
+
+
+def _device(device: Any) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def get_data_structure(data: Any) -> Any:
+    """The structure with shapes and dtypes in place of tensors."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Tensors without values, as `get_data_structure` describes them."""
+    make = lambda info: torch.empty(*info.shape, dtype=info.dtype)  # noqa: E731
+    return recursively_apply(make, data_structure, test_type=is_tensor_information)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Length of the first tensor; None where the structure is empty."""
+    found = collectives.leaves(data)
+    if not found:
+        return None
+    if not isinstance(found[0], torch.Tensor):
+        raise TypeError(f"find_batch_size: no tensor (got {type(found[0]).__name__}).")
+    return found[0].shape[0]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """As `find_batch_size`; None where there is no tensor."""
+    tensors = [leaf for leaf in collectives.leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return tensors[0].shape[0] if tensors else None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Where the first tensor is."""
+    return next((leaf.device for leaf in collectives.leaves(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def listify(data: Any) -> Any:
+    """Tensors as lists of numbers."""
+    as_list = lambda tensor: (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).tolist()  # noqa: E731
+    return recursively_apply(as_list, data)
+
+
+def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    """The slice of every tensor."""
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """Structures of the same form as one, their tensors one after the other along `dim`."""
+    first = data[0]
+    if isinstance(first, (tuple, list)):
+        return honor_type(first, (concatenate([one[i] for one in data], dim) for i in range(len(first))))
+    if isinstance(first, Mapping):
+        return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(f"concatenate: takes nested tensors only (got {type(first).__name__}).")
+    return torch.cat(list(data), dim=dim)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Tensors with the last item repeated, until `batch_size` divides by the number of ranks."""
+    missing = -batch_size % num_processes
+
+    def pad(one: torch.Tensor) -> torch.Tensor:
+        if not missing or not one.dim():
+            return one
+        last = one.narrow(dim, one.shape[dim] - 1, 1)
+        return torch.cat([one, last.repeat_interleave(missing, dim)], dim)
+
+    return recursively_apply(pad, tensor)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks of it. Collective."""
+    return collectives.reduce(tensor, "sum")
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """fp16 and bf16 tensors as fp32."""
+    narrow = (torch.float16, torch.bfloat16)
+    return recursively_apply(lambda one: one.float() if one.dtype in narrow else one, tensor)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with fp32 results."""
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+# ---- models and objects ----
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The script's own module, below DDP; below torch.compile too unless it is to be kept."""
+    compiled = getattr(model, "_orig_mod", None)
+    inner = unwrapped(model if compiled is None else compiled)
+    inside = getattr(inner, "_orig_mod", None)
+    if keep_torch_compile:
+        return inner if compiled is None or inner is not compiled else model
+    return inner if inside is None else inside
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether torch.compile has made it."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether a module inside is compiled."""
+    return any(is_compiled_module(one) for one in module.modules())
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether a parameter is sharded."""
+    return any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether it is a peft model."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return False
+    return isinstance(extract_model_from_parallel(model), PeftModel)
+
+
+def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Rank 0 writes a dict of tensors as safetensors, or JSON-able values as JSON."""
+    whole = objects.prepared(obj)
+    if collectives.rank() == 0:
+        objects.save(whole, f)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """What `save` or torch.save wrote; of a pickle only plain data is read, as `weights_only` says."""
+    path = Path(f)
+    if path.is_file():
+        try:
+            from safetensors.torch import load_file
+
+            return load_file(path, device=str(map_location or "cpu"))
+        except Exception:  # whatever safetensors says of a file that is not its own
+            pass
+    try:
+        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        import json
+
+        try:
+            return json.loads(path.read_text())
+        except ValueError:
+            raise UsageError(f"load: {f}: is neither safetensors, nor JSON, nor torch's ({error}).") from error
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Tensors that are stored once each, contiguous; of names of the same memory the first stays."""
+    seen: set[tuple[int, int]] = set()
+    kept: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            place = (value.data_ptr(), value.numel())
+            if value.numel() and place in seen:
+                continue
+            seen.add(place)
+            value = value.contiguous()
+        kept[name] = value
+    return kept
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """`destination` with what `source` says on top, dict by dict."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """An attribute by its dotted name."""
+    for part in attr.split("."):
+        obj = getattr(obj, part)
+    return obj
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """All modules, those inside before those around them; with their names where asked for."""
+    named = list(model.named_modules())[::-1]
+    return named if return_fqns else [module for _, module in named]
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The name of a class, function or object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return getattr(named, "__qualname__", None) or getattr(named, "__name__", None) or str(obj)
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Every rank's generator as rank 0's: that of the kind named, or `generator`. Collective."""
+    own = torch.default_generator if generator is None else generator
+    if str(getattr(rng_type, "value", rng_type)) == "cuda" and generator is None:
+        torch.cuda.set_rng_state(collectives.broadcast(torch.cuda.get_rng_state()))
+        return
+    own.set_state(collectives.broadcast(own.get_state()))
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """As `synchronize_rng_state`, for each kind. Collective."""
+    for kind in rng_types:
+        is_its_own = str(getattr(kind, "value", kind)) == "generator"
+        if not is_its_own or generator is not None:
+            synchronize_rng_state(kind, generator if is_its_own else None)

@@ -1,0 +1,284 @@
+"""Accelerate's plugin and configuration classes. What each says in shardkit.yaml's words: `shardkit_settings()`."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from shardkit import env
+from shardkit.compat.handlers import KwargsHandler
+from shardkit.compat.kinds import DynamoBackend
+from shardkit.config.schema import (
+    BackwardPrefetch,
+    ShardingStrategy,
+    StateDictType,
+    WrapPolicy,
+    read_bool,
+    read_name,
+    read_prefetch,
+    read_strategy,
+)
+from shardkit.errors import UsageError
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_NAME_OF = {
+    "sharding_strategy": "fsdp_sharding_strategy",
+    "reshard_after_forward": "fsdp_reshard_after_forward",
+    "backward_prefetch": "fsdp_backward_prefetch",
+    "auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "cpu_offload": "fsdp_offload_params",
+    "ignored_modules": "fsdp_ignored_modules",
+    "state_dict_type": "fsdp_state_dict_type",
+    "limit_all_gathers": "fsdp_limit_all_gathers",
+    "use_orig_params": "fsdp_use_orig_params",
+    "sync_module_states": "fsdp_sync_module_states",
+    "forward_prefetch": "fsdp_forward_prefetch",
+    "activation_checkpointing": "fsdp_activation_checkpointing",
+    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "min_num_params": "fsdp_min_num_params",
+}
+
+
+def _name(value: Any) -> Any:
+    """An enumeration's member by its name: torch's FSDP1 classes are taken too."""
+    return getattr(value, "name", value)
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """FSDP's settings, as Accelerate spells them. None: as shardkit.yaml says.
+
+    What a script gets from `accelerator.state.fsdp_plugin` is such an object with the values that run.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: str | Iterable[nn.Module] | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | str | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        self.on_state_dict_type: Callable[[Any], None] | None = None
+        """Told of a new kind of state dict, where the object is that of a run."""
+        if isinstance(self.transformer_cls_names_to_wrap, str):
+            names = self.transformer_cls_names_to_wrap.split(",")
+            self.transformer_cls_names_to_wrap = [name.strip() for name in names if name.strip()]
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        """What was said, by dotted key of shardkit.yaml; and that FSDP runs. UsageError names all that cannot be."""
+        said: dict[str, Any] = {"distributed_type": "FSDP"}
+        problems: list[str] = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is None or (value is False and one.name == "activation_checkpointing_offload"):
+                continue
+            try:
+                said |= self._setting(one.name, value)
+            except (UsageError, ValueError) as error:
+                problems.append(f"FullyShardedDataParallelPlugin: {one.name}: {error}")
+        if problems:
+            raise UsageError("\n".join(problems))
+        return said
+
+    def _setting(self, name: str, value: Any) -> dict[str, Any]:
+        """One field as settings."""
+        if name == "mixed_precision_policy":
+            return _precision(value)
+        if name in ("fsdp_version", "state_dict_config", "optim_state_dict_config"):
+            return {}  # it is version 2 that runs; what is written is whole, on rank 0's host memory, as those say
+        if name not in _NAME_OF:
+            raise UsageError(f"is not taken (got {value!r}); leave it out: {_INSTEAD[name]}.")
+        return {f"fsdp_config.{_NAME_OF[name]}": _READ.get(name, lambda given: given)(value)}
+
+    # What Accelerate's callers may call on it.
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """From now on the Trainer and save_state write this kind."""
+        if state_dict_type is not None:
+            self.state_dict_type = StateDictType(read_name(_name(state_dict_type)))
+        if self.on_state_dict_type is not None:
+            self.on_state_dict_type(self.state_dict_type)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Nothing to do: `prepare` looks for the blocks itself."""
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Dtypes by the name of a precision, or by a mapping of names to dtypes."""
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = mixed_precision
+
+    def set_cpu_offload(self) -> None:
+        """Nothing to do: `cpu_offload` is read as it is."""
+
+    def validate_mixed_precision_policy(self) -> None:
+        """UsageError where the policy cannot be."""
+        if self.mixed_precision_policy is not None:
+            _precision(self.mixed_precision_policy)
+
+    def validate_cpu_offload(self) -> None:
+        """UsageError where the value is no yes or no."""
+        if self.cpu_offload is not None:
+            _offload(self.cpu_offload)
+
+
+_INSTEAD = {
+    "param_init_fn": "a model on the meta device is filled by its modules' own reset_parameters",
+    "activation_checkpointing_offload": "shardkit recomputes activations, and keeps them nowhere",
+}
+
+
+def _strategy(value: Any) -> str:
+    return ShardingStrategy(read_strategy(_name(value))).value
+
+
+def _prefetch(value: Any) -> str:
+    return BackwardPrefetch(read_prefetch(_name(value))).value
+
+
+def _wrap(value: Any) -> str:
+    """A policy by name; a function of torch's FSDP1 by what it looks for."""
+    function = getattr(value, "func", value)
+    if callable(function) and not isinstance(value, (str, WrapPolicy)):
+        known = {
+            "transformer_auto_wrap_policy": WrapPolicy.TRANSFORMER_BASED_WRAP,
+            "size_based_auto_wrap_policy": WrapPolicy.SIZE_BASED_WRAP,
+        }
+        name = getattr(function, "__name__", type(function).__name__)
+        if name not in known:
+            raise UsageError(f"a function cannot be a policy here (got {name}); name the block classes.")
+        return known[name].value
+    return WrapPolicy(read_name(value)).value
+
+
+def _offload(value: Any) -> bool:
+    found = read_bool(getattr(value, "offload_params", value))
+    return found if isinstance(found, bool) else type(value).__name__ == "CPUOffloadPolicy"
+
+
+def _ignored(value: Any) -> str:
+    if not isinstance(value, str):
+        raise UsageError("modules cannot be given as objects (got a list); give a regular expression over their names")
+    return value
+
+
+def _precision(policy: Any) -> dict[str, Any]:
+    """The dtypes of a policy of torch's, of a mapping of names, or of a precision's name."""
+    if isinstance(policy, str):
+        return {"mixed_precision": policy}
+    parts = policy if isinstance(policy, dict) else {name: getattr(policy, name, None) for name in _POLICY}
+    return {
+        f"shardkit.precision.{name}": DTYPES[str(value).removeprefix("torch.")]
+        for name, value in parts.items()
+        if value is not None and name in _POLICY
+    }
+
+
+_POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
+_READ: dict[str, Callable[[Any], Any]] = {
+    "sharding_strategy": _strategy,
+    "backward_prefetch": _prefetch,
+    "auto_wrap_policy": _wrap,
+    "cpu_offload": _offload,
+    "ignored_modules": _ignored,
+    "state_dict_type": lambda value: StateDictType(read_name(_name(value))).value,
+}
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """Micro-batches in a step."""
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        """`sync_each_batch` changes when gradients are sent, not what they are: shardkit keeps to its own way."""
+        said: dict[str, Any] = {}
+        if self.num_steps is not None:
+            said["shardkit.gradient_accumulation_steps"] = self.num_steps
+        if not self.sync_with_dataloader and (self.num_steps or 1) > 1:
+            said["shardkit.end_window_with_data"] = False
+        return said
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders give each rank its part."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    custom_classes: Any = field(default=None, repr=False)
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        """What differs from the defaults; who reads, how the order is kept and how batches are copied is
+        shardkit's own."""
+        said = {
+            "split_batches": self.split_batches,
+            "even_batches": self.even_batches,
+            "seed": self.data_seed,
+        }
+        default = {"split_batches": False, "even_batches": True, "seed": None}
+        return {f"shardkit.data.{name}": value for name, value in said.items() if value != default[name]}
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """torch.compile's options."""
+
+    backend: Any = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        name = str(getattr(self.backend, "value", self.backend) or env.get("ACCELERATE_DYNAMO_BACKEND") or "NO")
+        self.backend = DynamoBackend(name.upper())
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """What torch.compile takes."""
+        own = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
+        return {"backend": self.backend.value.lower(), **{k: v for k, v in own.items() if v is not None}}
+
+    def shardkit_settings(self) -> dict[str, Any]:
+        """Whether units are compiled. UsageError on another backend than inductor."""
+        if self.disable or self.backend is DynamoBackend.NO:
+            return {}
+        if self.backend is not DynamoBackend.INDUCTOR:
+            raise UsageError(
+                f"TorchDynamoPlugin: backend: shardkit compiles by inductor only (got {self.backend.value}); "
+                "use INDUCTOR, or call torch.compile in the script."
+            )
+        return {"shardkit.compile": True}
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class of this name of the first module that has it; None where there is none."""
+    return next((type(one) for one in module.modules() if type(one).__name__ == name), None)

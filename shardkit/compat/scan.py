@@ -1,0 +1,206 @@
+"""What a script names of Accelerate, read from its text: what stands in, what is refused, and what means another thing.
+
+Nothing is imported or run. The modules beside the script that it imports are read too; libraries are not, whose names a
+launch itself records (`touched.py`).
+"""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from shardkit.compat import names
+from shardkit.compat.differences import DIFFERENCES
+from shardkit.compat.members import ARGUMENTS, MEMBERS
+from shardkit.launch import preloaded
+
+
+@dataclass(frozen=True)
+class Named:
+    """One name in one line of a file."""
+
+    file: str
+    line: int
+    name: str
+    text: str = ""
+
+    @property
+    def place(self) -> str:
+        """file:line, as editors read it."""
+        return f"{self.file}:{self.line}"
+
+
+@dataclass
+class Found:
+    """What was found. `stands_in` and `refused` hold dotted names below accelerate."""
+
+    stands_in: list[Named] = field(default_factory=list)
+    refused: list[Named] = field(default_factory=list)
+    missing: list[Named] = field(default_factory=list)
+    remarks: list[Named] = field(default_factory=list)
+
+    def add(self, other: "Found") -> None:
+        """All of another file's."""
+        self.stands_in += other.stands_in
+        self.refused += other.refused
+        self.missing += other.missing
+        self.remarks += other.remarks
+
+
+def scan_script(script: str, is_module: bool = False) -> Found:
+    """What a script, and the modules beside it that it imports, name of Accelerate."""
+    found = Found()
+    for path in preloaded.own_files(script, is_module):
+        found.add(scan_text(path.read_text(errors="replace"), path.name))
+    return found
+
+
+def scan_text(text: str, file: str) -> Found:
+    """What one file names. Nothing where it is no Python that this one reads: running it says so."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return Found()
+    found = Found()
+    for module, name, line in _imported(tree):
+        _classify(found, file, line, module, name)
+    _members(found, tree, file)
+    found.remarks += [Named(file, line, "num_processes", _STRETCHED) for line in stretched_schedules(tree)]
+    return found
+
+
+_STRETCHED = (
+    "the length of a schedule is multiplied by the number of ranks, because Accelerate's scheduler steps once a rank; "
+    "here it steps once: launch with --accelerates-meaning scheduler, or drop the factor"
+)
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
+    """(module below accelerate, name, line) of everything imported, also by way of the package's own name."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            below = below_accelerate(node.module)
+            if below is None:
+                continue
+            for alias in node.names:
+                inner = f"{below}.{alias.name}" if below else alias.name
+                if inner in names.modules():
+                    bound[alias.asname or alias.name] = inner
+                elif alias.name != "*":
+                    yield below, alias.name, node.lineno
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                below = below_accelerate(alias.name)
+                if below is not None:
+                    bound[alias.asname or "accelerate"] = below if alias.asname else ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
+            first, *rest = dotted
+            if first in bound:
+                yield from _chain(bound[first], rest, node.lineno)
+
+
+def _chain(below: str, parts: list[str], line: int) -> Iterator[tuple[str, str, int]]:
+    """The name that `accelerate.utils.gather` ends in; a chain that ends in a module names nothing."""
+    for part in parts:
+        inner = f"{below}.{part}" if below else part
+        if inner not in names.modules():
+            yield below, part, line
+            return
+        below = inner
+
+
+def _dotted(node: ast.expr) -> list[str]:
+    """`a.b.c` as words; nothing where it is not that."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
+        return [*before, node.attr]
+    return []
+
+
+def below_accelerate(module: str) -> str | None:
+    """`utils` of `accelerate.utils`, "" of `accelerate`; None of another package's."""
+    first, _, rest = module.partition(".")
+    return rest if first == "accelerate" else None
+
+
+def _classify(found: Found, file: str, line: int, module: str, name: str) -> None:
+    dotted = f"{module}.{name}" if module else name
+    if name in names.places(module):
+        _add(found.stands_in, Named(file, line, dotted))
+    elif instead := names.refusals(module).get(name):
+        _add(found.refused, Named(file, line, dotted, instead))
+    elif not name.startswith("__"):
+        _add(found.missing, Named(file, line, dotted, "no such name in accelerate, or not known here"))
+
+
+def _add(where: list[Named], one: Named) -> None:
+    """The first line of each name."""
+    if all((known.file, known.name) != (one.file, one.name) for known in where):
+        where.append(one)
+
+
+def _members(found: Found, tree: ast.Module, file: str) -> None:
+    """What of the Accelerator is used, and with which arguments it is made."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_accelerator(node.value):
+            if node.attr in MEMBERS and (text := MEMBERS[node.attr]).startswith("refused"):
+                _add(found.refused, Named(file, node.lineno, f"Accelerator.{node.attr}", text.partition(": ")[2]))
+            elif node.attr in MEMBERS:
+                _add(found.stands_in, Named(file, node.lineno, f"Accelerator.{node.attr}"))
+        elif isinstance(node, ast.Call) and (_dotted(node.func) or [""])[-1] == "Accelerator":
+            for keyword in node.keywords:
+                _argument(found, file, keyword)
+
+
+def _is_accelerator(node: ast.expr) -> bool:
+    return (_dotted(node) or [""])[-1] == "accelerator"
+
+
+def _argument(found: Found, file: str, keyword: ast.keyword) -> None:
+    is_empty = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+    text = ARGUMENTS.get(keyword.arg or "", "")
+    if text.startswith("refused") and not is_empty:
+        _add(found.refused, Named(file, keyword.lineno, f"Accelerator({keyword.arg}=)", text.partition(": ")[2]))
+    elif text:
+        _add(found.remarks, Named(file, keyword.lineno, f"Accelerator({keyword.arg}=)", text))
+
+
+def stretched_schedules(tree: ast.Module) -> list[int]:
+    """Lines in which what a schedule is made of is multiplied by the number of ranks."""
+    lines = set()
+    for node in ast.walk(tree):
+        values: Iterable[ast.expr] = ()
+        if isinstance(node, ast.Call) and "sched" in ".".join(_dotted(node.func)).lower():
+            values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, ast.Assign) and any("steps" in name for name in _targets(node)):
+            values = [node.value]
+        found = [one for value in values for one in ast.walk(value)]
+        lines |= {one.lineno for one in found if isinstance(one, ast.BinOp) and _multiplies_by_ranks(one)}
+    return sorted(lines)
+
+
+def _targets(node: ast.Assign) -> list[str]:
+    named = [".".join(_dotted(target)) for target in node.targets]
+    return [name for name in named if any(word in name for word in ("warmup", "scheduler", "lr_"))]
+
+
+def _multiplies_by_ranks(node: ast.BinOp) -> bool:
+    sides = [(_dotted(side) or [""])[-1] for side in (node.left, node.right)]
+    return isinstance(node.op, ast.Mult) and not {"num_processes", "world_size"}.isdisjoint(sides)
+
+
+def report(found: Found) -> str:
+    """What was found, for a reader."""
+    lines = []
+    for title, group in (("refused", found.refused), ("not there", found.missing), ("remark", found.remarks)):
+        lines += [f"{one.place}: {one.name}: {title}{': ' if one.text else ''}{one.text}." for one in group]
+    named = {one.name for one in found.stands_in}
+    lines += [f"differs: {one.text}." for one in DIFFERENCES if named & set(one.names)]
+    count = len(named)
+    if not named and not lines:
+        return "The script names nothing of accelerate; what its libraries use is told at the end of a launch."
+    summary = f"{count} name{'s' if count != 1 else ''} of accelerate stand{'' if count != 1 else 's'} in"
+    counts = f"{len(found.refused)} refused, {len(found.missing)} not there"
+    return "\n".join([*lines, f"{summary}, {counts}. Nothing was started (--check)."])

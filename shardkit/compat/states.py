@@ -1,0 +1,352 @@
+"""PartialState and AcceleratorState: every object of a class shows the same state, until it is reset.
+
+A PartialState joins the ranks without an Accelerator; an Accelerator fills both. What they show is the newest one's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from shardkit.compat.kinds import DistributedType
+from shardkit.compat.plugins import FullyShardedDataParallelPlugin
+from shardkit.distributed import collectives, process
+from shardkit.errors import UsageError
+from shardkit.log import get_logger
+from shardkit.runtime import settings, turns
+from shardkit.runtime.run import Run
+from shardkit.runtime.state import FsdpPlugin
+from shardkit.sharding import precision
+
+log = get_logger(__name__)
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator, or an AcceleratorState, has been made in this process."""
+    return bool(AcceleratorState._shared_state)
+
+
+def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType:
+    """What runs, in Accelerate's names."""
+    if mode == "fsdp":
+        return DistributedType.FSDP
+    if world_size == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
+
+
+class _Turns:
+    """What any state can do with the ranks, given who this one is."""
+
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    device: torch.device
+    distributed_type: DistributedType
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first rank."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Returns when all ranks have come here. Collective."""
+        collectives.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Rank 0 runs the block before the others. Collective."""
+        return turns.first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Each machine's first rank runs the block before the others. Collective."""
+        return turns.first(self.is_local_main_process)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
+        yield turns.part_of(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def print(self, *values: Any, **arguments: Any) -> None:
+        """Prints on each machine's first rank."""
+        if self.is_local_main_process:
+            print(*values, **arguments)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function on rank 0; None elsewhere."""
+        return _decorated(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function on each machine's first rank; None elsewhere."""
+        return _decorated(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function on the last rank; None elsewhere."""
+        return _decorated(function, lambda: self.is_last_process)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """The function on one rank; None elsewhere."""
+        return _decorated(function, lambda: self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """The function on one rank of each machine; None elsewhere."""
+        return _decorated(function, lambda: self.local_process_index == local_process_index)
+
+
+def _decorated(function: Callable[..., Any] | None, is_here: Callable[[], bool]) -> Callable[..., Any]:
+    if function is None:
+        return lambda later: turns.only(is_here, later)
+    return turns.only(is_here, function)
+
+
+class PartialState(_Turns):
+    """Who this rank is, and on which device; the first one joins the ranks. Collective then: every rank makes one."""
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _known_attributes: ClassVar[list[str]] = [
+        *("_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type"),
+        *("fork_launched", "local_process_index", "num_processes", "process_index"),
+    ]
+    _has_started_group: ClassVar[bool] = False
+    """Whether the process group that is up was started here; a reset does not end it."""
+    _timeout: ClassVar[timedelta | None] = None
+    """Of the process group that is up, where it was said here and not in shardkit.yaml."""
+
+    def __init__(self, cpu: bool = False, **arguments: Any) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self._start(cpu, **arguments)
+
+    def _start(
+        self,
+        cpu: bool,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        init_method: str | None = None,
+        _run: Run | None = None,
+        **others: Any,
+    ) -> None:
+        """Joins the ranks, or takes the place that an Accelerator's run has among them. The backend follows from the
+        device, the launcher says how ranks meet."""
+        if any(others.values()):
+            raise UsageError(
+                f"PartialState: unknown arguments (got {', '.join(others)}); it takes cpu and timeout; the rest is "
+                "in shardkit.yaml."
+            )
+        place, config = (_run.process, _run.config) if _run else _joined(cpu, timeout)
+        PartialState._has_started_group |= place.owns_group
+        self.num_processes = place.world_size
+        self.process_index = place.rank
+        self.local_process_index = place.local_rank
+        self.device = place.device
+        self.backend = place.backend if place.backend != "none" else None
+        self.distributed_type = kind_of("ddp", place.world_size, place.device)
+        self.debug = config.debug
+        self.fork_launched = False
+        self._cpu = place.device.type == "cpu"
+        self._is_cpu_asked_for = cpu
+        self._mixed_precision = config.mixed_precision
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attributes:
+            raise AttributeError(
+                f"PartialState.{name}: the state was reset (_reset_state) and is nobody's; make a new PartialState()."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return _text(self)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state is set."""
+        return bool(self._shared_state)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forgets the state; the ranks stay joined."""
+        PartialState._shared_state.clear()
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that this machine trains on."""
+        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+    def set_device(self) -> None:
+        """Nothing to do: the device was chosen when the ranks were joined."""
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leaves the process group, where it was started here. Every rank must call it."""
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+        elif PartialState._has_started_group:
+            PartialState._has_started_group, PartialState._timeout = False, None
+            process.leave()
+
+
+def _joined(cpu: bool, timeout: timedelta | None) -> tuple[process.Process, Any]:
+    found = settings.settings(None, cpu=cpu or None)
+    config = process.check_world(found.config, found.chosen)
+    name = "shardkit.launch.process_group_timeout_s"
+    if not torch.distributed.is_initialized():
+        PartialState._timeout = timeout if name not in found.chosen else None
+    if PartialState._timeout is not None:
+        config = settings.with_value(config, name, PartialState._timeout.total_seconds())
+    return process.start(config), config
+
+
+def _text(state: Any) -> str:
+    return (
+        f"Distributed environment: {state.distributed_type.value}\n"
+        f"Num processes: {state.num_processes}\n"
+        f"Process index: {state.process_index}\n"
+        f"Local process index: {state.local_process_index}\n"
+        f"Device: {state.device}\n"
+    )
+
+
+class AcceleratorState(_Turns):
+    """As PartialState, with what the newest Accelerator was made for."""
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _known_attributes: ClassVar[list[str]] = [
+        *PartialState._known_attributes,
+        *("deepspeed_plugin", "use_ipex", "fsdp_plugin", "megatron_lm_plugin", "dynamo_plugin"),
+    ]
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **arguments: Any) -> None:
+        self.__dict__ = self._shared_state
+        run = arguments.pop("_run", None)
+        if run is not None or not self.initialized:
+            self._fill(run, cpu, mixed_precision)
+        elif mixed_precision is not None and mixed_precision != self.mixed_precision:
+            raise UsageError(
+                f"AcceleratorState: the mixed precision of this process is {self.mixed_precision} already (got "
+                f"{mixed_precision}); ask for the same, or call AcceleratorState._reset_state() first."
+            )
+
+    def _fill(self, run: Run | None, cpu: bool, mixed_precision: str | None) -> None:
+        if run is not None:
+            PartialState._reset_state()
+        partial = PartialState(cpu, _run=run)
+        self.__dict__.update(partial.__dict__)
+        self.deepspeed_plugins = self.megatron_lm_plugin = self.torch_tp_plugin = self.dynamo_plugin = None
+        self.parallelism_config: Any = None
+        self.use_ipex = False
+        self.fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+        self._mixed_precision = mixed_precision or partial._mixed_precision
+        self.device_mesh = None
+        if run is not None:
+            self._mixed_precision = run.config.mixed_precision
+            self.device_mesh = run.mesh
+            self.distributed_type = kind_of(run.config.mode, run.process.world_size, run.device)
+            if run.config.mode == "fsdp":
+                self.fsdp_plugin = running_plugin(run)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attributes:
+            raise AttributeError(
+                f"AcceleratorState.{name}: there is no Accelerator yet, or the state was reset; make an Accelerator()."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{_text(self)}Mixed precision type: {self.mixed_precision}\n"
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state is set."""
+        return bool(self._shared_state)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forgets the state; with `reset_partial_state` PartialState's too. The ranks stay joined."""
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, fp16 or bf16."""
+        return self._mixed_precision
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP runs: it is version 2 here."""
+        return self.distributed_type is DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed does not run here."""
+        return None
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """UsageError: there is none."""
+        raise UsageError(f"get_deepspeed_plugin: shardkit does not run DeepSpeed (got {name!r}); use fsdp_config.")
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """UsageError: there is none."""
+        raise UsageError(f"select_deepspeed_plugin: shardkit does not run DeepSpeed (got {name!r}); use fsdp_config.")
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """As PartialState's."""
+        PartialState().destroy_process_group(group)
+
+    @property
+    def default_device(self) -> torch.device:
+        """As PartialState's."""
+        return PartialState().default_device
+
+    def set_device(self) -> None:
+        """Nothing to do."""
+
+
+def running_plugin(run: Run) -> FullyShardedDataParallelPlugin:
+    """The FSDP settings that run, as a plugin; policies are torch's objects, for scripts that shard a model themselves.
+    What a script sets by `set_state_dict_type` counts from then on."""
+    section, live, dtypes = run.config.fsdp, FsdpPlugin(run), precision.of(run.config)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        sharding_strategy=section.sharding_strategy.value,
+        reshard_after_forward=section.sharding_strategy.reshards_after_forward,
+        backward_prefetch=section.backward_prefetch.value,
+        mixed_precision_policy=MixedPrecisionPolicy(
+            param_dtype=dtypes.param if dtypes.is_mixed else None,
+            reduce_dtype=dtypes.reduce if dtypes.is_mixed else None,
+        ),
+        auto_wrap_policy=section.auto_wrap_policy.value,
+        cpu_offload=CPUOffloadPolicy() if section.offload_params else OffloadPolicy(),
+        ignored_modules=section.ignored_modules,
+        state_dict_type=section.state_dict_type.value,
+        limit_all_gathers=section.limit_all_gathers,
+        use_orig_params=True,
+        sync_module_states=section.sync_module_states,
+        forward_prefetch=section.forward_prefetch,
+        activation_checkpointing=section.activation_checkpointing,
+        cpu_ram_efficient_loading=section.cpu_ram_efficient_loading,
+        transformer_cls_names_to_wrap=list(section.transformer_layer_cls_to_wrap),
+        min_num_params=section.min_num_params,
+    )
+    plugin.on_state_dict_type = live.set_state_dict_type
+    return plugin

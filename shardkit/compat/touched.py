@@ -1,0 +1,80 @@
+"""What of Accelerate a run has touched: by whom, what stood in, what was refused. Told at the end of a launch."""
+
+import sys
+from dataclasses import dataclass, field
+from types import FrameType
+
+from shardkit.compat.differences import DIFFERENCES, Difference
+
+
+@dataclass
+class Touched:
+    """One process's record. Names are dotted: `utils.set_seed`, `Accelerator.prepare`."""
+
+    is_on: bool = False
+    stood_in: dict[str, set[str]] = field(default_factory=dict)
+    refused: dict[str, set[str]] = field(default_factory=dict)
+    missing: dict[str, set[str]] = field(default_factory=dict)
+
+    def note(self, kind: dict[str, set[str]], name: str, frame: FrameType | None) -> None:
+        """Somebody's code has asked for the name; what shardkit's own and Python's import machinery ask is left out."""
+        if not self.is_on:
+            return
+        while frame is not None and _root(frame).startswith("importlib"):
+            frame = frame.f_back
+        if frame is not None and (who := _root(frame)) != "shardkit":
+            kind.setdefault(name, set()).add(who)
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether anything was touched."""
+        return bool(self.stood_in or self.refused or self.missing)
+
+    def differing(self) -> list[Difference]:
+        """What differs in meaning, of what was touched."""
+        names = {*self.stood_in, *self.refused}
+        return [one for one in DIFFERENCES if names & set(one.names)]
+
+
+def _root(frame: FrameType) -> str:
+    name = str(frame.f_globals.get("__name__", ""))
+    return "script" if name == "__main__" else name.split(".")[0].removeprefix("_frozen_")
+
+
+TOUCHED = Touched()
+
+
+def note_member(name: str) -> None:
+    """Code outside of shardkit has asked the Accelerator for a member; the caller's caller is looked at."""
+    if TOUCHED.is_on and not name.startswith("__"):
+        TOUCHED.note(TOUCHED.stood_in, f"Accelerator.{name}", sys._getframe(2))
+
+
+def note_scheduler() -> None:
+    """A scheduler was prepared, on several ranks: whoever did it, its steps matter."""
+    if TOUCHED.is_on:
+        TOUCHED.stood_in.setdefault("Accelerator.prepare_scheduler", set()).add("script")
+
+
+def report(touched: Touched, limit: int | None = 12) -> str:
+    """What was touched, at most so many names a line; the differences in full."""
+    lines = ["accelerate is shardkit.compat in this run:"]
+    lines += _lines("stood in", touched.stood_in, limit)
+    lines += _lines("imported, and refused where it is used", touched.refused, limit)
+    lines += _lines("asked for, and not there", touched.missing, limit)
+    lines += [f"  differs: {one.text}" for one in touched.differing()]
+    return "\n".join(lines)
+
+
+def _lines(title: str, found: dict[str, set[str]], limit: int | None) -> list[str]:
+    if not found:
+        return []
+    by_user: dict[str, list[str]] = {}
+    for name, users in sorted(found.items()):
+        for user in sorted(users):
+            by_user.setdefault(user, []).append(name)
+    lines = []
+    for user, names in sorted(by_user.items(), key=lambda item: (item[0] != "script", item[0])):
+        more = f" and {len(names) - limit} more" if limit is not None and len(names) > limit else ""
+        lines.append(f"  {title}, for {user}: {', '.join(names[:limit])}{more}")
+    return lines

@@ -1,0 +1,128 @@
+"""`accelerate.utils.fsdp_utils`: the files that the Transformers Trainer and others keep of a sharded model.
+
+`<folder>/pytorch_model_fsdp_0` and `<folder>/optimizer_0`, as the Trainer looks for them; inside are checkpoints of
+shardkit, which load on any number of ranks and by any strategy. `fsdp_plugin` says nothing that the run does not know.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit import env
+from shardkit.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from shardkit.compat.operations import is_peft_model
+from shardkit.distributed.tensors import clean_name
+from shardkit.runtime import parts
+
+
+def _folder(folder: str | Path, name: str, number: int) -> Path:
+    return Path(folder) / f"{name}_{number}"
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: str | Path,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Writes the model; of a peft model only what trains, where `adapter_only`. Collective."""
+    only_trained = adapter_only and is_peft_model(model)
+    parts.save_model_alone(accelerator._run, model, _folder(output_dir, FSDP_MODEL_NAME, model_index), only_trained)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: str | Path,
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Restores what `save_fsdp_model` wrote, with the same `adapter_only`. Collective."""
+    only_trained = adapter_only and is_peft_model(model)
+    parts.load_model_alone(accelerator._run, model, _folder(input_dir, FSDP_MODEL_NAME, model_index), only_trained)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: str | Path,
+    optimizer_index: int = 0,
+) -> None:
+    """Writes the optimizer's state. Collective."""
+    folder = _folder(output_dir, OPTIMIZER_NAME, optimizer_index)
+    parts.save_optimizer_alone(accelerator._run, optimizer, model, folder)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str | Path,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Restores what `save_fsdp_optimizer` wrote. Collective."""
+    folder = _folder(input_dir, OPTIMIZER_NAME, optimizer_index)
+    parts.load_optimizer_alone(accelerator._run, optimizer, model, folder)
+
+
+def fsdp2_load_full_state_dict(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *_: Any, **__: Any) -> None:
+    """Gives a sharded model the values of rank 0's whole state dict. Collective."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full_sd, options=options)
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """The model, prepared. Collective."""
+    return accelerator.prepare_model(model)
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Whether a module is one of the block classes that the plugin names."""
+    names = set(fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or [])
+    return lambda module: type(module).__name__ in names
+
+
+def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
+    """Names without what torch's wrappers put into them."""
+    return {clean_name(name): parameter for name, parameter in named_params.items()}
+
+
+def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any = None) -> set[nn.Parameter]:
+    """The parameters of modules: of those given, or of those whose name a regular expression matches."""
+    if isinstance(modules, str):
+        modules = [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
+    return {parameter for module in modules or [] for parameter in module.parameters()}
+
+
+def get_fsdp2_grad_scaler(**arguments: Any) -> torch.amp.GradScaler:
+    """A loss scaler, which for FSDP2 is torch's own."""
+    return torch.amp.GradScaler(**arguments)
+
+
+def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any = None) -> Any:
+    """The function as it is: ties are kept by `prepare`."""
+    return param_init_fn
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Transformers then reads weights on one rank only, and `prepare` gives them to the others."""
+    env.update({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Transformers then reads weights on every rank."""
+    env.update({"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"})

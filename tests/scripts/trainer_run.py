@@ -1,0 +1,88 @@
+"""A whole run of the Transformers Trainer on tiny models: training, evaluation, checkpoints, resuming, saving.
+
+Arguments: kind (causal, seq2seq, lora), output folder, samples a rank and micro-batch. Writes found.json.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+KIND, OUT, SAMPLES = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+
+
+def model():
+    set_seed(0)
+    if KIND == "seq2seq":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+        return T5ForConditionalGeneration(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
+    if KIND == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(made, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    return made
+
+
+def trainer(folder):
+    kinds = {"seq2seq": (Seq2SeqTrainer, Seq2SeqTrainingArguments)}
+    make, arguments = kinds.get(KIND, (Trainer, TrainingArguments))
+    tokens = torch.randint(2, 32, (24, 8), generator=torch.Generator().manual_seed(1))
+    samples = [{"input_ids": one, "labels": one} for one in tokens]
+    said = arguments(
+        str(folder),
+        per_device_train_batch_size=SAMPLES,
+        per_device_eval_batch_size=SAMPLES,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_steps=2,
+        eval_strategy="epoch",
+        # T5 leaves out the number of tokens that the Trainer tells it, which then multiplies its loss by the ranks.
+        average_tokens_across_devices=KIND != "seq2seq",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return make(model(), said, train_dataset=samples, eval_dataset=samples[:8])
+
+
+def history(run):
+    log = run.state.log_history
+    return [one["loss"] for one in log if "loss" in one], [one["eval_loss"] for one in log if "eval_loss" in one]
+
+
+first = trainer(OUT / "first")
+first.train()
+first.save_model(str(OUT / "model"))
+found = {"losses": history(first)[0], "evaluated": history(first)[1], "steps": first.state.global_step}
+if first.is_world_process_zero():
+    for later in (OUT / "first").glob("checkpoint-*"):  # the newest is in the middle of the first epoch
+        if later.name != "checkpoint-2":
+            shutil.rmtree(later)
+first.accelerator.wait_for_everyone()
+again = trainer(OUT / "first")
+again.train(resume_from_checkpoint=True)
+found["again"] = history(again)[0]
+if KIND != "lora":
+    with torch.no_grad():
+        whole = type(first.accelerator.unwrap_model(first.model)).__mro__
+        kind = next(one for one in whole if one in (LlamaForCausalLM, T5ForConditionalGeneration))
+        reloaded = kind.from_pretrained(str(OUT / "model"))
+        found["weights"] = [float(parameter.double().norm()) for parameter in reloaded.parameters()]
+if first.is_world_process_zero():
+    (OUT / "found.json").write_text(json.dumps(found))

@@ -1,0 +1,410 @@
+"""shardkit.compat: every name of accelerate is there or says what to use instead; states, plugins, the facade."""
+
+import inspect
+import sys
+from datetime import timedelta
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardkit.compat import Accelerator, migrate, modules, names, scan
+from shardkit.compat.differences import DIFFERENCES, words
+from shardkit.compat.handlers import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
+from shardkit.compat.kinds import DistributedType, PrecisionType
+from shardkit.compat.members import MEMBERS
+from shardkit.compat.mesh_sizes import ParallelismConfig
+from shardkit.compat.plugins import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+from shardkit.compat.states import AcceleratorState, PartialState, is_initialized
+from shardkit.compat.window import GradientState
+from shardkit.config.keys import resolve_name
+from shardkit.errors import ConfigError, UsageError
+
+LISTED = Path(__file__).parent / "data" / "accelerate_names.txt"
+
+
+def listed() -> dict[str, list[str]]:
+    """The table of names: a heading `module:` or `class NAME:`, below it the names."""
+    found: dict[str, list[str]] = {}
+    current = ""
+    for line in LISTED.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        if line.startswith(" "):
+            found[current] += line.split()
+        else:
+            current = line.removesuffix(":")
+            found[current] = []
+    return found
+
+
+@pytest.fixture
+def clean_states(alone):
+    """States as in a new process, before and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    PartialState._timeout, PartialState._has_started_group = None, False
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize("module", sorted(key for key in listed() if not key.startswith("class ")))
+def test_every_name_is_there_or_says_what_to_use_instead(module):
+    below = "" if module == "accelerate" else module
+    stand_in = import_module(f"shardkit.compat.{below}" if below else "shardkit.compat")
+    silent = []
+    for name in listed()[module]:
+        found = getattr(stand_in, name, None)
+        if found is None and name != "FSDP_MODEL_NAME":
+            silent.append(name)
+        elif isinstance(found, modules._RefusedType):
+            with pytest.raises(UsageError, match=f"accelerate's {name}: .* \\(got a call\\); .+\\."):
+                found()
+    assert silent == []
+
+
+def test_every_member_of_the_accelerator_and_its_table():
+    told = listed()["class Accelerator"]
+    assert len(told) == 86
+    assert list(MEMBERS) and set(MEMBERS) == set(told)
+    inherited = {name for name in told if hasattr(Accelerator, name)}
+    assert set(told) - inherited == set()
+
+
+@pytest.mark.parametrize("kind", ["PartialState", "AcceleratorState", "GradientState"])
+def test_every_attribute_of_the_states(kind, clean_states):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+    state = {"PartialState": PartialState, "AcceleratorState": AcceleratorState, "GradientState": GradientState}[kind]()
+    assert [name for name in listed()[f"class {kind}"] if not hasattr(state, name)] == []
+    assert accelerator.state.deepspeed_plugin is None and accelerator.state.fsdp_plugin is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ParallelismConfig, FullyShardedDataParallelPlugin, GradientAccumulationPlugin, DataLoaderConfiguration],
+)
+def test_every_attribute_of_the_plugins(kind):
+    assert [name for name in listed()[f"class {kind.__name__}"] if not hasattr(kind(), name)] == []
+
+
+def test_a_refused_name_can_be_imported_compared_and_subclassed_but_not_used():
+    refused = import_module("shardkit.compat.hooks").AlignDevicesHook
+    assert not isinstance(3, refused)
+
+    class Own(refused):
+        pass
+
+    for use in (refused, Own, lambda: refused.something):
+        with pytest.raises(UsageError, match="does not stand in here"):
+            use()
+
+
+def test_a_name_that_nobody_knows_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'shardkit.compat.utils' has no attribute 'no_such': .* 1\.15"):
+        _ = import_module("shardkit.compat.utils").no_such
+    with pytest.raises(ImportError):
+        exec("from shardkit.compat.utils import no_such")
+    with pytest.raises(ModuleNotFoundError):
+        import_module("shardkit.compat.nothing")
+
+
+def test_no_table_names_what_is_not_there():
+    for module in names.modules():
+        for name, (ours, inner) in names.places(module).items():
+            assert hasattr(import_module(ours), inner), f"{module}.{name}"
+        assert not set(names.places(module)) & set(names.refusals(module)), module
+
+
+def test_standing_in_hides_what_is_installed_and_gives_it_back():
+    before = [name for name in sys.modules if name.split(".")[0] == "accelerate"]
+    kept = {name: sys.modules.pop(name) for name in before}
+    try:
+        modules.standing_in_for("accelerate")
+        import accelerate
+        from accelerate.utils.operations import gather_object
+        from packaging.version import parse
+
+        assert gather_object is import_module("shardkit.compat.utils").gather_object
+        assert parse(metadata.version("accelerate")) >= parse("1.12.0") and accelerate.__version__
+        assert accelerate.utils.DistributedType is DistributedType  # below, without an import of its own
+    finally:
+        modules.stop_standing_in()
+        sys.modules.update(kept)
+    assert not any(isinstance(one, modules.MetadataFinder) for one in sys.meta_path)
+
+
+# ---- kinds and plugins ----
+
+
+def test_kinds_are_equal_to_their_texts_and_list_their_members():
+    assert DistributedType.FSDP == "FSDP" and DistributedType("MULTI_XPU")
+    assert "bf16" in PrecisionType and "bf17" not in PrecisionType and str(PrecisionType.BF16) == "bf16"
+    assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
+
+
+def settings_are_known(said: dict) -> bool:
+    return all(resolve_name(name) is not None for name in said)
+
+
+def test_what_plugins_say_has_names_of_ours():
+    said = FullyShardedDataParallelPlugin(
+        sharding_strategy=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap="Block, Other",
+        cpu_offload=True,
+        state_dict_type="sharded_state_dict",
+        mixed_precision_policy={"param_dtype": torch.bfloat16},
+        activation_checkpointing=True,
+    ).shardkit_settings()
+    assert settings_are_known(said)
+    assert said["fsdp_config.fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
+    assert said["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] == ["Block", "Other"]
+    assert said["shardkit.precision.param_dtype"] == "bf16"
+    assert "fsdp_config.fsdp_min_num_params" not in said, "only what was said"
+    for one in (
+        DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=10, comm_hook="bf16"),
+        GradScalerKwargs(init_scale=8.0, growth_interval=5),
+        InitProcessGroupKwargs(timeout=timedelta(minutes=3)),
+        GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False),
+        DataLoaderConfiguration(split_batches=True, even_batches=False, data_seed=3),
+        TorchDynamoPlugin(backend="inductor"),
+        ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+    ):
+        said = one.shardkit_settings()
+        assert said and settings_are_known(said), one
+    for quiet in (DistributedDataParallelKwargs(), DataLoaderConfiguration(), TorchDynamoPlugin(), ParallelismConfig()):
+        assert quiet.shardkit_settings() == {}
+
+
+def test_what_plugins_cannot_say_is_refused_with_all_problems_at_once():
+    with pytest.raises(UsageError, match=r"(?s)ignored_modules: modules cannot.*param_init_fn: .*leave it out"):
+        FullyShardedDataParallelPlugin(param_init_fn=print, ignored_modules=[]).shardkit_settings()
+    with pytest.raises(UsageError, match=r"got tp_size=2\); use dp_replicate_size and dp_shard_size"):
+        ParallelismConfig(tp_size=2)
+    with pytest.raises(UsageError, match=r"by inductor only \(got ONNXRT\)"):
+        TorchDynamoPlugin(backend="onnxrt").shardkit_settings()
+    with pytest.raises(UsageError, match=r"shardkit has no such setting \(got dim=1\)"):
+        DistributedDataParallelKwargs(dim=1).shardkit_settings()
+
+
+# ---- states and the facade, on ranks ----
+
+
+def states_are_shared_and_reset():
+    assert not is_initialized()
+    partial = PartialState()
+    assert PartialState._shared_state and PartialState().device is partial.device
+    assert partial.distributed_type == "MULTI_CPU" and partial.use_distributed
+    accelerator = Accelerator()
+    assert is_initialized() and AcceleratorState().distributed_type == accelerator.distributed_type == "FSDP"
+    assert accelerator.state.fsdp_plugin.sharding_strategy == "FULL_SHARD"
+    assert "FULL_STATE_DICT" in str(accelerator.state.fsdp_plugin.state_dict_type)
+    accelerator.state.fsdp_plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    assert accelerator.config.fsdp.state_dict_type == "SHARDED_STATE_DICT"
+    with pytest.raises(UsageError, match="is no already"):
+        AcceleratorState(mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(AttributeError, match="the state was reset"):
+        _ = partial.device
+    with pytest.raises(AttributeError, match="make an Accelerator"):
+        _ = accelerator.state.fsdp_plugin
+    assert PartialState().num_processes == 2
+    return PartialState().process_index
+
+
+def test_states_are_shared_and_reset(ranks):
+    assert ranks.run(2, states_are_shared_and_reset) == [0, 1]
+
+
+def test_what_the_first_state_was_given_is_the_accelerators_too(clean_states):
+    PartialState(cpu=True, timeout=timedelta(seconds=77))
+    accelerator = Accelerator()
+    assert accelerator.config.shardkit.launch.process_group_timeout_s == 77.0
+    assert accelerator.config.use_cpu
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True, timeout=timedelta(seconds=99))  # the group that is up keeps what it has
+    assert Accelerator().config.shardkit.launch.process_group_timeout_s == 77.0
+
+
+def a_loop_that_counts_its_own_windows():
+    """As the Trainer's: no accumulate(), but gradient_state._set_sync_gradients and no_sync."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), cpu=True)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.arange(32.0).reshape(8, 4) / 10
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=1))
+    seen = []
+    for number, batch in enumerate(loader):
+        is_last = number % 2 == 1
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        with accelerator.no_sync(model) if not is_last else torch.enable_grad():
+            accelerator.backward(model(batch).mean() / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((accelerator.sync_gradients, accelerator.gradient_state.end_of_dataloader))
+    whole = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return seen, {name: value.tolist() for name, value in whole.items()}
+
+
+def test_a_loop_that_counts_its_own_windows_is_plain_torch(ranks):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.arange(32.0).reshape(8, 4) / 10
+    for window in data.split(4):
+        model(window).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen, whole = ranks.run(2, a_loop_that_counts_its_own_windows)[0]
+    assert seen == [(False, False), (True, False), (False, False), (True, True)]
+    for name, value in model.state_dict().items():
+        assert torch.allclose(torch.tensor(whole[name]), value, atol=1e-6)
+
+
+def schedules_as_asked_for(meaning):
+    import os
+
+    os.environ["SHARDKIT_ACCELERATES_MEANING"] = meaning
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+    optimizer.step()
+    schedule.step()
+    accelerator.end_training()
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_steps_once_and_once_a_rank_where_that_is_asked_for(ranks):
+    assert ranks.run(2, schedules_as_asked_for, "") == [0.5, 0.5]
+    assert ranks.run(2, schedules_as_asked_for, "scheduler") == [0.25, 0.25]
+
+
+def trainers_files(folder):
+    from shardkit.compat.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step():
+        accelerator.backward(model(torch.ones(2, 4)).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+    step()
+    before = torch.get_rng_state()
+    plugin = accelerator.state.fsdp_plugin
+    save_fsdp_model(plugin, accelerator, model, folder)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    expected = step()
+    step()
+    load_fsdp_model(plugin, accelerator, model, folder)
+    load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    assert torch.equal(before, torch.get_rng_state()), "random generators are the script's own"
+    again = step()
+    return all(torch.equal(again[name], value) for name, value in expected.items())
+
+
+def test_the_trainers_files_of_a_model_and_an_optimizer_come_back(ranks, tmp_path):
+    assert ranks.run(2, trainers_files, str(tmp_path)) == [True, True]
+    assert {path.name for path in tmp_path.iterdir()} == {"pytorch_model_fsdp_0", "optimizer_0"}
+    stored = sum(path.stat().st_size for path in (tmp_path / "optimizer_0").rglob("*.safetensors"))
+    assert stored > 0
+
+
+def test_arguments_of_accelerates_that_shardkit_does_not_run_are_refused(clean_states):
+    with pytest.raises(UsageError, match="does not run DeepSpeed"):
+        Accelerator(deepspeed_plugin=object())
+    with pytest.raises(UsageError, match="both given"):
+        Accelerator(gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(3))
+    with pytest.raises(ConfigError, match="fp8"):
+        Accelerator(mixed_precision="fp8")
+
+
+def test_the_facade_takes_accelerates_arguments_in_its_order():
+    found = [*inspect.signature(Accelerator.__init__).parameters][1:5]
+    assert found == ["device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps"]
+
+
+def test_prepare_gives_back_what_it_does_not_know(clean_states):
+    accelerator = Accelerator(cpu=True)
+    model, number, text = accelerator.prepare(torch.nn.Linear(1, 1), 3, "text")
+    assert (number, text) == (3, "text") and isinstance(accelerator.unwrap_model(model), torch.nn.Linear)
+    assert accelerator.prepare("text") == "text"
+
+
+# ---- reading a script, and changing it ----
+
+SCRIPT = """\
+import accelerate.utils as helpers
+import accelerate
+from accelerate import (
+    Accelerator,
+    DeepSpeedPlugin as Plugin,
+)
+
+accelerator = Accelerator(rng_types=["torch"], deepspeed_plugin=Plugin())
+schedule = get_scheduler("linear", num_training_steps=args.steps * accelerator.num_processes)
+accelerate.utils.gather(helpers.no_such_thing)
+accelerator.lomo_backward(1, 2)
+"""
+
+
+def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
+    changed = migrate.migrated(SCRIPT).splitlines()
+    assert changed[:3] == [
+        "import shardkit.compat.utils as helpers",
+        "import shardkit.compat as accelerate",
+        "from shardkit.compat import (",
+    ]
+    assert changed[3:] == SCRIPT.splitlines()[3:]
+    assert migrate.migrated("\n".join(changed)) == "\n".join(changed), "once is enough"
+    (tmp_path / "train.py").write_text(SCRIPT)
+    text, found = migrate.diff(tmp_path / "train.py")
+    assert text.count("\n+") == 4 and text.count("\n-") == 3  # with the lines of file names
+    assert any(
+        line.startswith("train.py:9: num_processes: the length of a schedule") for line in migrate.remarks(found)
+    )
+    with pytest.raises(UsageError, match=r"migrate: script.py:1: is no Python"):
+        migrate.migrated("def (")
+
+
+def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing():
+    found = scan.scan_text(SCRIPT, "train.py")
+    assert {one.name for one in found.stands_in} >= {"Accelerator", "utils.gather", "Accelerator.num_processes"}
+    assert {one.name for one in found.refused} == {
+        "DeepSpeedPlugin",
+        "Accelerator(deepspeed_plugin=)",
+        "Accelerator.lomo_backward",
+    }
+    assert [one.place for one in found.missing] == ["train.py:10"]
+    assert [one.place for one in found.remarks] == ["train.py:8", "train.py:9"]
+    assert "3 refused, 1 not there" in scan.report(found)
+    assert scan.report(scan.scan_text("import torch", "a.py")).startswith("The script names nothing of accelerate")
+
+
+def test_differences_name_what_exists():
+    known = {f"Accelerator.{name}" for name in MEMBERS} | {"Accelerator.state"}
+    for module in names.modules():
+        known |= {f"{module}.{name}" if module else name for name in names.places(module)}
+    for one in DIFFERENCES:
+        assert set(one.names) <= known, one.names
+    assert words() == ["scheduler", "save"]
