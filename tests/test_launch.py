@@ -34,6 +34,12 @@ def script(name: str) -> str:
     return str(SCRIPTS / f"{name}.py")
 
 
+def folder_for(path: Path, name: object) -> Path:
+    """A folder of this name below the path, made."""
+    (path / str(name)).mkdir(exist_ok=True)
+    return path / str(name)
+
+
 def logs(folder: Path) -> Path:
     return next((folder / "runs").iterdir())
 

@@ -317,7 +317,7 @@ class LaunchConfig(Section):
     """What the launcher watches and how it stops."""
 
     hang_timeout_s: Seconds = Field(600.0, gt=0)
-    """How long a rank may make no progress before the run is stopped and that rank is named, in seconds."""
+    """How long ranks may make no progress before the launcher looks whether they hang, in seconds."""
 
     stop_timeout_s: Seconds = Field(120.0, gt=0)
     """How long ranks have to save and leave after SIGTERM, in seconds."""

@@ -21,7 +21,7 @@ from typing import TextIO
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
-from shardkit.launch import failure, names, records
+from shardkit.launch import failure, names, processes, records
 from shardkit.leaving import leave_torch_standing
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     log_file = open(names.log_path(log_dir, rank), "a", buffering=1)  # noqa: SIM115
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
+    faulthandler.register(processes.STACKS_SIGNAL, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
+    processes.take_stack_signals()
     place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
     connect_output(folder)
     try:

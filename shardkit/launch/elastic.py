@@ -135,7 +135,7 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
     from shardkit.launch import ranks
     from shardkit.launch.line import Lost
 
-    watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
+    watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s, say)
     try:
         with signals_to(watch):
             machines.begin(ranks.name_of(restart))
