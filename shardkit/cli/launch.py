@@ -193,6 +193,7 @@ def checked(
         *loaded.notes,
         None if loaded.path else _other_file(),
         preflight.core_warning(loaded.config, machine),
+        preflight.job_warning(loaded.config, found.scheduler),
         environment.cpu_note(loaded.config, device, source),
     ):
         if note:

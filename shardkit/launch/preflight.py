@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardkit.config import tasks
+from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError, ShardkitError
 from shardkit.launch import ports
@@ -60,6 +62,7 @@ def script_problems(script: str, is_module: bool) -> list[Problem]:
 def run_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
     """Whether this machine can run what a valid configuration asks for."""
     return [
+        *(Problem(text) for text in [tasks.launch_problem(variables)] if text),
         *machines_problems(config),
         *device_problems(config, machine, variables),
         *memory_problems(config, machine),
@@ -146,6 +149,17 @@ def core_warning(config: Config, machine: Machine) -> str | None:
     if device_of(config) != "cpu" or ranks_here <= machine.cores:
         return None
     return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; the run will be slow."
+
+
+def job_warning(config: Config, job: Scheduler | None) -> str | None:
+    """What is worth saying where a job has other machines than the configuration; None where there is nothing."""
+    if job is None or job.machines == config.num_machines:
+        return None
+    alone = "; each machine on which this is started trains by itself" if config.num_machines == 1 else ""
+    return (
+        f"warning: the {job.name} job has {job.machines} machines, and num_machines is {config.num_machines}{alone}; "
+        f"--num-machines {job.machines} makes one run of them."
+    )
 
 
 def _module_exists(name: str) -> bool:

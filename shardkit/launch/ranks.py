@@ -89,7 +89,7 @@ def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int,
     """What a rank is told of its place, in torch elastic's words."""
     rank = spec.first_rank + local_rank
     return {
-        **network_variables(spec, meeting),
+        **({} if env.get("GLOO_SOCKET_IFNAME") else addresses.gloo_variables(meeting.address)),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(spec.machine_rank),
@@ -108,15 +108,3 @@ def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int,
         "TORCHELASTIC_ERROR_FILE": str(folder / f"elastic-{local_rank}.json"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
     }
-
-
-def network_variables(spec: LaunchSpec, meeting: Meeting) -> dict[str, str]:
-    """gloo listens on the interface over which the machines meet, and on loopback only where there is one machine."""
-    if env.get("GLOO_SOCKET_IFNAME"):
-        return {}
-    if spec.num_machines == 1:
-        return {"GLOO_SOCKET_IFNAME": addresses.LOOPBACK_INTERFACE}
-    resolved = addresses.resolve(meeting.address)
-    ours = addresses.towards(resolved) if resolved else None
-    interface = addresses.interface_of(ours) if ours else None
-    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
