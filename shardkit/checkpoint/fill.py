@@ -30,11 +30,14 @@ def entry_of_parameter(index: layout.Index, fqn: str) -> Entry | None:
     return index.sections.get(section, {}).get(name)
 
 
+def _nothing(count: int) -> None: ...
+
+
 class Saved:
     """The tensors of a checkpoint, and those that one rank of it had for itself (`own_rank`; None: of no rank)."""
 
-    def __init__(self, files: Files, own_rank: int | None = None, tick: Callable[[], None] = lambda: None) -> None:
-        self.files, self.tick = files, tick
+    def __init__(self, files: Files, own_rank: int | None = None, work: Callable[[int], None] = _nothing) -> None:
+        self.files, self.work = files, work
         own = "" if own_rank is None else layout.own_file(own_rank, files.checkpoint.manifest.world_size)
         self._own = own if files.has(own) else ""
 
@@ -72,7 +75,6 @@ class Saved:
 
     def fill(self, section: str, name: str, tensor: torch.Tensor) -> None:
         """Read what this rank holds of the tensor into it, in place. Its shape and dtype are those that were saved."""
-        self.tick()
         into, box = local_part(tensor), tensors.held_box(tensor)
         with torch.no_grad():
             for piece in self._pieces(section, name, box):
@@ -99,7 +101,7 @@ class Saved:
             for low in range(0, run[1], disk.BLOCK_BYTES):
                 block = tensors.memory(into)[low : low + disk.BLOCK_BYTES]
                 disk.read_into(descriptor, block, piece.stored.begin + run[0] + low, where)
-                self.tick()
+                self.work(len(block))
         elif into.ndim:
             self._by_rows(descriptor, where, piece.stored.begin, piece.stored, source, into)
         else:
@@ -127,8 +129,9 @@ class Saved:
             at = begin + (source.offsets[0] + first) * row_bytes
             disk.read_into(descriptor, tensors.memory(block), at, where)
             box = Box((0, *source.offsets[1:]), (count, *source.sizes[1:]))
-            into[first : first + count].copy_(tensors.narrow(block, box))
-            self.tick()
+            wanted = tensors.narrow(block, box)
+            into[first : first + count].copy_(wanted)
+            self.work(wanted.numel() * wanted.element_size())
 
     def _block(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The one block, as a tensor of this shape."""

@@ -1,6 +1,8 @@
 """Who this process is among the ranks, on which device, and the process group that joins them."""
 
 import atexit
+import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -68,6 +70,12 @@ def launched() -> env.Ranks:
     return found or env.Ranks(0, 0, 1, 1)
 
 
+def _script() -> str:
+    """The script that runs, as one types it."""
+    name = sys.argv[0] if sys.argv else ""
+    return shlex.quote(name) if name.endswith(".py") else "SCRIPT.py"
+
+
 def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
     """The configuration with the world that was really launched.
 
@@ -82,9 +90,10 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
         if env.ranks() is not None or dist.is_initialized():
             raise ConfigError(
                 f"{text} (got {ranks.world_size} launched); start as many ranks as the configuration says, "
-                f"or change it: shardkit launch --num-processes {ranks.world_size} ..."
+                f"or change it: shardkit launch --num-processes {ranks.world_size} {_script()}"
             )
-        log.warning("%s, but this script was started by hand: one process; use `shardkit launch`.", text)
+        by_hand = "%s, but this script was started by hand: one process; start it with: shardkit launch %s"
+        log.warning(by_hand, text, _script())
     if config.mode == "xla":
         raise MachineError(
             "distributed_type: XLA: the Accelerator trains on CPU and CUDA (got XLA); use FSDP here, or train on the "
