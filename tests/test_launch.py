@@ -50,7 +50,15 @@ class Running:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._path = folder / "screen.txt"
         with self._path.open("w") as screen:
-            self.process = subprocess.Popen(command(*arguments), cwd=folder, stdout=screen, stderr=screen)
+            self.process = subprocess.Popen(
+                command(*arguments), cwd=folder, stdin=subprocess.PIPE, stdout=screen, stderr=screen, text=True
+            )
+
+    def type(self, text: str) -> None:
+        """As a person at the terminal would."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
 
     def text(self) -> str:
         return self._path.read_text()
@@ -74,6 +82,8 @@ def running(folder: Path, *arguments: str):
     try:
         yield launched
     finally:
+        if launched.process.stdin is not None:
+            launched.process.stdin.close()
         if launched.process.poll() is None:
             launched.process.kill()
             launched.process.wait()
@@ -180,6 +190,18 @@ def test_what_the_failing_rank_has_started_ends_with_it(tmp_path):  # issue 13, 
     done = launch(tmp_path, "-n", "2", "parent.py")
     assert done.returncode == 3, done.stderr
     wait_until_gone([int(pid) for pid in re.findall(r"child (\d+)", done.stdout)])
+
+
+def test_a_prompt_is_shown_and_what_is_typed_reaches_rank_0(tmp_path):  # issue 13, line 7
+    with running(tmp_path, "-n", "2", script("asking")) as launched:
+        launched.wait_for(r"\n\[0\] name\? $")
+        launched.type("you\n")
+        launched.wait_for(r"hello you\n(?:.*\n)*\[0\] \(Pdb\) $")
+        launched.type("p 6 * 7\n")
+        launched.wait_for(r"\(Pdb\) 42\n\[0\] \(Pdb\) $")
+        launched.type("c\n")
+        assert launched.end() == 0, launched.text()
+    assert "after the breakpoint" in launched.text()
 
 
 @pytest.mark.fault_row(28)

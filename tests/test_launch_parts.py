@@ -17,7 +17,7 @@ from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
 from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
 from shardkit.launch.diagnosis import Outcome
-from shardkit.launch.hangs import Rank, Seen, Verdict, first_to_stop, is_due, judge, render_table, warning
+from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines
 from shardkit.launch.preflight import Machine
 from shardkit.launch.records import Place, RankError
@@ -539,14 +539,27 @@ def test_the_rank_that_the_others_wait_for_is_named():
     assert stacks.parse(IN_PDB).is_debugged and not loading.is_debugged
     ranks = {0: rank(0, 10.0), 1: rank(1, 11.0, phase="data")}
     found = {0: Seen(waiting, is_in_collective=True), 1: Seen(loading)}
-    assert first_to_stop(ranks, found) == 1
-    assert first_to_stop({**ranks, 2: rank(2, 12.0, step=5, exit_code=0)}, found) == 2
-    assert first_to_stop({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}) == 1
-    assert render_table({**ranks, 2: rank(2, 12.0, exit_code=0)}, found, 20.0).splitlines() == [
+    assert "First to stop: rank 1" in render(rows_of(ranks, found, 20.0), 5.0, "logs")
+    left = {**ranks, 2: rank(2, 12.0, step=5, exit_code=0)}
+    assert render(rows_of(left, found, 20.0), 5.0, "logs").splitlines() == [
+        "launch: HANG, no progress for 5 s",
         "  rank 0  step 1  step  for 10 s  at /home/me/train.py:20 in step, waiting for its peers",
         "  rank 1  step 1  data  for 9 s  at /home/me/data.py:88 in __getitem__",
         "  rank 2  ended with exit code 0",
+        "  First to stop: rank 2. The stacks of all ranks are in logs/rank*.stack.",
     ]
+    stopped = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}, 20.0)
+    assert "First to stop: rank 1" in render(stopped, 5.0, "logs")
+    two_waiting = rows_of({0: rank(0, 10.0)}, {0: WAITS}, 20.0) + rows_of({1: rank(1, 11.0)}, {1: WAITS}, 20.0)
+    assert "Every rank waits for its peers" in render(two_waiting, 5.0, "logs")
+
+
+def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():  # issue 13, line 6
+    ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
+    seen = {0: WAITS, 1: WAITS}
+    assert judge(ranks, seen, 5.0, 20.0, has_others=True) is Verdict.SLOW
+    assert judge(ranks, seen, 5.0, 28.0, has_others=True) is Verdict.HANG
+    assert "another machine's ranks may be at work" in warning(ranks, seen, 5.0, 20.0)
 
 
 # restarts

@@ -20,6 +20,7 @@ def outcomes(folder: Path, *runs: tuple[str, str]) -> list[tuple[int, str]]:
     finally:
         for run in started:
             run.process.kill()
+            run.process.communicate()
 
 
 @pytest.mark.slow

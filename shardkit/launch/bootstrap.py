@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
     processes.take_stack_signals()
     place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
     connect_output(folder)
+    if rank:
+        leave_input()
     try:
         check_world()
         run(arguments)
@@ -71,6 +73,13 @@ def connect_output(folder: Path) -> None:
         stream = text_stream(number)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def leave_input() -> None:
+    """What is typed goes to rank 0 alone: to `input()`, to a debugger."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def text_stream(descriptor: int) -> TextIO:

@@ -4,7 +4,7 @@ Nobody is ended for a lack of progress alone: a rank may compute for hours on on
 for its peers in a collective, or no rank uses any CPU time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -83,13 +83,17 @@ def is_due(running: Mapping[int, Rank], timeout_s: float, now: float) -> bool:
     return len(ranks) > 1 and any(now - rank.worked_s > timeout_s for rank in ranks)
 
 
-def judge(running: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict:
-    """What becomes of ranks that were due, and have been looked at."""
+def judge(
+    running: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float, has_others: bool = False
+) -> Verdict:
+    """What becomes of ranks that were due, and have been looked at. `has_others`: other machines have ranks too, and
+    where all of this one wait, one of those is at work, or stands still and is judged there."""
     if any(one.stack is not None and one.stack.is_debugged for one in seen.values()):
         return Verdict.WORK
     somebody_waits = any(one.waits for one in seen.values())
     posted = [rank.place for rank in running.values() if rank.has_posted]
-    if any(one.works and not one.waits for one in seen.values()):
+    all_wait = len(seen) == len(running) and all(one.waits for one in seen.values())
+    if any(one.works and not one.waits for one in seen.values()) or (has_others and all_wait):
         if not posted:
             return Verdict.SLOW if somebody_waits else Verdict.WORK
         out_of_patience = min(now - place.since_s for place in posted) > PATIENCE * timeout_s
@@ -98,22 +102,36 @@ def judge(running: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: floa
     return Verdict.HANG if somebody_waits or posted else Verdict.SLOW
 
 
-def first_to_stop(ranks: Mapping[int, Rank], seen: Mapping[int, Seen]) -> int:
-    """The rank that the others wait for: one that left, one stopped from outside, one not inside a collective.
+@dataclass(frozen=True)
+class Row:
+    """A rank's line in the table of a hang. The smallest `order` is the rank that the others wait for: one that left,
+    one stopped from outside, one not inside a collective; among equals the one that is furthest behind."""
 
-    Among equals the one that is furthest behind.
-    """
-
-    def order(number: int) -> tuple[object, ...]:
-        rank = ranks[number]
-        return (rank.runs and not rank.stopped_since_s, _waits(seen, number), rank.place.step, rank.place.since_s)
-
-    return min(ranks, key=order)
+    rank: int
+    text: str
+    waits: bool
+    order: tuple[bool, bool, int, float]
 
 
-def render_table(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> str:
-    """One line a rank: step, phase, seconds since it last moved, and the line of the script that it is at."""
-    return "\n".join(_row(number, ranks[number], seen, now) for number in sorted(ranks))
+def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> list[Row]:
+    """One a rank: step, phase, seconds since it last moved, and the line of the script that it is at."""
+    rows = []
+    for number in sorted(ranks):
+        rank, waits = ranks[number], _waits(seen, number)
+        order = (rank.runs and not rank.stopped_since_s, waits, rank.place.step, rank.place.since_s)
+        rows.append(Row(number, _row(number, rank, seen, now), waits, order))
+    return rows
+
+
+def render(rows: Iterable[Row], timeout_s: float, logs: str) -> str:
+    """What ends a run that hangs: the table of all ranks, and which of them the others wait for."""
+    rows = sorted(rows, key=lambda row: row.rank)
+    first = min(rows, key=lambda row: row.order).rank
+    lines = [f"launch: HANG, no progress for {timeout_s:g} s", *(row.text for row in rows)]
+    lines.append(f"  First to stop: rank {first}. The stacks of all ranks are in {logs}/rank*.stack.")
+    if all(row.waits for row in rows):
+        lines.append("  Every rank waits for its peers: their collectives do not match, or the network is in the way.")
+    return "\n".join(lines)
 
 
 def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
@@ -134,7 +152,9 @@ def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
 def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float) -> str:
     """What is said once of ranks that make no progress, and that nobody ends."""
     at_work = [number for number, one in sorted(seen.items()) if one.works and not one.waits]
-    if not at_work:
+    if not at_work and len(seen) == len(ranks) and all(one.waits for one in seen.values()):
+        who = "another machine's ranks may be at work"
+    elif not at_work:
         who = "no rank uses any CPU time"
     else:
         places = [f"rank {number} is at work{f' at {at}' if (at := where(seen, number)) else ''}" for number in at_work]

@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, stores
-from shardkit.launch.line import POLL_S, Line
+from shardkit.launch.line import POLL_S, Alarm, Line
 from shardkit.launch.spec import LaunchSpec
 from shardkit.launch.stores import Announcement, Say
 
@@ -61,14 +61,14 @@ class Meeting:
             time.sleep(POLL_S / 2)
         return found
 
-    def raise_alarm(self, name: str) -> None:
+    def raise_alarm(self, name: str, alarm: Alarm) -> None:
         """Let the other machines know that this attempt has failed."""
         if self.line is not None:
-            self.line.raise_alarm(name)
+            self.line.raise_alarm(name, alarm)
 
-    def hears_alarm(self, name: str) -> bool:
-        """Whether some machine has raised it, or is gone."""
-        return self.line is not None and self.line.hears_alarm(name)
+    def hears_alarm(self, name: str) -> Alarm | None:
+        """What some machine has raised first; None where there is nothing."""
+        return self.line.hears_alarm(name) if self.line is not None else None
 
     def name_of(self, machine: int) -> str:
         """The machine's number and, once known, its name."""

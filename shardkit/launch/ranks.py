@@ -11,9 +11,10 @@ from pathlib import Path
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED
 from shardkit.launch import addresses
+from shardkit.launch.line import Alarm
 from shardkit.launch.meeting import Meeting
 from shardkit.launch.spec import LaunchSpec
-from shardkit.launch.watch import SURVIVOR_GRACE_S
+from shardkit.launch.watch import SURVIVOR_GRACE_S, Watch
 from shardkit.launch.ways import Process, Start
 
 POLL_S = 0.02
@@ -29,18 +30,23 @@ class Ended:
     stopped: frozenset[int]
 
 
-def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int) -> Ended:
+def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Watch) -> Ended:
     """Starts the ranks, and waits until all have ended well, one has failed, or another machine says that one has."""
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
     processes = start(own)
     try:
-        while not (over(processes) or meeting.hears_alarm(attempt)):
+        alarm = None
+        while alarm is None and not over(processes):
             time.sleep(POLL_S)
+            if watch.is_hung:
+                meeting.raise_alarm(attempt, Alarm.HANG)
+            alarm = meeting.hears_alarm(attempt)
         codes = [process.poll() for process in processes]
         if any(code not in (0, None, EXIT_PREEMPTED) for code in codes):
-            meeting.raise_alarm(attempt)
-        elif None in codes and not any(codes):  # another machine's rank has failed: these will notice
+            meeting.raise_alarm(attempt, Alarm.FAILURE)
+        elif alarm is not None and not any(codes):  # another machine's rank has failed: these will notice
+            watch.hear_of(alarm)
             wait_for(processes, SURVIVOR_GRACE_S)
         stopped = {spec.first_rank + local for local, process in enumerate(processes) if process.poll() is None}
     finally:

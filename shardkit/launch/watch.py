@@ -15,7 +15,8 @@ from pathlib import Path
 
 from shardkit.errors import EXIT_PREEMPTED
 from shardkit.launch import hangs, processes, records, stacks
-from shardkit.launch.hangs import Rank, Seen, Verdict
+from shardkit.launch.hangs import Rank, Row, Seen, Verdict
+from shardkit.launch.line import Alarm
 from shardkit.launch.names import stack_path
 from shardkit.launch.stacks import Stack
 
@@ -27,6 +28,8 @@ CTRL_C_S = 30.0
 """How long ranks have to save after Ctrl-C, if `stop_timeout_s` does not say less."""
 STACKS_S = 10.0
 """How long ranks have, at most, to write their stacks."""
+TELL_S = 2.0
+"""How long ranks that hang are left for other machines to see what theirs do."""
 SAMPLES = 4
 """How often, a second apart, the stacks must show a rank at the same line before it counts as standing still."""
 CPU_CHECKS = 10
@@ -35,16 +38,6 @@ WORK_SHARE = 0.005
 """A rank that uses more of a core than this is at work. One that waits uses a tenth of it, to look at its store."""
 WORK_S = 0.05
 """What a rank uses at least between two checks to count as at work: a few of the clock's ticks."""
-
-
-@dataclass
-class Hang:
-    """A run in which nobody moves: who stopped first, and the table of all ranks."""
-
-    first: int
-    table: str
-    all_wait: bool = False
-    """Every rank is inside a collective."""
 
 
 @dataclass
@@ -60,12 +53,24 @@ class Watch:
     """Watches the ranks whose places are in `folder`, from `start` to `close`."""
 
     def __init__(
-        self, folder: Path, log_dir: Path, hang_timeout_s: float, stop_timeout_s: float, say: Callable[[str], None]
+        self,
+        folder: Path,
+        log_dir: Path,
+        hang_timeout_s: float,
+        stop_timeout_s: float,
+        say: Callable[[str], None],
+        has_others: bool = False,
     ) -> None:
-        self.folder, self.log_dir, self._say = folder, log_dir, say
+        """`has_others`: other machines have ranks of this run too."""
+        self.folder, self.log_dir, self._say, self._has_others = folder, log_dir, say, has_others
         self.hang_timeout_s, self.stop_timeout_s = hang_timeout_s, stop_timeout_s
         self.ranks: dict[int, Rank] = {}
-        self.hang: Hang | None = None
+        self.rows: list[Row] | None = None
+        """What the ranks here did when a hang was found, on this machine or on another."""
+        self.is_hung = False
+        """Whether it was found here."""
+        self._is_over = False
+        self._kill_s = float("inf")
         self.stop: Stop | None = None
         self.killed: set[int] = set()
         self._failed_s: float | None = None
@@ -146,9 +151,9 @@ class Watch:
             self._failed_s = now
         stop_is_over = self.stop is not None and now - self.stop.since_s > self.stop.timeout_s
         grace_is_over = self._failed_s is not None and now - self._failed_s > self._grace_s()
-        if stop_is_over or grace_is_over:
+        if stop_is_over or grace_is_over or now > self._kill_s:
             self.kill_all()
-        elif self.stop is None and self._failed_s is None and self.hang is None:
+        elif self.stop is None and self._failed_s is None and not self._is_over:
             self._find_hang(now)
 
     def _grace_s(self) -> float:
@@ -169,14 +174,24 @@ class Watch:
         self._look()
         if not all(rank.runs for rank in running.values()):  # meanwhile one has ended: that is another matter
             return
-        verdict = hangs.judge(running, seen, self.hang_timeout_s, now)
+        verdict = hangs.judge(running, seen, self.hang_timeout_s, now, self._has_others)
+        if self.stop is not None or self._is_over:
+            return
         if verdict is Verdict.SLOW:
             self._warn(running, seen, now)
-        elif verdict is Verdict.HANG and self.stop is None:
-            all_wait = len(seen) == len(running) and all(one.waits for one in seen.values())
-            first = hangs.first_to_stop(self.ranks, seen)
-            self.hang = Hang(first, hangs.render_table(self.ranks, seen, now), all_wait)
-            self.kill_all()
+        elif verdict is Verdict.HANG:
+            self.rows = hangs.rows_of(self.ranks, seen, now)
+            self.is_hung = self._is_over = True
+            self._kill_s = time.monotonic() + (TELL_S if self._has_others else 0.0)
+
+    def hear_of(self, alarm: Alarm) -> None:
+        """Ranks of another machine have failed or hang: no more is judged here. For a hang, see what ranks here do."""
+        self._is_over = True
+        if alarm is Alarm.HANG and self.rows is None:
+            now = time.monotonic()
+            running = {n: rank for n, rank in self.ranks.items() if rank.runs and not rank.stopped_since_s}
+            samples = [self._stacks(running)]
+            self.rows = hangs.rows_of(self.ranks, self._all_seen(running, samples, now), now)
 
     def _check_cpu(self, running: dict[int, Rank], now: float) -> None:
         """Renew when each rank was last seen at work, now and then."""
@@ -208,6 +223,9 @@ class Watch:
             self._closing.wait(CHECK_S)
             samples.append(self._stacks(ranks))
         self._read_cpu(running, time.monotonic())  # what the samples have cost is no work
+        return self._all_seen(ranks, samples, now)
+
+    def _all_seen(self, ranks: dict[int, Rank], samples: list[dict[int, Stack]], now: float) -> dict[int, Seen]:
         return {number: self._seen(rank, [one.get(number) for one in samples], now) for number, rank in ranks.items()}
 
     def _seen(self, rank: Rank, found: list[Stack | None], now: float) -> Seen:
