@@ -47,12 +47,21 @@ def logs(folder: Path) -> Path:
 class Running:
     """A launch under way, whose output is in a file that can be waited on."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, words: list[str] | None = None) -> None:
+        """`words`: another command than a launch with these arguments."""
         self._path = folder / "screen.txt"
         with self._path.open("w") as screen:
             self.process = subprocess.Popen(
-                command(*arguments), cwd=folder, stdin=subprocess.PIPE, stdout=screen, stderr=screen, text=True
+                words or command(*arguments), cwd=folder, stdin=subprocess.PIPE, stdout=screen, stderr=screen, text=True
             )
+
+    def close(self) -> None:
+        """Kill it, where it still runs."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
     def type(self, text: str) -> None:
         """As a person at the terminal would."""
@@ -82,11 +91,7 @@ def running(folder: Path, *arguments: str):
     try:
         yield launched
     finally:
-        if launched.process.stdin is not None:
-            launched.process.stdin.close()
-        if launched.process.poll() is None:
-            launched.process.kill()
-            launched.process.wait()
+        launched.close()
 
 
 def wait_until_gone(pids: list[int]) -> None:

@@ -19,8 +19,7 @@ def outcomes(folder: Path, *runs: tuple[str, str]) -> list[tuple[int, str]]:
         return [(run.end(), run.text()) for run in started]
     finally:
         for run in started:
-            run.process.kill()
-            run.process.communicate()
+            run.close()
 
 
 @pytest.mark.slow

@@ -403,10 +403,10 @@ class Config(Section):
     """Port on machine 0; by default a free one on one machine, 29500 on several."""
 
     rdzv_backend: Annotated[RendezvousBackend, BeforeValidator(read_word)] = "static"
-    """How machines find one another: static (fixed numbers), c10d (any start order), etcd-v2 (an external store)."""
+    """For Accelerate: static, c10d, etcd-v2, etcd. shardkit's machines always meet at machine 0, in any order."""
 
     same_network: Bool = True
-    """Whether the machines reach one another directly."""
+    """For Accelerate: whether the machines are in one network. shardkit's must reach one another directly."""
 
     use_cpu: Bool = False
     """Train on the CPU even where there is a GPU."""

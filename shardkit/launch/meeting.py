@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import Store
 
 from shardkit.errors import ConfigError, MachineError
-from shardkit.launch import addresses, stores
+from shardkit.launch import addresses, reach, stores
 from shardkit.launch.line import POLL_S, Alarm, Line
 from shardkit.launch.spec import LaunchSpec
 from shardkit.launch.stores import Announcement, Say
@@ -35,6 +35,7 @@ class Meeting:
     listens_on: tuple[str, int]
     line: "Line | None" = None
     hosts: list[str] = field(default_factory=list)
+    places: dict[int, Any] = field(default_factory=dict)
     port: int = 0
     _store: Store | None = None
 
@@ -92,7 +93,9 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
     meeting = Meeting(spec.machine_rank, spec.num_machines, host, (store.host, 0), line)
     line.start()
     try:
-        greet(meeting, greeting, say, spec.launch.meet_timeout_s)
+        with reach.open_to_others(host) as place:
+            greet(meeting, {**greeting, "place": place}, say, spec.launch.meet_timeout_s)
+            say_who_is_not_reached(meeting, say)
         yield meeting
     finally:
         line.close()
@@ -116,6 +119,17 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     found = meeting.gather("greeting", greeting, waits)
     refuse_differences(line, found)
     meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
+    meeting.places = {machine: found[machine]["place"] for machine in found}
+
+
+def say_who_is_not_reached(meeting: Meeting, say: Say) -> None:
+    """A warning on machine 0, and on a machine that does not reach another: over what the ranks meet may be configured
+    otherwise (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
+    known = {machine: meeting.name_of(machine) for machine in meeting.places}
+    problems = meeting.gather("reach", reach.problem_here(meeting.machine, meeting.places, known))
+    for machine, problem in sorted(problems.items()):
+        if problem and meeting.machine in (0, machine):
+            say(f"warning: {problem}.")
 
 
 def refuse_differences(line: Line, found: dict[int, Any]) -> None:

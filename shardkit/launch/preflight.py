@@ -73,17 +73,9 @@ def run_problems(config: Config, machine: Machine, variables: Mapping[str, str])
 
 def machines_problems(config: Config) -> list[Problem]:
     """Whether several machines have where to meet."""
-    if config.num_machines == 1:
+    if config.num_machines == 1 or config.main_process_ip:
         return []
-    texts = []
-    if not config.main_process_ip:
-        texts.append(f"launch: {config.num_machines} machines need the address of machine 0; give --main HOST:PORT.")
-    if config.rdzv_backend not in {"static", "c10d"}:
-        texts.append(
-            f"launch: rdzv_backend: {config.rdzv_backend} is not needed (got it for {config.num_machines} machines): "
-            "they meet at machine 0; write static or c10d, and the address of machine 0."
-        )
-    return [Problem(text) for text in texts]
+    return [Problem(f"launch: {config.num_machines} machines need the address of machine 0; give --main HOST:PORT.")]
 
 
 def device_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
