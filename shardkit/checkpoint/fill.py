@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.checkpoint import disk, layout, tensors
 from shardkit.checkpoint.layout import Box, Entry, Stored
 from shardkit.checkpoint.verify import Files, Piece
+from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.errors import CheckpointCorrupted
 
@@ -142,7 +143,7 @@ class Saved:
 
     @cached_property
     def _memory(self) -> torch.Tensor:
-        return torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=accelerators.can_pin())
 
 
 def _empty_like(like: DTensor, dtype: torch.dtype) -> torch.Tensor:

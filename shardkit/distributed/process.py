@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardkit import env
 from shardkit.config import tasks
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import control, same_config, stores
+from shardkit.distributed import accelerators, control, same_config, stores
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
@@ -143,23 +143,22 @@ def leave() -> None:
 
 def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]:
     """(what is wrong, or None; the device of this rank)."""
-    cpu = torch.device("cpu")
-    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or not torch.cuda.is_available():
+    cpu, kind = torch.device("cpu"), accelerators.kind()
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or kind is None:
         return None, cpu
-    count = torch.cuda.device_count()
+    count = 1 if kind in accelerators.ALONE else accelerators.count()
     if ranks.local_rank >= count:
+        device = "GPU" if kind == "cuda" else f"{kind} device"
         return (
-            f"this machine: rank {ranks.local_rank} of it has no GPU (got {count} visible); "
-            "launch at most as many ranks a machine as it has GPUs, or set use_cpu: true."
+            f"this machine: rank {ranks.local_rank} of it has no {device} (got {count} for ranks to use); "
+            "launch at most as many ranks a machine as it has, or set use_cpu: true."
         ), cpu
     if ranks.one_a_machine and count > 1:
         return (
             f"this machine: WORLD_SIZE counts machines, each with one process (LOCAL_RANK is not set), but this one "
-            f"has {count} GPUs; start `shardkit launch` once on each, or set LOCAL_RANK and LOCAL_WORLD_SIZE too."
+            f"has {count} devices; start `shardkit launch` once on each, or set LOCAL_RANK and LOCAL_WORLD_SIZE too."
         ), cpu
-    device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
-    return None, device
+    return None, accelerators.take(ranks.local_rank)
 
 
 def allow_connections(world_size: int) -> None:
@@ -189,7 +188,7 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     allow_connections(ranks.world_size)
     if config.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = accelerators.backend_for(device)
     timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
     if env.ranks() is None or (ranks.world_size == 1 and not env.get("MASTER_ADDR")):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
