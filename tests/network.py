@@ -33,14 +33,11 @@ class Network:
         run("ip", "-n", self.names[0], "link", "set", self.links[0], "down")
 
     def block(self, machine: int, port: int) -> None:
-        """A firewall on a machine: only this port takes new connections."""
-        link = self.links[machine]
-        tc = self.command(machine, "tc")
-        run(*tc, "qdisc", "add", "dev", link, "clsact")
-        rule = [*tc, "filter", "add", "dev", link, "ingress", "protocol", "ip"]
-        tcp = ["flower", "ip_proto", "tcp"]
-        run(*rule, "prio", "1", *tcp, "dst_port", str(port), "action", "pass")
-        run(*rule, "prio", "2", *tcp, "tcp_flags", "0x02/0x12", "action", "drop")
+        """A firewall on a machine, made of routes: TCP leaves it by this port, or towards it, and by no other."""
+        rule = ["ip", "-n", self.names[machine], "rule", "add", "ipproto", "tcp"]
+        run(*rule, "pref", "1", "sport", str(port), "lookup", "main")
+        run(*rule, "pref", "2", "dport", str(port), "lookup", "main")
+        run(*rule, "pref", "3", "to", f"{ADDRESSES[0]}/24", "unreachable")
 
 
 @contextlib.contextmanager
