@@ -78,5 +78,5 @@ def test_a_firewall_that_lets_only_the_main_port_through_is_told(network, tmp_pa
         unanswered = rf"machine 0 \S+ does not reach machine 1 \S+ at {ADDRESSES[1]}:\d+ \(no answer in 3 s\)"
         first.wait_for(f"warning: {unanswered}")
         second.wait_for(
-            rf"warning: machine 1 \S+ does not reach machine 0 \S+ at {ADDRESSES[0]}:\d+ \(No route to host\)"
+            rf"warning: machine 1 \S+ does not reach machine 0 \S+ at {ADDRESSES[0]}:\d+ \(Network is unreachable\)"
         )
