@@ -15,12 +15,13 @@ RESOLVED = "SHARDKIT_RESOLVED_CONFIG"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is, as torch elastic says it."""
+    """Who this process is, as torch elastic says it. `one_a_machine`: no LOCAL_RANK, as where pods are counted."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
+    one_a_machine: bool = False
 
 
 def get(name: str, default: str | None = None) -> str | None:
@@ -50,15 +51,28 @@ def is_true(name: str) -> bool:
 
 
 def ranks() -> Ranks | None:
-    """Who this process is, or None where no launcher started it."""
+    """Who this process is, or None where no launcher started it.
+
+    Without LOCAL_RANK all ranks are on this machine if they meet on its loopback address or it is not said where;
+    else each is alone on a machine: so a PyTorchJob counts its pods.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "LOCAL_RANK" not in os.environ and _counts_machines():
+        return Ranks(rank, 0, size, 1, one_a_machine=True)
     return Ranks(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        world_size=size,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
     )
+
+
+def _counts_machines() -> bool:
+    address = os.environ.get("MASTER_ADDR", "localhost")
+    is_loopback = address in {"localhost", "::1"} or address.startswith("127.")
+    return "KUBERNETES_SERVICE_HOST" in os.environ or not is_loopback
 
 
 def config_path() -> Path | None:

@@ -101,6 +101,11 @@ def test_contradictions_are_refused(text, words):
         ("downcast_bf16: yes\n", "1:16: downcast_bf16: is for TPUs only; it changes nothing here."),
         ("tpu_name: a\n", "1:11: tpu_name: is for TPUs only; distributed_type FSDP does not read it."),
         ("num_machines: 2\nnum_processes: 2\n", "main_process_ip: several machines need the address of machine 0"),
+        (
+            "num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nrdzv_backend: etcd-v2\n",
+            "rdzv_backend: no etcd server is asked",
+        ),
+        ("num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nsame_network: no\n", "same_network: changes nothing"),
         ("distributed_type: XLA\nmixed_precision: fp16\n", "TPUs compute in bf16, not in fp16; write bf16."),
         ("distributed_type: MULTI_GPU\nuse_cpu: yes\n", "the ranks train on the CPU, although the type is MULTI_GPU."),
     ],

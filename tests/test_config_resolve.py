@@ -7,7 +7,8 @@ import pytest
 from shardkit import env
 from shardkit.config import files, hardware, suggested
 from shardkit.config.command import command_for, settings_of
-from shardkit.config.hardware import Device, Hardware, Scheduler, first_host, parse_nvidia_smi
+from shardkit.config.hardware import Device, Hardware, parse_nvidia_smi
+from shardkit.config.scheduler import Scheduler, first_host, scheduler
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
 
@@ -190,9 +191,9 @@ def test_what_the_tools_and_schedulers_say_is_understood():
         "n1-x",
         None,
     ]
-    job = hardware.scheduler({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1", "NNODES": "2"})
+    job = scheduler({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1", "NNODES": "2"})
     assert job is not None and (job.name, job.machines, job.machine_rank) == ("Kubernetes", 2, 1)
-    assert hardware.scheduler({}) is None
+    assert scheduler({}) is None
 
 
 def test_this_machine_is_detected_within_its_limits():

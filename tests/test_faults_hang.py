@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from shardkit.launch import failure
-from shardkit.launch.stacks import Stack
-from shardkit.launch.watch import waits_in_vain
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 240
@@ -140,11 +138,3 @@ def test_what_torch_says_of_a_mismatch_is_cut_to_what_matters():
     words = "the ranks are in different collectives: rank 0 in ALLREDUCE [4, 2] Float, rank 12 in BARRIER"
     assert failure.words_of(RuntimeError(MISMATCH)) == words
     assert failure.words_of(RuntimeError("Rank 0 is running collective: what?")).startswith("Rank 0 is")
-
-
-@pytest.mark.fault_row(29)
-def test_a_moving_rank_is_only_judged_where_another_waits_for_it():
-    waiting, working = Stack("train.py:1", True), Stack("train.py:2", False)
-    assert waits_in_vain({0: waiting, 1: working})
-    assert not waits_in_vain({0: working, 1: working})
-    assert not waits_in_vain({0: waiting, 1: waiting})

@@ -34,6 +34,12 @@ def script(name: str) -> str:
     return str(SCRIPTS / f"{name}.py")
 
 
+def folder_for(path: Path, name: object) -> Path:
+    """A folder of this name below the path, made."""
+    (path / str(name)).mkdir(exist_ok=True)
+    return path / str(name)
+
+
 def logs(folder: Path) -> Path:
     return next((folder / "runs").iterdir())
 
@@ -41,10 +47,27 @@ def logs(folder: Path) -> Path:
 class Running:
     """A launch under way, whose output is in a file that can be waited on."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, words: list[str] | None = None) -> None:
+        """`words`: another command than a launch with these arguments."""
         self._path = folder / "screen.txt"
         with self._path.open("w") as screen:
-            self.process = subprocess.Popen(command(*arguments), cwd=folder, stdout=screen, stderr=screen)
+            self.process = subprocess.Popen(
+                words or command(*arguments), cwd=folder, stdin=subprocess.PIPE, stdout=screen, stderr=screen, text=True
+            )
+
+    def close(self) -> None:
+        """Kill it, where it still runs."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def type(self, text: str) -> None:
+        """As a person at the terminal would."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
 
     def text(self) -> str:
         return self._path.read_text()
@@ -68,9 +91,7 @@ def running(folder: Path, *arguments: str):
     try:
         yield launched
     finally:
-        if launched.process.poll() is None:
-            launched.process.kill()
-            launched.process.wait()
+        launched.close()
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -174,6 +195,18 @@ def test_what_the_failing_rank_has_started_ends_with_it(tmp_path):  # issue 13, 
     done = launch(tmp_path, "-n", "2", "parent.py")
     assert done.returncode == 3, done.stderr
     wait_until_gone([int(pid) for pid in re.findall(r"child (\d+)", done.stdout)])
+
+
+def test_a_prompt_is_shown_and_what_is_typed_reaches_rank_0(tmp_path):  # issue 13, line 7
+    with running(tmp_path, "-n", "2", script("asking")) as launched:
+        launched.wait_for(r"\n\[0\] name\? $")
+        launched.type("you\n")
+        launched.wait_for(r"hello you\n(?:.*\n)*\[0\] \(Pdb\) $")
+        launched.type("p 6 * 7\n")
+        launched.wait_for(r"\(Pdb\) 42\n\[0\] \(Pdb\) $")
+        launched.type("c\n")
+        assert launched.end() == 0, launched.text()
+    assert "after the breakpoint" in launched.text()
 
 
 @pytest.mark.fault_row(28)

@@ -17,12 +17,12 @@ from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
 from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
 from shardkit.launch.diagnosis import Outcome
+from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines
 from shardkit.launch.preflight import Machine
 from shardkit.launch.records import Place, RankError
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import launch_spec
-from shardkit.launch.watch import Rank, first_to_stop, is_hung, render_table, somebody_moved
 
 NO_GPU = Machine((), 2)
 EIGHT = Machine(("H200",) * 8, 16)
@@ -448,14 +448,65 @@ def rank(number: int, since_s: float, step: int = 1, watched: bool = True, phase
 
 
 @pytest.mark.fault_row(28)
-def test_what_is_a_hang():
-    assert is_hung({0: rank(0, 10.0), 1: rank(1, 12.0)}, 5.0, 20.0)
-    assert not is_hung({0: rank(0, 10.0), 1: rank(1, 16.0)}, 5.0, 20.0)  # somebody moves
-    assert not is_hung({0: rank(0, 10.0), 1: rank(1, 17.0, watched=False, phase="starting")}, 5.0, 20.0)
-    assert not is_hung({0: rank(0, 10.0), 1: rank(1, 1.0, watched=False, phase="paused")}, 5.0, 20.0)
-    assert not is_hung({0: rank(0, 1.0, watched=False, phase="starting")}, 5.0, 20.0)  # a script that never posts
-    assert is_hung({0: rank(0, 19.0), 1: rank(1, 19.0, stopped_since_s=14.0)}, 5.0, 20.0)
-    assert not is_hung({}, 5.0, 20.0)
+def test_when_ranks_are_looked_at():
+    assert is_due({0: rank(0, 10.0), 1: rank(1, 12.0)}, 5.0, 20.0)
+    assert not is_due({0: rank(0, 10.0), 1: rank(1, 16.0)}, 5.0, 20.0)  # somebody moves
+    assert not is_due({0: rank(0, 10.0), 1: rank(1, 17.0, watched=False, phase="starting")}, 5.0, 20.0)
+    assert not is_due({0: rank(0, 10.0), 1: rank(1, 1.0, watched=False, phase="paused")}, 5.0, 20.0)
+    assert is_due({0: rank(0, 19.0), 1: rank(1, 19.0, stopped_since_s=14.0)}, 5.0, 20.0)
+    assert not is_due({}, 5.0, 20.0)
+    plain = {number: rank(number, 1.0, watched=False, phase="starting", worked_s=19.0) for number in (0, 1)}
+    assert not is_due(plain, 5.0, 20.0)  # a script that never posts, at work
+    plain[1].worked_s = 14.0
+    assert is_due(plain, 5.0, 20.0)
+    assert not is_due({0: plain[1]}, 5.0, 20.0)  # alone, it waits for nobody
+
+
+WAITS = Seen(stacks.Stack("train.py:1", True), is_in_collective=True)
+WORKS = Seen(stacks.Stack("train.py:2", False), uses_cpu=True)
+MOVES = Seen(stacks.Stack("train.py:2", False), moves=True)
+STANDS = Seen(stacks.Stack("train.py:3", False))
+ASKS = Seen(stacks.Stack("train.py:4", True), moves=True, is_in_collective=True)
+PASSES = Seen(stacks.Stack("train.py:4", True), moves=True, uses_cpu=True, is_in_collective=True)
+NATIVE = Seen(stacks.Stack("train.py:5", False, is_in_backward=True))
+DEBUGGED = Seen(stacks.Stack("train.py:6", False, is_debugged=True))
+STOPPED = Seen(None)
+
+
+@pytest.mark.fault_row(28)
+@pytest.mark.parametrize(
+    ("seen", "posted", "plain"),
+    [
+        ((WAITS, WORKS), Verdict.SLOW, Verdict.SLOW),
+        ((WAITS, MOVES), Verdict.SLOW, Verdict.SLOW),
+        ((WAITS, STANDS), Verdict.HANG, Verdict.HANG),
+        ((WAITS, STOPPED), Verdict.HANG, Verdict.HANG),
+        ((WAITS, WAITS), Verdict.HANG, Verdict.HANG),
+        ((WAITS, NATIVE), Verdict.HANG, Verdict.HANG),
+        ((WAITS, ASKS), Verdict.HANG, Verdict.HANG),
+        ((WAITS, PASSES), Verdict.SLOW, Verdict.SLOW),
+        ((WAITS, DEBUGGED), Verdict.WORK, Verdict.WORK),
+        ((WORKS, WORKS), Verdict.SLOW, Verdict.WORK),
+        ((WORKS, STANDS), Verdict.SLOW, Verdict.WORK),
+        ((STANDS, STANDS), Verdict.HANG, Verdict.SLOW),
+    ],
+)
+def test_nobody_is_ended_who_works_or_for_whom_nobody_waits(seen, posted, plain):  # issue 13, line 3
+    by_rank = dict(enumerate(seen))
+    watched = {0: rank(0, 10.0), 1: rank(1, 12.0)}
+    assert judge(watched, by_rank, 5.0, 20.0) is posted
+    silent = {number: rank(number, 1.0, watched=False, phase="starting") for number in (0, 1)}
+    assert judge(silent, by_rank, 5.0, 20.0) is plain
+    out_of_patience = judge(watched, by_rank, 5.0, 28.0)
+    assert out_of_patience is (Verdict.HANG if posted is Verdict.SLOW and seen[0] is WAITS else posted)
+
+
+def test_what_is_said_of_slow_ranks():
+    ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
+    said = warning(ranks, {0: WAITS, 1: WORKS}, 5.0, 20.0).splitlines()
+    assert said[0] == "launch: no progress for 5 s, but rank 1 is at work at train.py:2. The run goes on."
+    assert said[1].startswith("  Rank 0 waits for its peers in a collective, and the run is ended after 15 s without")
+    assert "accelerator.pause()" in said[2]
 
 
 IN_A_COLLECTIVE = """\
@@ -466,6 +517,12 @@ Current thread 0x00007f8 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/home/me/train.py", line 20 in step
   File "/home/me/train.py", line 31 in <module>
+"""
+IN_PDB = """\
+Thread 0x00007f8 (most recent call first):
+  File "/usr/lib/python3.11/cmd.py", line 126 in cmdloop
+  File "/usr/lib/python3.11/pdb.py", line 383 in _cmdloop
+  File "/home/me/train.py", line 20 in step
 """
 IN_THE_DATA = """\
 Current thread 0x00007f8 (most recent call first):
@@ -479,19 +536,30 @@ def test_the_rank_that_the_others_wait_for_is_named():
     waiting, loading = stacks.parse(IN_A_COLLECTIVE), stacks.parse(IN_THE_DATA)
     assert (waiting.where, waiting.waits_for_peers) == ("/home/me/train.py:20 in step", True)
     assert (loading.where, loading.waits_for_peers) == ("/home/me/data.py:88 in __getitem__", False)
-    assert not somebody_moved({0: waiting, 1: loading}, {0: waiting, 1: loading})
-    elsewhere = stacks.parse(IN_THE_DATA.replace("line 88", "line 89"))
-    assert somebody_moved({0: waiting, 1: loading}, {0: waiting, 1: elsewhere})
+    assert stacks.parse(IN_PDB).is_debugged and not loading.is_debugged
     ranks = {0: rank(0, 10.0), 1: rank(1, 11.0, phase="data")}
-    found = {0: waiting, 1: loading}
-    assert first_to_stop(ranks, found) == 1
-    assert first_to_stop({**ranks, 2: rank(2, 12.0, step=5, exit_code=0)}, found) == 2
-    assert first_to_stop({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}) == 1
-    assert render_table({**ranks, 2: rank(2, 12.0, exit_code=0)}, found, 20.0).splitlines() == [
+    found = {0: Seen(waiting, is_in_collective=True), 1: Seen(loading)}
+    assert "First to stop: rank 1" in render(rows_of(ranks, found, 20.0), 5.0, "logs")
+    left = {**ranks, 2: rank(2, 12.0, step=5, exit_code=0)}
+    assert render(rows_of(left, found, 20.0), 5.0, "logs").splitlines() == [
+        "launch: HANG, no progress for 5 s",
         "  rank 0  step 1  step  for 10 s  at /home/me/train.py:20 in step, waiting for its peers",
         "  rank 1  step 1  data  for 9 s  at /home/me/data.py:88 in __getitem__",
         "  rank 2  ended with exit code 0",
+        "  First to stop: rank 2. The stacks of all ranks are in logs/rank*.stack.",
     ]
+    stopped = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}, 20.0)
+    assert "First to stop: rank 1" in render(stopped, 5.0, "logs")
+    two_waiting = rows_of({0: rank(0, 10.0)}, {0: WAITS}, 20.0) + rows_of({1: rank(1, 11.0)}, {1: WAITS}, 20.0)
+    assert "Every rank waits for its peers" in render(two_waiting, 5.0, "logs")
+
+
+def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():  # issue 13, line 6
+    ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
+    seen = {0: WAITS, 1: WAITS}
+    assert judge(ranks, seen, 5.0, 20.0, has_others=True) is Verdict.SLOW
+    assert judge(ranks, seen, 5.0, 28.0, has_others=True) is Verdict.HANG
+    assert "another machine's ranks may be at work" in warning(ranks, seen, 5.0, 20.0)
 
 
 # restarts

@@ -46,7 +46,14 @@ def test_a_rank_says_where_it_is(tmp_path, monkeypatch):
         progress.post("backward", 7)
         place = records.read_places(tmp_path)[3]
         assert (place.local_rank, place.phase, place.step, place.is_watched) == (1, "backward", 7, True)
-        progress.pause()
+        with progress.paused("evaluation", 7):
+            with progress.paused("generation", 7):
+                progress.post("forward", 7)  # a prepared loader inside
+            place = records.read_places(tmp_path)[3]
+            assert (place.phase, place.is_watched) == ("evaluation", False)
+        place = records.read_places(tmp_path)[3]
+        assert (place.phase, place.is_watched) == ("after evaluation", True)
+        progress.leave("done", 7)
         assert not records.read_places(tmp_path)[3].is_watched
         progress.committed(6)
         assert records.read_places(tmp_path)[3].committed_step == 6
@@ -59,7 +66,9 @@ def test_posting_without_a_launcher_does_nothing():
     progress._writer.cache_clear()
     progress.post("step", 1)
     progress.committed(1)
-    progress.pause()
+    progress.leave("done", 1)
+    with progress.paused("pause", 1):
+        pass
     progress._writer.cache_clear()
 
 

@@ -11,7 +11,8 @@ import yaml
 
 from shardkit.cli.main import run
 from shardkit.config import files
-from shardkit.config.hardware import Hardware, Scheduler
+from shardkit.config.hardware import Hardware
+from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import ShardingStrategy
 from tests.wizard_talk import (
     BACK,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from shardkit import templates
 from shardkit.config import checks, edit, files
 from shardkit.config.command import settings_of
-from shardkit.config.hardware import Hardware, Scheduler
+from shardkit.config.hardware import Hardware
+from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.launch.spec import launch_spec
 from shardkit.model.sources import describe

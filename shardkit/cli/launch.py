@@ -273,6 +273,7 @@ def checked(
         *loaded.notes,
         None if loaded.path else _other_file(),
         preflight.core_warning(loaded.config, machine),
+        preflight.job_warning(loaded.config, found.scheduler),
         environment.cpu_note(loaded.config, device, source),
         *(_notes_on_schedules(command, is_module, more_variables or {}) if loaded.config.num_processes > 1 else []),
     ):

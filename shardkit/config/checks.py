@@ -208,6 +208,12 @@ def _machines(config: Config) -> Iterator[Finding]:
     if config.num_machines > 1 and not config.main_process_ip:
         text = "several machines need the address of machine 0; give it here or at launch."
         yield Finding(("main_process_ip", "num_machines"), text)
+    if config.num_machines > 1 and config.rdzv_backend in {"etcd", "etcd-v2"}:
+        text = "no etcd server is asked: machines meet at machine 0, as main_process_ip and main_process_port say."
+        yield Finding(("rdzv_backend", "num_machines"), text)
+    if config.num_machines > 1 and not config.same_network:
+        text = "changes nothing: the machines must reach one another directly, on all ports."
+        yield Finding(("same_network", "num_machines"), text)
     if config.distributed_type is DistributedType.MULTI_GPU and config.use_cpu:
         yield Finding(("use_cpu", "distributed_type"), "the ranks train on the CPU, although the type is MULTI_GPU.")
 

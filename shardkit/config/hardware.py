@@ -4,11 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit import env
+from shardkit.config.scheduler import Scheduler, scheduler
 
 _CGROUP = Path("/sys/fs/cgroup")
 # bf16 needs an NVIDIA GPU of compute capability 8.0 or newer (CUDA C++ Programming Guide, arithmetic instructions).
@@ -27,17 +27,6 @@ class Device:
     @property
     def has_bf16(self) -> bool:
         return self.capability is None or self.capability >= _BF16_CAPABILITY
-
-
-@dataclass(frozen=True)
-class Scheduler:
-    """What the scheduler that started this process says about the job."""
-
-    name: str
-    machines: int = 1
-    machine_rank: int | None = None
-    main_address: str | None = None
-    job: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,35 +136,6 @@ def _memory_bytes() -> int:
         text = _text(_CGROUP / path).strip()
         limits += [int(text)] if text.isdigit() else []
     return min(limits, default=0)
-
-
-def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
-    """What the environment says about the job that this process belongs to; None where no scheduler started it."""
-    variables = env.copy() if variables is None else variables
-    if "SLURM_JOB_ID" in variables:
-        return Scheduler(
-            "SLURM",
-            machines=_number(variables, "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1,
-            machine_rank=_number(variables, "SLURM_NODEID"),
-            main_address=first_host(variables.get("SLURM_JOB_NODELIST", variables.get("SLURM_NODELIST", ""))),
-            job=variables["SLURM_JOB_ID"],
-        )
-    if "KUBERNETES_SERVICE_HOST" in variables:
-        index = _number(variables, "JOB_COMPLETION_INDEX", "NODE_RANK")
-        machines = _number(variables, "NNODES", "PET_NNODES") or 1
-        return Scheduler("Kubernetes", machines, index, variables.get("MASTER_ADDR"), variables.get("HOSTNAME"))
-    return None
-
-
-def _number(variables: Mapping[str, str], *names: str) -> int | None:
-    texts = [variables[name] for name in names if variables.get(name, "").isdigit()]
-    return int(texts[0]) if texts else None
-
-
-def first_host(hosts: str) -> str | None:
-    """The first of SLURM's hosts: `node[03-05,9],other` -> `node03`."""
-    match = re.match(r"\s*([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
-    return f"{match[1]}{match[2] or ''}{match[3] or ''}".strip() if match else None
 
 
 def _text(path: Path) -> str:

@@ -337,7 +337,7 @@ class LaunchConfig(Section):
     """What the launcher watches and how it stops."""
 
     hang_timeout_s: Seconds = Field(600.0, gt=0)
-    """How long a rank may make no progress before the run is stopped and that rank is named, in seconds."""
+    """How long ranks may make no progress before the launcher looks whether they hang, in seconds."""
 
     stop_timeout_s: Seconds = Field(120.0, gt=0)
     """How long ranks have to save and leave after SIGTERM, in seconds."""
@@ -516,10 +516,10 @@ class Config(Section):
     """Port on machine 0; by default a free one on one machine, 29500 on several."""
 
     rdzv_backend: Annotated[RendezvousBackend, BeforeValidator(read_word)] = "static"
-    """How machines find one another: static (fixed numbers), c10d (any start order), etcd-v2 (an external store)."""
+    """For Accelerate: static, c10d, etcd-v2, etcd. shardkit's machines always meet at machine 0, in any order."""
 
     same_network: Bool = True
-    """Whether the machines reach one another directly."""
+    """For Accelerate: whether the machines are in one network. shardkit's must reach one another directly."""
 
     use_cpu: Bool = False
     """Train on the CPU even where there is a GPU."""

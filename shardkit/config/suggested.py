@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shardkit.config.hardware import Hardware, Scheduler, detect, scheduler
+from shardkit.config.hardware import Hardware, detect
 from shardkit.config.keys import Path
 from shardkit.config.layers import Entry, Layer, Origin
+from shardkit.config.scheduler import Scheduler, scheduler
 from shardkit.config.schema import read_bool, read_count, read_distributed_type
 
 _COUNT = ("num_processes",)
@@ -45,7 +46,8 @@ def for_machines(hardware: Hardware, given: Mapping[Path, Entry]) -> dict[Path, 
     machines = _says(given, ("num_machines",), read_count) or values.get(("num_machines",), 1)
     single = _says(given, ("distributed_type",), read_distributed_type) == "NO"
     on_cpu = _says(given, ("use_cpu",), read_bool) is True
-    here = 0 if on_cpu else len(hardware.devices)
+    job = hardware.scheduler
+    here = 0 if on_cpu else (job and job.ranks_per_machine) or len(hardware.devices)
     values[_COUNT] = 1 if single else (here or min(2, hardware.cores)) * (machines if isinstance(machines, int) else 1)
     return values
 
@@ -59,6 +61,7 @@ def for_job(job: Scheduler | None, given: Mapping[Path, Entry]) -> dict[Path, An
         ("num_machines",): job.machines,
         ("machine_rank",): job.machine_rank,
         ("main_process_ip",): job.main_address,
+        ("main_process_port",): job.main_port,
     }
     return {path: value for path, value in values.items() if value is not None and path not in given}
 

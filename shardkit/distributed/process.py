@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit import env
+from shardkit.config import tasks
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import accelerators, control, same_config
+from shardkit.distributed import accelerators, control, same_config, stores
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
@@ -55,7 +56,13 @@ class Process:
 
 
 def launched() -> env.Ranks:
-    """Who this process is as far as its environment or a running process group says; else the only rank."""
+    """Who this process is as far as its environment or a running process group says; else the only rank.
+
+    Where srun or mpirun started it, its variables become torch elastic's. Raises ConfigError where they contradict
+    themselves.
+    """
+    if not dist.is_initialized():
+        env.update(tasks.world_of(env.copy()) or {})
     found = env.ranks()
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -77,6 +84,8 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
     but only says so where the script was started by hand: that is how one debugs it.
     """
     ranks = launched()
+    if ranks.world_size == 1 and env.ranks() is None and (text := tasks.left_alone(env.copy())):
+        log.warning("%s", text)
     if config.num_processes != ranks.world_size and "num_processes" in chosen:
         text = f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for"
         if env.ranks() is not None or dist.is_initialized():
@@ -108,7 +117,7 @@ def start(config: Config) -> Process:
     Ranks talk through gloo on the CPU and through NCCL on CUDA (with gloo beside it for what lies on the CPU).
     """
     ranks = launched()
-    problem, device = _device(config, ranks.local_rank)
+    problem, device = _device(config, ranks)
     owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
     if owns_group:
         _join(config, ranks, device)
@@ -158,19 +167,24 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _device(config: Config, local_rank: int) -> tuple[str | None, torch.device]:
+def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]:
     """(what is wrong, or None; the device of this rank)."""
     cpu, kind = torch.device("cpu"), accelerators.kind()
     if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or kind is None:
         return None, cpu
     count = 1 if kind in accelerators.ALONE else accelerators.count()
-    if local_rank >= count:
+    if ranks.local_rank >= count:
         device = "GPU" if kind == "cuda" else f"{kind} device"
         return (
-            f"this machine: rank {local_rank} of it has no {device} (got {count} for ranks to use); "
+            f"this machine: rank {ranks.local_rank} of it has no {device} (got {count} for ranks to use); "
             "launch at most as many ranks a machine as it has, or set use_cpu: true."
         ), cpu
-    return None, accelerators.take(local_rank)
+    if ranks.one_a_machine and count > 1:
+        return (
+            f"this machine: WORLD_SIZE counts machines, each with one process (LOCAL_RANK is not set), but this one "
+            f"has {count} devices; start `shardkit launch` once on each, or set LOCAL_RANK and LOCAL_WORLD_SIZE too."
+        ), cpu
+    return None, accelerators.take(ranks.local_rank)
 
 
 def allow_connections(world_size: int) -> None:
@@ -202,10 +216,13 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     backend = accelerators.backend_for(device)
     timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
-    if env.ranks() is None:
+    if env.ranks() is None or (ranks.world_size == 1 and not env.get("MASTER_ADDR")):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
+    elif env.get("TORCHELASTIC_RUN_ID"):
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    else:
+        store = stores.of_all_ranks(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if backend == "gloo":
         # Its threads must end before the interpreter takes down what they use.
         atexit.register(leave)

@@ -1,10 +1,13 @@
 """Says where this rank is, so that the launcher can tell a hang from work and name the rank that stopped first.
 
 progress.post("forward", step)       cheap (microseconds), from the main thread; does nothing when not launched
-progress.pause()                     what follows may take any time: the launcher does not count it
+with progress.paused("pause", step)  inside, anything may take any time: the launcher does not count it
+progress.leave("done", step)         from here on nothing is counted any more
 progress.committed(step)             a checkpoint is complete; restarts go on while this grows
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -12,16 +15,31 @@ from shardkit import env
 from shardkit.launch import names
 from shardkit.launch.records import PlaceWriter
 
+_pauses: list[str] = []
+"""The pauses that this rank is in, the outer one first."""
+
 
 def post(phase: str, step: int) -> None:
-    """This rank enters `phase` of optimizer step `step`; from now on the launcher counts its seconds."""
+    """This rank enters `phase` of optimizer step `step`; the launcher counts its seconds from here; not in a pause."""
     writer = _writer()
     if writer is not None:
-        writer.post(phase, step)
+        writer.post(phase, step, is_watched=not _pauses)
 
 
-def pause(phase: str = "paused", step: int = 0) -> None:
-    """This rank does something that may take any time, such as an evaluation; it is not watched until the next post."""
+@contextmanager
+def paused(phase: str, step: int) -> Iterator[None]:
+    """Inside, this rank may take any time, whatever else it posts there."""
+    _pauses.append(phase)
+    post(phase, step)
+    try:
+        yield
+    finally:
+        _pauses.pop()
+        post(f"after {phase}" if not _pauses else _pauses[-1], step)
+
+
+def leave(phase: str, step: int) -> None:
+    """What follows may take any time, until the next post."""
     writer = _writer()
     if writer is not None:
         writer.post(phase, step, is_watched=False)

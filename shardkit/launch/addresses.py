@@ -28,6 +28,27 @@ def is_here(address: str) -> bool:
         return False
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches the address."""
+    return address == "::1" or address.startswith("127.")
+
+
+def means_loopback(host: str) -> bool:
+    """Whether whoever wrote this name meant this machine alone; others are sent to loopback by /etc/hosts (Debian)."""
+    return host == "localhost" or is_loopback(host)
+
+
+def gloo_variables(host: str) -> dict[str, str]:
+    """The variable that makes gloo listen on the interface over which `host` is reached, and on no other; none where
+    that is not known."""
+    if means_loopback(host):
+        return {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    resolved = resolve(host)
+    ours = towards(resolved) if resolved and not is_loopback(resolved) else None
+    interface = interface_of(ours) if ours else None
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+
 def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 

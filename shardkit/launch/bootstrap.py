@@ -23,7 +23,7 @@ from typing import TextIO
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
-from shardkit.launch import failure, names, records
+from shardkit.launch import failure, names, processes, records
 from shardkit.leaving import leave_torch_standing
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,9 +39,12 @@ def main(arguments: list[str]) -> int:
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     log_file = open(names.log_path(log_dir, rank), "a", buffering=1)  # noqa: SIM115
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
+    faulthandler.register(processes.STACKS_SIGNAL, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
+    processes.take_stack_signals()
     place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
     connect_output(folder)
+    if rank:
+        leave_input()
     try:
         check_world()
         with around_script(log_dir):
@@ -73,6 +76,13 @@ def connect_output(folder: Path) -> None:
         stream = text_stream(number)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def leave_input() -> None:
+    """What is typed goes to rank 0 alone: to `input()`, to a debugger."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def text_stream(descriptor: int) -> TextIO:

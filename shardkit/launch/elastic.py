@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 from shardkit import __version__, env
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, names, records, ways
+from shardkit.launch import diagnosis, hangs, names, records, ways
 from shardkit.launch.diagnosis import Outcome
+from shardkit.launch.hangs import Row
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, headline
-from shardkit.launch.watch import CTRL_C_S, Hang, Watch
+from shardkit.launch.watch import CTRL_C_S, Watch
 from shardkit.launch.ways import Start
 
 if TYPE_CHECKING:  # they load torch
@@ -46,7 +47,8 @@ class Attempt:
     """The newest step of which some rank saw a complete checkpoint; -1: none."""
     logs: dict[int, str]
     """Where each rank's log is."""
-    hang: str | None = None
+    hang: tuple[Row, ...] = ()
+    """What each rank did when it was found that they hang; none where they did not."""
     stop: int | None = None
     """The signal that ended it."""
 
@@ -67,7 +69,10 @@ def run(spec: LaunchSpec) -> Path:
     with ways.prepared(spec) as start:
         from shardkit.launch import meeting
 
-        with meeting.opened(spec, greeting(spec), say) as machines:
+        with (
+            native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec),
+            meeting.opened(spec, greeting(spec), say) as machines,
+        ):
             while True:
                 error = run_attempt(spec, start, machines, log_dir, restarts)
                 if error is None:
@@ -75,6 +80,27 @@ def run(spec: LaunchSpec) -> Path:
                     return log_dir
                 restarts.count(error)
                 say(restarts.announcement())
+
+
+@contextlib.contextmanager
+def native_words_in(path: Path, spec: LaunchSpec) -> Iterator[None]:
+    """With several machines: what torch's C++ says in this process goes into a file. Of a network it says a page, where
+    one line of ours names the machine."""
+    if spec.num_machines == 1:
+        yield
+        return
+    found = sys.stderr
+    found.flush()
+    screen = os.dup(2)
+    with path.open("ab") as file, open(screen, "w", buffering=1, errors="backslashreplace") as stream:
+        os.dup2(file.fileno(), 2)
+        sys.stderr = stream
+        try:
+            yield
+        finally:
+            stream.flush()
+            sys.stderr = found
+            os.dup2(screen, 2)
 
 
 def greeting(spec: LaunchSpec) -> dict[str, Any]:
@@ -135,17 +161,18 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
     from shardkit.launch import ranks
     from shardkit.launch.line import Lost
 
-    watch = Watch(folder, log_dir, spec.launch.hang_timeout_s, spec.launch.stop_timeout_s)
+    limits = spec.launch
+    watch = Watch(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, spec.num_machines > 1)
     try:
         with signals_to(watch):
             machines.begin(ranks.name_of(restart))
             started_s = time.monotonic()
             watch.start()
             try:
-                ended = ranks.run(spec, start, machines, folder, restart)
+                ended = ranks.run(spec, start, machines, folder, restart, watch)
             finally:
                 watch.close()
-        report = report_of(spec, watch, ended, records.read_errors(folder), started_s, _short(log_dir))
+        report = report_of(watch, ended, records.read_errors(folder), started_s, _short(log_dir))
         reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
     except OSError as error:
         raise MachineError(f"launch: the ranks could not be started: {error}") from error
@@ -159,14 +186,14 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
 
 
 def report_of(
-    spec: LaunchSpec, watch: Watch, ended: "Ended", errors: dict[int, records.RankError], started_s: float, logs: str
+    watch: Watch, ended: "Ended", errors: dict[int, records.RankError], started_s: float, logs: str
 ) -> dict[str, Any]:
     """What this machine tells the others of its ranks. Times are seconds since the start, which all share."""
-    hang = watch.hang
     return {
         "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
         "committed_step": max((rank.place.committed_step for rank in watch.ranks.values()), default=-1),
-        "hang": _hang(hang, spec.launch.hang_timeout_s, logs) if hang is not None else None,
+        "is_hung": watch.is_hung,
+        "rows": [asdict(_later(row, -started_s)) for row in watch.rows or ()],
         "stop": watch.stop.number if watch.stop is not None else None,
         "logs": logs,
     }
@@ -188,7 +215,9 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
         started_s,
         max(report["committed_step"] for report in known),
         logs,
-        next((report["hang"] for report in known if report["hang"]), None),
+        tuple(_later(Row(**row), started_s) for report in known for row in report["rows"])
+        if any(report["is_hung"] for report in known)
+        else (),
         next((report["stop"] for report in known if report["stop"]), None),
     )
 
@@ -197,6 +226,11 @@ def shifted(outcome: Outcome, seconds: float) -> Outcome:
     """The outcome with its times counted from another moment."""
     error = outcome.error and replace(outcome.error, time_s=outcome.error.time_s + seconds)
     return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
+
+
+def _later(row: Row, seconds: float) -> Row:
+    *rest, since_s = row.order
+    return replace(row, order=(*rest, since_s + seconds))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -255,8 +289,10 @@ def outcomes_of(watch: Watch, ended: "Ended", errors: dict[int, records.RankErro
 
 def error_of(attempt: Attempt, spec: LaunchSpec, output: Output) -> ShardkitError:
     """The error that a failed attempt ends with; shows the traceback of the rank that failed first, and no other."""
-    if attempt.hang is not None:
-        return HangError(attempt.hang + diagnosis.saved(attempt.committed_step))
+    if attempt.hang:
+        logs = attempt.logs[min(attempt.hang, key=lambda row: row.order).rank]
+        text = hangs.render(attempt.hang, spec.launch.hang_timeout_s, logs)
+        return HangError(text + diagnosis.saved(attempt.committed_step))
     found = diagnosis.diagnose(attempt.outcomes)
     stop, root, logs = attempt.stop, found.outcome, attempt.logs[found.rank]
     if root.error is not None and root.error.exit_code == EXIT_PREEMPTED:
@@ -304,14 +340,6 @@ def _writable(path: Path) -> Iterator[None]:
         raise MachineError(
             f"launch: log folder {path} cannot be made ({error.strerror}); give another one with --logs DIR."
         ) from None
-
-
-def _hang(hang: Hang, timeout_s: float, logs: str) -> str:
-    lines = [f"launch: HANG, no progress for {timeout_s:g} s", hang.table]
-    lines.append(f"  First to stop: rank {hang.first}. The stacks of all ranks are in {logs}/rank*.stack.")
-    if hang.all_wait:
-        lines.append("  Every rank waits for its peers: their collectives do not match, or the network is in the way.")
-    return "\n".join(lines)
 
 
 def _short(path: Path) -> str:

@@ -6,13 +6,15 @@ import hmac
 import json
 import threading
 import time
-from typing import Any, NoReturn
-
-from torch.distributed import Store
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardkit import env
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import names
+
+if TYPE_CHECKING:  # it loads torch
+    from torch.distributed import Store
 
 POLL_S = 0.1
 BEAT_S = 1.0
@@ -21,6 +23,14 @@ LOST_S = 30.0
 GOODBYE_S = 5.0
 """How long machine 0 keeps the store for others that have not yet read the end."""
 SIGNATURE_BYTES = 64
+
+
+class Alarm(str, Enum):
+    """Why the ranks of all machines are to end."""
+
+    FAILURE = "a rank has failed"
+    HANG = "the ranks hang"
+    LOST = "a machine is lost"
 
 
 class Lost(Exception):
@@ -34,14 +44,14 @@ class Lost(Exception):
 class Line:
     """The thread that talks to the store, so that nothing else ever waits for the network."""
 
-    def __init__(self, store: Store, machine: int, machines: int) -> None:
+    def __init__(self, store: "Store", machine: int, machines: int) -> None:
         self._store, self._machine, self._machines = store, machine, machines
         self._said: dict[str, Any] = {}
         self._published: dict[str, dict[int, Any]] = {}
         self._collected: dict[str, dict[int, Any]] = {}
         self._missing: dict[str, list[int]] = {}
-        self._alarms_raised: set[str] = set()
-        self._alarms_heard: set[str] = set()
+        self._alarms_raised: dict[str, Alarm] = {}
+        self._alarms_heard: dict[str, Alarm] = {}
         self._watched: set[str] = set()
         self._sent: set[str] = set()
         self._lost: list[int] = []
@@ -102,12 +112,14 @@ class Line:
         with contextlib.suppress(Exception):
             self._store.set("refused", sealed({"text": str(error), "is_config": isinstance(error, ConfigError)}))
 
-    def raise_alarm(self, name: str) -> None:
-        self._alarms_raised.add(name)
+    def raise_alarm(self, name: str, alarm: Alarm) -> None:
+        self._alarms_raised[name] = alarm
 
-    def hears_alarm(self, name: str) -> bool:
+    def hears_alarm(self, name: str) -> Alarm | None:
         self._watched.add(name)
-        return name in self._alarms_heard or self._error is not None or bool(self.lost())
+        if self._error is not None or self.lost():
+            return Alarm.LOST
+        return self._alarms_heard.get(name)
 
     def lost(self) -> list[int]:
         """Machines that are gone: for the others, machine 0 when the store does not answer."""
@@ -151,8 +163,8 @@ class Line:
             self._store.set(f"said/{name}/{self._machine}", sealed(self._said[name]))
             self._sent.add(name)
         for name in [name for name in self._alarms_raised if name not in self._alarms_heard]:
-            self._store.set(f"alarm/{name}", "1")
-            self._alarms_heard.add(name)
+            first = self._store.compare_set(f"alarm/{name}", "", sealed(self._alarms_raised[name]))
+            self._alarms_heard[name] = Alarm(unsealed(first))
 
     def _read(self) -> None:
         if self._store.check(["refused"]):
@@ -160,7 +172,7 @@ class Line:
             raise (ConfigError if refusal["is_config"] else MachineError)(refusal["text"])
         for name in [name for name in self._watched if name not in self._alarms_heard]:
             if self._store.check([f"alarm/{name}"]):
-                self._alarms_heard.add(name)
+                self._alarms_heard[name] = Alarm(unsealed(self._store.get(f"alarm/{name}")))
         for name in [name for name in self._said if name not in self._published]:
             if self._machine == 0:
                 self._collect(name)

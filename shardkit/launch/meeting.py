@@ -8,27 +8,18 @@ one for each attempt. One machine alone has that one only, on its loopback addre
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from shardkit.errors import ConfigError, MachineError
-from shardkit.launch import addresses
-from shardkit.launch.line import POLL_S, Line
+from shardkit.launch import addresses, reach, stores
+from shardkit.launch.line import POLL_S, Alarm, Line
 from shardkit.launch.spec import LaunchSpec
-
-ANNOUNCE_S = 5.0
-CONNECT_S = 2.0
-GREETING_S = 15.0
-"""How long machine 0's store may take to answer, once it is reached."""
-STORE_TIMEOUT = timedelta(seconds=300)
-
-Say = Callable[[str], None]
+from shardkit.launch.stores import Announcement, Say
 
 
 @dataclass
@@ -44,6 +35,7 @@ class Meeting:
     listens_on: tuple[str, int]
     line: "Line | None" = None
     hosts: list[str] = field(default_factory=list)
+    places: dict[int, Any] = field(default_factory=dict)
     port: int = 0
     _store: Store | None = None
 
@@ -51,7 +43,7 @@ class Meeting:
         """Wait until all machines begin an attempt, with a store of its own for the ranks: none sees older keys."""
         self._store = None  # a configured port is free again
         if self.machine == 0:
-            self._store = hosted(*self.listens_on)
+            self._store = stores.hosted(*self.listens_on)
             self.port = self._store.port
         self.port = self.gather(f"{name}-start", self.port)[0]
 
@@ -70,14 +62,14 @@ class Meeting:
             time.sleep(POLL_S / 2)
         return found
 
-    def raise_alarm(self, name: str) -> None:
+    def raise_alarm(self, name: str, alarm: Alarm) -> None:
         """Let the other machines know that this attempt has failed."""
         if self.line is not None:
-            self.line.raise_alarm(name)
+            self.line.raise_alarm(name, alarm)
 
-    def hears_alarm(self, name: str) -> bool:
-        """Whether some machine has raised it, or is gone."""
-        return self.line is not None and self.line.hears_alarm(name)
+    def hears_alarm(self, name: str) -> Alarm | None:
+        """What some machine has raised first; None where there is nothing."""
+        return self.line.hears_alarm(name) if self.line is not None else None
 
     def name_of(self, machine: int) -> str:
         """The machine's number and, once known, its name."""
@@ -90,105 +82,23 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
     if spec.num_machines == 1:
         yield Meeting(0, 1, addresses.LOOPBACK, (addresses.LOOPBACK, spec.rendezvous.port))
         return
-    until = time.monotonic() + spec.launch.meet_timeout_s
-    store = host_for_others(spec, say) if spec.machine_rank == 0 else reached(spec, say, until)
+    host, port = spec.rendezvous.host, spec.rendezvous.port
+    if spec.machine_rank == 0:
+        store = stores.hosted(stores.listening_address(host, spec.launch.bind_address, say), port)
+    else:
+        who = f"machine {spec.machine_rank} of {spec.num_machines}"
+        advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
+        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
     line = Line(store, spec.machine_rank, spec.num_machines)
-    listens_on = (store.host, 0)
-    meeting = Meeting(spec.machine_rank, spec.num_machines, spec.rendezvous.host, listens_on, line)
+    meeting = Meeting(spec.machine_rank, spec.num_machines, host, (store.host, 0), line)
     line.start()
     try:
-        greet(meeting, greeting, say, spec.launch.meet_timeout_s)
+        with reach.open_to_others(host) as place:
+            greet(meeting, {**greeting, "place": place}, say, spec.launch.meet_timeout_s)
+            say_who_is_not_reached(meeting, say)
         yield meeting
     finally:
         line.close()
-
-
-# ---- the store ----
-
-
-def hosted(address: str, port: int) -> TCPStore:
-    """A store in this process that listens on one address only; port 0: a free one. torch's own listens on all."""
-    try:
-        listener = addresses.listen(address, port)
-    except OSError as error:
-        raise MachineError(
-            f"launch: cannot listen on {address}:{port} ({error.strerror}); choose another port with --main HOST:PORT."
-        ) from None
-    with listener:
-        return TCPStore(
-            address,
-            listener.getsockname()[1],
-            None,
-            True,
-            STORE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=True,
-        )
-
-
-def host_for_others(spec: LaunchSpec, say: Say) -> TCPStore:
-    """The store of machine 0, on the configured address, or on that which the others are told to call."""
-    host, port = spec.rendezvous.host, spec.rendezvous.port
-    address = addresses.resolve(spec.launch.bind_address or host)
-    if address is None or not addresses.is_here(address):
-        known = f"is {address}, which is no address of this machine" if address else "is not known here"
-        say(f"warning: --main {host} {known}; listening on all interfaces (shardkit.launch.bind_address chooses one).")
-        address = "0.0.0.0"
-    return hosted(address, port)
-
-
-def reached(spec: LaunchSpec, say: Say, until: float) -> TCPStore:
-    """The store of machine 0, as soon as it answers. Raises MachineError where it does not in time."""
-    host, port = spec.rendezvous.host, spec.rendezvous.port
-    announcement = Announcement(say)
-    while True:
-        address = addresses.resolve(host)
-        problem = addresses.answers(address, port, CONNECT_S) if address else "its name is not known"
-        if problem is None and address is not None:
-            return connected(address, port)
-        if time.monotonic() > until:
-            raise MachineError(
-                f"launch: machine {spec.machine_rank} of {spec.num_machines} did not reach machine 0 at {host}:{port} "
-                f"within {spec.launch.meet_timeout_s:g} s ({problem}); start the same command there with "
-                "--machine-rank 0, check --main, and let the port through."
-            )
-        announcement.make(f"waiting for machine 0 at {host}:{port} ({problem})")
-        time.sleep(0.5)
-
-
-def connected(address: str, port: int) -> TCPStore:
-    """A client of the store there. Raises MachineError where something else listens."""
-    found: list[TCPStore] = []
-    problems = [f"no answer in {GREETING_S:g} s"]
-
-    def connect() -> None:
-        try:
-            found.append(TCPStore(address, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
-        except Exception as error:
-            problems.insert(0, str(error).splitlines()[0])
-
-    thread = threading.Thread(target=connect, daemon=True)  # torch waits for ever for one that accepts and is silent
-    thread.start()
-    thread.join(GREETING_S)
-    if not found:
-        raise MachineError(
-            f"launch: what listens on {address}:{port} is no shardkit launch ({problems[0]}); check --main."
-        )
-    return found[0]
-
-
-class Announcement:
-    """A line that is said again every few seconds, for as long as there is something to wait for."""
-
-    def __init__(self, say: Say) -> None:
-        self._say, self._started_s, self._next_s = say, time.monotonic(), ANNOUNCE_S / 2
-
-    def make(self, text: str) -> None:
-        waited_s = time.monotonic() - self._started_s
-        if waited_s >= self._next_s:
-            self._next_s += ANNOUNCE_S
-            self._say(f"launch: {text}, {waited_s:.0f} s")
 
 
 def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
@@ -209,6 +119,17 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     found = meeting.gather("greeting", greeting, waits)
     refuse_differences(line, found)
     meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
+    meeting.places = {machine: found[machine]["place"] for machine in found}
+
+
+def say_who_is_not_reached(meeting: Meeting, say: Say) -> None:
+    """A warning on machine 0, and on a machine that does not reach another: over what the ranks meet may be configured
+    otherwise (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
+    known = {machine: meeting.name_of(machine) for machine in meeting.places}
+    problems = meeting.gather("reach", reach.problem_here(meeting.machine, meeting.places, known))
+    for machine, problem in sorted(problems.items()):
+        if problem and meeting.machine in (0, machine):
+            say(f"warning: {problem}.")
 
 
 def refuse_differences(line: Line, found: dict[int, Any]) -> None:

@@ -1,7 +1,8 @@
 """The ranks' output: everything into one log a rank, whole lines with their rank on the screen.
 
 A rank's stdout and stderr come through two named pipes; one thread reads them all, so lines never mix. A progress bar
-(text that returns to the start of its line) is shown for rank 0 only; the logs keep everything.
+(text that returns to the start of its line) is shown for rank 0 only; the logs keep everything. A line that stays
+without its end is shown as it is: it may ask for something.
 """
 
 import contextlib
@@ -19,6 +20,10 @@ from shardkit.launch.names import log_path
 
 BAR_PERIOD_S = 10.0
 """How often a progress bar that never ends its line is written to a screen that is a file."""
+QUIET_S = 0.1
+"""How long a line must stay without its end to be shown: programs write lines in pieces."""
+POLL_S = 0.2
+POLL_SOON_S = 0.05
 CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20
 
@@ -59,6 +64,8 @@ class _Stream:
     bar_shown_s: float
     lines: Lines = field(default_factory=Lines)
     rank: int = -1  # known once the rank has said it
+    read_s: float = 0.0
+    shown: str = ""  # of the line under way
 
 
 class Output:
@@ -71,6 +78,7 @@ class Output:
         self._width, self._shown, self._has_prefix = width, shown, has_prefix
         self._selector = selectors.DefaultSelector()
         self._logs: dict[int, BinaryIO] = {}
+        self._asking: _Stream | None = None  # whose line under way is the last thing on the screen
         self._descriptors: list[int] = []
         self._closing = threading.Event()
         for local_rank in range(ranks_here):
@@ -107,16 +115,25 @@ class Output:
     def _read(self) -> None:
         while True:
             is_last = self._closing.is_set()
-            ready = self._selector.select(timeout=0 if is_last else 0.2)
+            ready = self._selector.select(timeout=0 if is_last else POLL_SOON_S if self._is_pending() else POLL_S)
             for key, _ in ready:
                 self._take(key.fd, key.data)
-            for key in self._selector.get_map().values():
-                self._show_bar(key.data)
+            for stream in self._streams():
+                self._show_bar(stream)
+                self._show_prompt(stream)
             if is_last and not ready:
                 break
-        for key in self._selector.get_map().values():
-            for line in key.data.lines.close():
-                self._print_line(key.data, *line)
+        for stream in self._streams():
+            for line in stream.lines.close():
+                self._print_line(stream, *line)
+
+    def _streams(self) -> list[_Stream]:
+        return [key.data for key in self._selector.get_map().values()]
+
+    def _is_pending(self) -> bool:
+        """Whether some line under way is not on the screen yet."""
+        lines = [(stream, stream.lines.unfinished()) for stream in self._streams()]
+        return any(line is not None and not line[1] and line[0] != stream.shown for stream, line in lines)
 
     def _take(self, descriptor: int, stream: _Stream) -> None:
         try:
@@ -126,6 +143,7 @@ class Output:
         if stream.rank < 0:
             places = records.read_places(self._folder).values()
             stream.rank = next(place.rank for place in places if place.local_rank == stream.local_rank)
+        stream.read_s = time.monotonic()
         with contextlib.suppress(OSError):  # a full disk under the logs must not stop the run
             self._log(stream.rank).write(piece)
         for line in stream.lines.feed(piece):
@@ -137,8 +155,27 @@ class Output:
         return self._logs[rank]
 
     def _print_line(self, stream: _Stream, text: str, is_bar: bool) -> None:
-        if not is_bar or stream.rank == 0:
+        if is_bar and stream.rank != 0:
+            return
+        if stream is self._asking and text.startswith(stream.shown):
+            self._asking = None
+            self._write(stream.screen, f"{text[len(stream.shown) :]}\n")
+        else:
             self._print(stream.screen, stream.rank, text)
+        stream.shown = ""
+
+    def _show_prompt(self, stream: _Stream) -> None:
+        """A line under way that nothing has been added to for a moment; what comes later is added to it."""
+        line = stream.lines.unfinished()
+        if line is None or line[1] or line[0] == stream.shown or time.monotonic() - stream.read_s < QUIET_S:
+            return
+        if self._shown is not None and stream.rank not in self._shown:
+            return
+        if stream is self._asking and line[0].startswith(stream.shown):
+            self._write(stream.screen, line[0][len(stream.shown) :])
+        else:
+            self._print(stream.screen, stream.rank, line[0], end="")
+        self._asking, stream.shown = stream, line[0]
 
     def _show_bar(self, stream: _Stream) -> None:
         """A bar under way: at once on a terminal, now and then in a file."""
@@ -152,7 +189,13 @@ class Output:
     def _print(self, screen: TextIO, rank: int, text: str, end: str = "\n") -> None:
         if self._shown is not None and rank not in self._shown:
             return
+        if self._asking is not None:  # another line is under way
+            self._write(self._asking.screen, "\n")
+            self._asking = None
         prefix = f"[{rank:>{self._width}}] " if self._has_prefix else ""
+        self._write(screen, "".join(f"{prefix}{line}{end}" for line in text.split("\n")))
+
+    def _write(self, screen: TextIO, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the reader of our screen may be gone; the logs go on
-            screen.write("".join(f"{prefix}{line}{end}" for line in text.split("\n")))
+            screen.write(text)
             screen.flush()

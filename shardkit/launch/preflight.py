@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardkit.config import tasks
+from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError, ShardkitError
 from shardkit.launch import ports
@@ -60,6 +62,7 @@ def script_problems(script: str, is_module: bool) -> list[Problem]:
 def run_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
     """Whether this machine can run what a valid configuration asks for."""
     return [
+        *(Problem(text) for text in [tasks.launch_problem(variables)] if text),
         *machines_problems(config),
         *device_problems(config, machine, variables),
         *memory_problems(config, machine),
@@ -70,17 +73,9 @@ def run_problems(config: Config, machine: Machine, variables: Mapping[str, str])
 
 def machines_problems(config: Config) -> list[Problem]:
     """Whether several machines have where to meet."""
-    if config.num_machines == 1:
+    if config.num_machines == 1 or config.main_process_ip:
         return []
-    texts = []
-    if not config.main_process_ip:
-        texts.append(f"launch: {config.num_machines} machines need the address of machine 0; give --main HOST:PORT.")
-    if config.rdzv_backend not in {"static", "c10d"}:
-        texts.append(
-            f"launch: rdzv_backend: {config.rdzv_backend} is not needed (got it for {config.num_machines} machines): "
-            "they meet at machine 0; write static or c10d, and the address of machine 0."
-        )
-    return [Problem(text) for text in texts]
+    return [Problem(f"launch: {config.num_machines} machines need the address of machine 0; give --main HOST:PORT.")]
 
 
 def device_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
@@ -146,6 +141,17 @@ def core_warning(config: Config, machine: Machine) -> str | None:
     if device_of(config) != "cpu" or ranks_here <= machine.cores:
         return None
     return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; the run will be slow."
+
+
+def job_warning(config: Config, job: Scheduler | None) -> str | None:
+    """What is worth saying where a job has other machines than the configuration; None where there is nothing."""
+    if job is None or job.machines == config.num_machines:
+        return None
+    alone = "; each machine on which this is started trains by itself" if config.num_machines == 1 else ""
+    return (
+        f"warning: the {job.name} job has {job.machines} machines, and num_machines is {config.num_machines}{alone}; "
+        f"--num-machines {job.machines} makes one run of them."
+    )
 
 
 def _module_exists(name: str) -> bool:

@@ -11,9 +11,10 @@ from pathlib import Path
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED
 from shardkit.launch import addresses
+from shardkit.launch.line import Alarm
 from shardkit.launch.meeting import Meeting
 from shardkit.launch.spec import LaunchSpec
-from shardkit.launch.watch import SURVIVOR_GRACE_S
+from shardkit.launch.watch import SURVIVOR_GRACE_S, Watch
 from shardkit.launch.ways import Process, Start
 
 POLL_S = 0.02
@@ -29,18 +30,23 @@ class Ended:
     stopped: frozenset[int]
 
 
-def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int) -> Ended:
+def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Watch) -> Ended:
     """Starts the ranks, and waits until all have ended well, one has failed, or another machine says that one has."""
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
     processes = start(own)
     try:
-        while not (over(processes) or meeting.hears_alarm(attempt)):
+        alarm = None
+        while alarm is None and not over(processes):
             time.sleep(POLL_S)
+            if watch.is_hung:
+                meeting.raise_alarm(attempt, Alarm.HANG)
+            alarm = meeting.hears_alarm(attempt)
         codes = [process.poll() for process in processes]
         if any(code not in (0, None, EXIT_PREEMPTED) for code in codes):
-            meeting.raise_alarm(attempt)
-        elif None in codes and not any(codes):  # another machine's rank has failed: these will notice
+            meeting.raise_alarm(attempt, Alarm.FAILURE)
+        elif alarm is not None and not any(codes):  # another machine's rank has failed: these will notice
+            watch.hear_of(alarm)
             wait_for(processes, SURVIVOR_GRACE_S)
         stopped = {spec.first_rank + local for local, process in enumerate(processes) if process.poll() is None}
     finally:
@@ -89,7 +95,7 @@ def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int,
     """What a rank is told of its place, in torch elastic's words."""
     rank = spec.first_rank + local_rank
     return {
-        **network_variables(spec, meeting),
+        **({} if env.get("GLOO_SOCKET_IFNAME") else addresses.gloo_variables(meeting.address)),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(spec.machine_rank),
@@ -108,15 +114,3 @@ def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int,
         "TORCHELASTIC_ERROR_FILE": str(folder / f"elastic-{local_rank}.json"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
     }
-
-
-def network_variables(spec: LaunchSpec, meeting: Meeting) -> dict[str, str]:
-    """gloo listens on the interface over which the machines meet, and on loopback only where there is one machine."""
-    if env.get("GLOO_SOCKET_IFNAME"):
-        return {}
-    if spec.num_machines == 1:
-        return {"GLOO_SOCKET_IFNAME": addresses.LOOPBACK_INTERFACE}
-    resolved = addresses.resolve(meeting.address)
-    ours = addresses.towards(resolved) if resolved else None
-    interface = addresses.interface_of(ours) if ours else None
-    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}

@@ -1,7 +1,7 @@
 """A thread of the launcher that knows every rank's state: ended or not, stopped or not, how long without progress.
 
 It ends what would otherwise stay: ranks that survive the failure of another, ranks that were told to stop and do not,
-and a run in which nobody moves any more.
+and a run that hangs (`hangs.py`).
 """
 
 import contextlib
@@ -9,13 +9,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardkit.errors import EXIT_PREEMPTED
-from shardkit.launch import records, stacks
+from shardkit.launch import hangs, processes, records, stacks
+from shardkit.launch.hangs import Rank, Row, Seen, Verdict
+from shardkit.launch.line import Alarm
 from shardkit.launch.names import stack_path
-from shardkit.launch.records import Place
 from shardkit.launch.stacks import Stack
 
 POLL_S = 0.05
@@ -26,35 +28,16 @@ CTRL_C_S = 30.0
 """How long ranks have to save after Ctrl-C, if `stop_timeout_s` does not say less."""
 STACKS_S = 10.0
 """How long ranks have, at most, to write their stacks."""
+TELL_S = 2.0
+"""How long ranks that hang are left for other machines to see what theirs do."""
 SAMPLES = 4
 """How often, a second apart, the stacks must show a rank at the same line before it counts as standing still."""
-PATIENCE = 3
-"""So many hang timeouts are given to a rank that others wait for, while its stack moves: slow work, or a busy loop."""
-
-
-@dataclass
-class Rank:
-    """What is known of one rank's process."""
-
-    place: Place
-    exit_code: int | None = None
-    ended_s: float | None = None
-    is_gone: bool = False
-    stopped_since_s: float | None = None
-
-    @property
-    def runs(self) -> bool:
-        return self.exit_code is None and not self.is_gone
-
-
-@dataclass
-class Hang:
-    """A run in which nobody moves: who stopped first, and the table of all ranks."""
-
-    first: int
-    table: str
-    all_wait: bool = False
-    """Every rank is inside a collective."""
+CPU_CHECKS = 10
+"""How often in a hang timeout the CPU time of the ranks is read, but no more often than every second."""
+WORK_SHARE = 0.005
+"""A rank that uses more of a core than this is at work. One that waits uses a tenth of it, to look at its store."""
+WORK_S = 0.05
+"""What a rank uses at least between two checks to count as at work: a few of the clock's ticks."""
 
 
 @dataclass
@@ -69,15 +52,31 @@ class Stop:
 class Watch:
     """Watches the ranks whose places are in `folder`, from `start` to `close`."""
 
-    def __init__(self, folder: Path, log_dir: Path, hang_timeout_s: float, stop_timeout_s: float) -> None:
-        self.folder, self.log_dir = folder, log_dir
+    def __init__(
+        self,
+        folder: Path,
+        log_dir: Path,
+        hang_timeout_s: float,
+        stop_timeout_s: float,
+        say: Callable[[str], None],
+        has_others: bool = False,
+    ) -> None:
+        """`has_others`: other machines have ranks of this run too."""
+        self.folder, self.log_dir, self._say, self._has_others = folder, log_dir, say, has_others
         self.hang_timeout_s, self.stop_timeout_s = hang_timeout_s, stop_timeout_s
         self.ranks: dict[int, Rank] = {}
-        self.hang: Hang | None = None
+        self.rows: list[Row] | None = None
+        """What the ranks here did when a hang was found, on this machine or on another."""
+        self.is_hung = False
+        """Whether it was found here."""
+        self._is_over = False
+        self._kill_s = float("inf")
         self.stop: Stop | None = None
         self.killed: set[int] = set()
         self._failed_s: float | None = None
-        self._moved_s = 0.0
+        self._looked_s = 0.0
+        self._cpu_checked_s = 0.0
+        self._warned: set[tuple[int, str]] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
 
@@ -126,7 +125,7 @@ class Watch:
         for number, place in records.read_places(self.folder).items():
             known = self.ranks.get(number)
             if known is None or known.place.pid != place.pid:
-                self.ranks[number] = known = Rank(place)
+                self.ranks[number] = known = Rank(place, worked_s=time.monotonic())
                 if self.stop is not None:  # it came up after the signal had gone round
                     _send(place.pid, self.stop.number)
             known.place = place
@@ -152,9 +151,9 @@ class Watch:
             self._failed_s = now
         stop_is_over = self.stop is not None and now - self.stop.since_s > self.stop.timeout_s
         grace_is_over = self._failed_s is not None and now - self._failed_s > self._grace_s()
-        if stop_is_over or grace_is_over:
+        if stop_is_over or grace_is_over or now > self._kill_s:
             self.kill_all()
-        elif self.stop is None and self._failed_s is None and self.hang is None:
+        elif self.stop is None and self._failed_s is None and not self._is_over:
             self._find_hang(now)
 
     def _grace_s(self) -> float:
@@ -165,105 +164,98 @@ class Watch:
     def _find_hang(self, now: float) -> None:
         running = {number: rank for number, rank in self.ranks.items() if rank.runs}
         for rank in running.values():
-            stopped = process_state(rank.place.pid) in {"T", "t"}
+            stopped = processes.state(rank.place.pid) in {"T", "t"}
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
-        if now - self._moved_s < self.hang_timeout_s or not is_hung(running, self.hang_timeout_s, now):
+        self._check_cpu(running, now)
+        if now - self._looked_s < self.hang_timeout_s or not hangs.is_due(running, self.hang_timeout_s, now):
             return
-        found, moved = self._samples({n: rank for n, rank in running.items() if not rank.stopped_since_s})
-        if moved and not (waits_in_vain(found) and is_hung(running, PATIENCE * self.hang_timeout_s, now)):
-            self._moved_s = now
+        self._looked_s = now
+        seen = self._look_closely(running, now)
+        self._look()
+        if not all(rank.runs for rank in running.values()):  # meanwhile one has ended: that is another matter
             return
-        all_wait = len(found) == len(running) and all(stack.waits_for_peers for stack in found.values())
-        self.hang = Hang(first_to_stop(self.ranks, found), render_table(self.ranks, found, now), all_wait)
-        self.kill_all()
+        verdict = hangs.judge(running, seen, self.hang_timeout_s, now, self._has_others)
+        if self.stop is not None or self._is_over:
+            return
+        if verdict is Verdict.SLOW:
+            self._warn(running, seen, now)
+        elif verdict is Verdict.HANG:
+            self.rows = hangs.rows_of(self.ranks, seen, now)
+            self.is_hung = self._is_over = True
+            self._kill_s = time.monotonic() + (TELL_S if self._has_others else 0.0)
 
-    def _samples(self, ranks: dict[int, Rank]) -> tuple[dict[int, Stack], bool]:
-        """The ranks' stacks, and whether some rank has moved meanwhile: it is at work, and only posts no progress."""
-        first = self._stacks(ranks)
+    def hear_of(self, alarm: Alarm) -> None:
+        """Ranks of another machine have failed or hang: no more is judged here. For a hang, see what ranks here do."""
+        self._is_over = True
+        if alarm is Alarm.HANG and self.rows is None:
+            now = time.monotonic()
+            running = {n: rank for n, rank in self.ranks.items() if rank.runs and not rank.stopped_since_s}
+            samples = [self._stacks(running)]
+            self.rows = hangs.rows_of(self.ranks, self._all_seen(running, samples, now), now)
+
+    def _check_cpu(self, running: dict[int, Rank], now: float) -> None:
+        """Renew when each rank was last seen at work, now and then."""
+        passed_s = now - self._cpu_checked_s
+        if passed_s < self._cpu_period_s:
+            return
+        before = {number: rank.cpu_s for number, rank in running.items()}
+        self._read_cpu(running, now)
+        for number, rank in running.items():
+            was = before[number]
+            if was is None or rank.cpu_s is None or abs(rank.cpu_s - was) > max(WORK_S, WORK_SHARE * passed_s):
+                rank.worked_s = now  # less than before: something that it had started has ended
+
+    def _read_cpu(self, running: dict[int, Rank], now: float) -> None:
+        used = processes.cpu_s({rank.place.pid for rank in running.values()})
+        for rank in running.values():
+            rank.cpu_s = used.get(rank.place.pid)
+        self._cpu_checked_s = now
+
+    @property
+    def _cpu_period_s(self) -> float:
+        return max(CHECK_S, self.hang_timeout_s / CPU_CHECKS)
+
+    def _look_closely(self, running: dict[int, Rank], now: float) -> dict[int, Seen]:
+        """What each rank does for a few seconds; of those that are stopped nothing."""
+        ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
+        samples = [self._stacks(ranks)]
         for _ in range(SAMPLES - 1):
             self._closing.wait(CHECK_S)
-            if somebody_moved(first, self._stacks(ranks)):
-                return first, True
-        return first, False
+            samples.append(self._stacks(ranks))
+        self._read_cpu(running, time.monotonic())  # what the samples have cost is no work
+        return self._all_seen(ranks, samples, now)
+
+    def _all_seen(self, ranks: dict[int, Rank], samples: list[dict[int, Stack]], now: float) -> dict[int, Seen]:
+        return {number: self._seen(rank, [one.get(number) for one in samples], now) for number, rank in ranks.items()}
+
+    def _seen(self, rank: Rank, found: list[Stack | None], now: float) -> Seen:
+        known = [stack for stack in found if stack is not None]
+        return Seen(
+            known[-1] if known else None,
+            moves=len({stack.frames for stack in known}) > 1,
+            uses_cpu=now - rank.worked_s <= 2 * self._cpu_period_s,
+            is_in_collective=bool(known) and all(stack.waits_for_peers for stack in known),
+        )
+
+    def _warn(self, running: dict[int, Rank], seen: dict[int, Seen], now: float) -> None:
+        """Once for each line at which ranks stay."""
+        places = {(number, hangs.where(seen, number)) for number in seen}
+        if not places <= self._warned:
+            self._warned |= places
+            self._say(hangs.warning(running, seen, self.hang_timeout_s, now))
 
     def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
         """What the ranks' threads do now; without those that do not say."""
         paths = {number: stack_path(self.log_dir, number) for number in ranks}
         written = {number: stacks.size(path) for number, path in paths.items()}
-        for rank in ranks.values():
-            _send(rank.place.pid, signal.SIGUSR2)
+        asked = [number for number, rank in ranks.items() if processes.ask_for_stacks(rank.place.pid)]
         until = time.monotonic() + STACKS_S
-        while any(stacks.size(path) == written[number] for number, path in paths.items()):
+        while any(stacks.size(paths[number]) == written[number] for number in asked):
             if time.monotonic() > until or self._closing.wait(POLL_S):
                 break
         self._closing.wait(2 * POLL_S)  # the last lines
         found = {number: stacks.read(path, written[number]) for number, path in paths.items()}
         return {number: stack for number, stack in found.items() if stack is not None}
-
-
-def is_hung(running: dict[int, Rank], timeout_s: float, now: float) -> bool:
-    """Whether no rank has moved for `timeout_s`, or one has been stopped from outside for so long.
-
-    A rank in a slow step is no hang while another still posts. Ranks that never post are not judged by their age, and
-    one that has paused may take any time.
-    """
-    stopped_s = [now - rank.stopped_since_s for rank in running.values() if rank.stopped_since_s]
-    if max(stopped_s, default=0.0) > timeout_s:
-        return True
-    places = [rank.place for rank in running.values()]
-    has_paused = any(not place.is_watched and place.phase != "starting" for place in places)
-    if has_paused or not any(place.is_watched for place in places):
-        return False
-    return min(now - place.since_s for place in places) > timeout_s
-
-
-def somebody_moved(before: dict[int, Stack], after: dict[int, Stack]) -> bool:
-    """Whether some rank's main thread is elsewhere than it was."""
-    return any(number in before and before[number].frames != stack.frames for number, stack in after.items())
-
-
-def waits_in_vain(found: dict[int, Stack]) -> bool:
-    """Whether some rank waits in a collective for others that are not there."""
-    return len({stack.waits_for_peers for stack in found.values()}) == 2
-
-
-def first_to_stop(ranks: dict[int, Rank], found: dict[int, Stack]) -> int:
-    """The rank that the others wait for: one that left, one stopped from outside, one not inside a collective.
-
-    Among equals the one that is furthest behind.
-    """
-
-    def order(number: int) -> tuple[object, ...]:
-        rank, stack = ranks[number], found.get(number)
-        waits = stack is not None and stack.waits_for_peers
-        return (rank.runs and not rank.stopped_since_s, waits, rank.place.step, rank.place.since_s)
-
-    return min(ranks, key=order)
-
-
-def render_table(ranks: dict[int, Rank], found: dict[int, Stack], now: float) -> str:
-    """One line a rank: step, phase, seconds since it last moved, and the line of the script that it is at."""
-    return "\n".join(_row(number, ranks[number], found.get(number), now) for number in sorted(ranks))
-
-
-def _row(number: int, rank: Rank, stack: Stack | None, now: float) -> str:
-    if not rank.runs:
-        return f"  rank {number}  ended with exit code {rank.exit_code or 0}"
-    where = f"  at {stack.where}" if stack is not None and stack.where else ""
-    if rank.stopped_since_s:
-        where = "  STOPPED (SIGSTOP)"
-    elif stack is not None and stack.waits_for_peers:
-        where += ", waiting for its peers"
-    since = f"for {now - rank.place.since_s:.0f} s"
-    return f"  rank {number}  step {rank.place.step}  {rank.place.phase}  {since}{where}"
-
-
-def process_state(pid: int) -> str:
-    """The letter of /proc: R running, S waiting, D disk, T stopped, Z ended; "" where it is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def _send(pid: int, number: int) -> None:

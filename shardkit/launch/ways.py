@@ -5,6 +5,7 @@ import gc
 import importlib
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -74,7 +75,9 @@ def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list
     shared, started = env.copy(), []
     try:
         for variables in own:
-            started.append(subprocess.Popen(command, env={**shared, **variables}, start_new_session=True))
+            started.append(
+                subprocess.Popen(command, env={**shared, **variables}, start_new_session=True, stderr=sys.stderr)
+            )
     except OSError:
         for process in started:
             process.kill()

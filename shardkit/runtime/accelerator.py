@@ -32,7 +32,7 @@ from shardkit.config.schema import Config
 from shardkit.data import loader as data
 from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader
-from shardkit.distributed import buffers, collectives, process
+from shardkit.distributed import buffers, collectives, process, progress
 from shardkit.distributed.seed import set_seed
 from shardkit.distributed.tensors import is_fsdp, unwrapped
 from shardkit.errors import UsageError
@@ -602,6 +602,19 @@ class Accelerator(Topology):
         """Makes the buffers equal that each rank's forward has updated for itself (running statistics, codebooks): the
         mean over ranks, or rank 0's ("rank0"); their names. Integers take rank 0's. Collective."""
         return buffers.reduce_buffers(model, reduction)
+
+    # ---- for the launcher ----
+
+    def pause(self, phase: str = "pause") -> AbstractContextManager[None]:
+        """Inside, this rank may take any time: generation, an evaluation, a download. While a rank is in a pause the
+        launcher ends no run for a lack of progress; `phase` names it in the launcher's table. Not collective: ranks
+        that wait for this one in a collective still wait `process_group_timeout_s` at most."""
+        return progress.paused(phase, self.counters.step)
+
+    def progress(self, phase: str = "at work") -> None:
+        """I am alive: the launcher counts `hang_timeout_s` anew. For long work of the script's own, called now and
+        then; it costs microseconds. Not collective."""
+        progress.post(phase, self.counters.step)
 
     def print(self, *values: Any, **arguments: Any) -> None:
         """Prints on each machine's first rank."""

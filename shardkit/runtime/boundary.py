@@ -109,7 +109,7 @@ def end(run: Run) -> None:
         run.watch.close()  # not before: a rank that is behind may wait at a boundary for all to answer
     if measure.is_asked_for():
         measure.report(run, run.started_bytes)
-    progress.pause("done", run.counters.step)
+    progress.leave("done", run.counters.step)
     if run.process.owns_group:
         leave()
 

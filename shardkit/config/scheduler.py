@@ -1,0 +1,150 @@
+"""What a scheduler says of the machines of a job, by environment, for a launch on each of them."""
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit import env
+from shardkit.errors import ConfigError
+
+FIRST_PORT, PORTS = 20000, 10000
+"""Ports for jobs: below those that systems hand out by themselves (32768 on Linux), above those of services."""
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What the scheduler that started this process says about the job; None for what it does not say."""
+
+    name: str
+    machines: int = 1
+    machine_rank: int | None = None
+    main_address: str | None = None
+    job: str | None = None
+    main_port: int | None = None
+    ranks_per_machine: int | None = None
+
+
+def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
+    """What the environment says about the job that this process belongs to; None where no scheduler started it.
+
+    The most specific first: SkyPilot may run on Kubernetes, torchrun's variables under any. Raises ConfigError where
+    what it says is no number of machines.
+    """
+    variables = env.copy() if variables is None else variables
+    for read in (_skypilot, _torchrun, _slurm, _lsf, _pbs, _kubernetes):
+        found = read(variables)
+        if found is not None:
+            return found
+    return None
+
+
+def _skypilot(variables: Mapping[str, str]) -> Scheduler | None:
+    if "SKYPILOT_NODE_RANK" not in variables:
+        return None
+    addresses = variables.get("SKYPILOT_NODE_IPS", "").split()
+    return Scheduler(
+        "SkyPilot",
+        number(variables, "SKYPILOT_NUM_NODES") or len(addresses) or 1,
+        number(variables, "SKYPILOT_NODE_RANK"),
+        addresses[0] if addresses else None,
+        variables.get("SKYPILOT_TASK_ID"),
+        ranks_per_machine=number(variables, "SKYPILOT_NUM_GPUS_PER_NODE") or None,
+    )
+
+
+def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
+    """torchrun reads its flags from PET_*: so a Kubeflow TrainJob gives them."""
+    if "PET_NNODES" not in variables:
+        return None
+    machines = variables["PET_NNODES"]
+    if not machines.isdigit():
+        first, _, last = machines.partition(":")
+        if first != last:
+            raise ConfigError(
+                f"PET_NNODES: the number of machines is one number (got {machines!r}); shardkit starts a fixed "
+                "number of them: set minimum and maximum of the job to the same."
+            )
+        machines = first
+    return Scheduler(
+        "Kubernetes" if "KUBERNETES_SERVICE_HOST" in variables else "torchrun's PET_*",
+        int(machines),
+        number(variables, "PET_NODE_RANK", "JOB_COMPLETION_INDEX"),
+        variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR"),
+        variables.get("HOSTNAME"),
+        number(variables, "PET_MASTER_PORT", "MASTER_PORT"),
+        number(variables, "PET_NPROC_PER_NODE"),
+    )
+
+
+def _slurm(variables: Mapping[str, str]) -> Scheduler | None:
+    """Of a step started by srun its own machines, which may be fewer than the job's."""
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    hosts = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return Scheduler(
+        "SLURM",
+        number(variables, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1,
+        number(variables, "SLURM_NODEID"),
+        first_host(next((variables[name] for name in hosts if variables.get(name)), "")),
+        variables["SLURM_JOB_ID"],
+        port_of(variables["SLURM_JOB_ID"]),
+    )
+
+
+def _lsf(variables: Mapping[str, str]) -> Scheduler | None:
+    hosts = _hosts_in(variables.get("LSB_DJOB_HOSTFILE", "")) if "LSB_JOBID" in variables else []
+    return _by_hosts("LSF", hosts, variables["LSB_JOBID"]) if hosts else None
+
+
+def _pbs(variables: Mapping[str, str]) -> Scheduler | None:
+    hosts = _hosts_in(variables.get("PBS_NODEFILE", "")) if "PBS_JOBID" in variables else []
+    return _by_hosts("PBS", hosts, variables["PBS_JOBID"]) if hosts else None
+
+
+def _kubernetes(variables: Mapping[str, str]) -> Scheduler | None:
+    """Of a PyTorchJob (Kubeflow's first version, Alibaba PAI) WORLD_SIZE and RANK count pods, and there is no
+    LOCAL_RANK."""
+    if "KUBERNETES_SERVICE_HOST" not in variables:
+        return None
+    address, port = variables.get("MASTER_ADDR"), number(variables, "MASTER_PORT")
+    if "LOCAL_RANK" not in variables and {"RANK", "WORLD_SIZE"} <= variables.keys():
+        machines, rank = number(variables, "WORLD_SIZE"), number(variables, "RANK")
+    else:
+        machines, rank = number(variables, "NNODES"), number(variables, "JOB_COMPLETION_INDEX", "NODE_RANK")
+    return Scheduler("Kubernetes", machines or 1, rank, address, variables.get("HOSTNAME"), port)
+
+
+def _by_hosts(name: str, hosts: list[str], job: str) -> Scheduler:
+    """A job whose hosts are listed in a file; which one this is follows from its name."""
+    here = socket.gethostname().split(".")[0]
+    ranks = [rank for rank, host in enumerate(hosts) if host.split(".")[0] == here]
+    return Scheduler(name, len(hosts), ranks[0] if ranks else None, hosts[0], job, port_of(job))
+
+
+def _hosts_in(path: str) -> list[str]:
+    """The hosts of a file with one a line, each named once for each of its slots."""
+    try:
+        lines = Path(path).read_text().split() if path else []
+    except OSError:
+        return []
+    return list(dict.fromkeys(lines))
+
+
+def port_of(job: str) -> int:
+    """A port that all machines of a job know, and another job is unlikely to use."""
+    digits = re.sub(r"\D", "", job) or "0"
+    return FIRST_PORT + int(digits) % PORTS
+
+
+def number(variables: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that is a whole number."""
+    texts = [variables[name] for name in names if variables.get(name, "").isdigit()]
+    return int(texts[0]) if texts else None
+
+
+def first_host(hosts: str) -> str | None:
+    """The first of SLURM's hosts: `node[03-05,9],other` -> `node03`."""
+    match = re.match(r"\s*([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}".strip() if match else None

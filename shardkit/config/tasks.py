@@ -1,0 +1,171 @@
+"""The world of a process that no launcher of ranks has started, from what srun or mpirun say by environment.
+
+    found = world_of(variables)      torch elastic's variables for this process; None where it is alone
+
+Complete: it is made. Incomplete or contradictory: refused in words, because every task would else train alone, and
+write over the others' files.
+"""
+
+import contextlib
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit.config.scheduler import Scheduler, first_host, number, port_of, scheduler
+from shardkit.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+ALONE = "or say that it is alone with RANK=0 WORLD_SIZE=1"
+
+
+@dataclass(frozen=True)
+class Starter:
+    """One that starts a task for each rank, and the variables in which it says so."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+def _mpi(name: str, prefix: str) -> Starter:
+    return Starter(name, *(f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+
+SRUN = Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+STARTERS = (
+    _mpi("mpirun (Open MPI)", "OMPI_COMM_WORLD"),
+    _mpi("mpirun (MVAPICH)", "MV2_COMM_WORLD"),
+    _mpi("jsrun", "JSM_NAMESPACE"),
+    Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _mpi("mpiexec", "PMI"),
+    SRUN,
+)
+"""The inner one of two first: mpirun's own processes may be srun's tasks. srun itself may set PMI's first two."""
+
+
+def world_of(variables: Mapping[str, str]) -> dict[str, str] | None:
+    """torch elastic's variables for this process, as whoever started it says its place; None where it is alone, or has
+    them. Raises ConfigError where it is one of several and its place is not complete."""
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        _check_ranks(variables)
+        return None
+    found = [one for one in STARTERS if (number(variables, one.size) or 1) > 1 and one.rank in variables]
+    if found:
+        return _world(next((one for one in found if one.local_rank in variables), found[0]), variables)
+    _refuse_one_a_machine(scheduler(variables))
+    return None
+
+
+def _check_ranks(variables: Mapping[str, str]) -> None:
+    """Raises ConfigError where RANK and WORLD_SIZE make no sense."""
+    if (variables.get("WORLD_SIZE"), "RANK" in variables) == ("1", False):
+        return
+    rank, size = number(variables, "RANK"), number(variables, "WORLD_SIZE")
+    if rank is None or size is None or rank >= size:
+        raise ConfigError(
+            f"launch: RANK is a number below WORLD_SIZE (got RANK={variables.get('RANK')!r}, WORLD_SIZE="
+            f"{variables.get('WORLD_SIZE')!r}); set both for every process, or neither and use shardkit launch."
+        )
+
+
+def _world(starter: Starter, variables: Mapping[str, str]) -> dict[str, str]:
+    said = {
+        "RANK": number(variables, starter.rank),
+        "WORLD_SIZE": number(variables, starter.size),
+        "LOCAL_RANK": number(variables, starter.local_rank),
+        "LOCAL_WORLD_SIZE": _local_size(starter, variables),
+    }
+    rank, size, local_rank, local_size = said.values()
+    if None in said.values() or rank >= size or local_rank >= local_size or local_size > size:  # type: ignore[operator]
+        given = ", ".join(
+            f"{name}={variables.get(name)!r}"
+            for name in (starter.rank, starter.size, starter.local_rank, starter.local_size)
+        )
+        raise ConfigError(
+            f"launch: {starter.name} started this process as one of several, but its place does not follow from what "
+            f"it says (got {given}); start one `shardkit launch` a machine, {ALONE}."
+        )
+    address, port = _meeting_place(starter, variables, local_size == size)
+    return {**{name: str(value) for name, value in said.items()}, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def _local_size(starter: Starter, variables: Mapping[str, str]) -> int | None:
+    """Tasks on this machine. SLURM lists them for all machines: `4(x2),3`."""
+    if starter is not SRUN:
+        return number(variables, starter.local_size)
+    counts: list[int] = []
+    for part in filter(None, variables.get(starter.local_size, "").split(",")):
+        count, _, times = part.rstrip(")").partition("(x")
+        if not count.isdigit() or not (times or "1").isdigit():
+            return None
+        counts += [int(count)] * int(times or 1)
+    node = number(variables, "SLURM_NODEID") or 0
+    return counts[node] if node < len(counts) else None
+
+
+def _meeting_place(starter: Starter, variables: Mapping[str, str], is_one_machine: bool) -> tuple[str, int]:
+    """Where rank 0 listens: as MASTER_ADDR and MASTER_PORT say, else what all tasks know."""
+    port = number(variables, "MASTER_PORT")
+    if starter is SRUN:
+        job = variables.get("SLURM_JOB_ID", "0") + variables.get("SLURM_STEP_ID", "")
+        hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+        address: str | None = first_host(hosts)
+    else:  # what is the same for all that one mpirun has started
+        job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or str(_pid_of(starter))
+        job, address = str(zlib.crc32(job.encode())), None
+    address = variables.get("MASTER_ADDR") or (LOOPBACK if is_one_machine else address)
+    if address is None:
+        raise ConfigError(
+            f"launch: {starter.name} does not say on which machine rank 0 is (got {variables[starter.size]} ranks on "
+            "several machines); set MASTER_ADDR to its address for all of them: mpirun -x MASTER_ADDR=..., or start "
+            "one `shardkit launch` a machine."
+        )
+    return address, port or port_of(job)
+
+
+def _pid_of(starter: Starter) -> int:
+    """The process that has started the tasks of this machine: the nearest one above that is no task itself."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        while f"{starter.rank}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def _refuse_one_a_machine(job: Scheduler | None) -> None:
+    """Raises ConfigError where a job starts one process a machine, which would train alone there."""
+    if job is None or job.name in {"SLURM", "LSF", "PBS"}:  # there a process may well be alone, in a script of the job
+        return
+    ranks = job.ranks_per_machine or 1
+    if job.machines > 1 or ranks > 1:
+        each = f" with {ranks} ranks each" if ranks > 1 else ""
+        raise ConfigError(
+            f"launch: this process is alone, but {job.name} says that the job has {job.machines} machine"
+            f"{'s' if job.machines > 1 else ''}{each}; start it with `shardkit launch` on each, {ALONE}."
+        )
+
+
+def left_alone(variables: Mapping[str, str]) -> str | None:
+    """What is worth saying where a job asked for several tasks, and its script has started one; None elsewhere."""
+    tasks = number(variables, "SLURM_NTASKS") or 1
+    if "SLURM_JOB_ID" not in variables or "SLURM_STEP_ID" in variables or tasks == 1:
+        return None
+    return f"the SLURM job has {tasks} tasks, and this is one process outside of srun; use srun, or shardkit launch."
+
+
+def launch_problem(variables: Mapping[str, str]) -> str | None:
+    """Why no launch should start here: several tasks on a machine would each start all of its ranks; None where one
+    may."""
+    for starter in STARTERS:
+        tasks = _local_size(starter, variables) or 1
+        if tasks > 1:
+            return (
+                f"launch: {starter.name} starts {tasks} tasks on this machine, and each would start all of its ranks; "
+                "start one task a machine (srun --ntasks-per-node=1), or the script itself: "
+                f"{starter.name.split()[0]} ... python SCRIPT.py."
+            )
+    return None

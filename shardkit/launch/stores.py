@@ -1,0 +1,110 @@
+"""Stores over the network: one process hosts torch's TCPStore on one address, the others reach it or say why not."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from shardkit.errors import MachineError
+from shardkit.launch import addresses
+
+ANNOUNCE_S = 5.0
+CONNECT_S = 2.0
+GREETING_S = 15.0
+"""How long a store may take to answer, once it is reached."""
+STORE_TIMEOUT = timedelta(seconds=300)
+EVERYWHERE = "0.0.0.0"
+
+Say = Callable[[str], None]
+
+
+def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPStore:
+    """A store in this process that listens on one address only; port 0: a free one. torch's own listens on all."""
+    try:
+        listener = addresses.listen(address, port)
+    except OSError as error:
+        raise MachineError(
+            f"launch: cannot listen on {address}:{port} ({error.strerror}); choose another port with --main HOST:PORT."
+        ) from None
+    with listener:
+        return TCPStore(
+            address,
+            listener.getsockname()[1],
+            None,
+            True,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
+        )
+
+
+def listening_address(host: str, bind_address: str | None, say: Say) -> str:
+    """The address to listen on for others: the one that is configured, else the one by which they call this machine.
+
+    Where that is not known here (a proxy's, or a name that this machine keeps for itself), all of them.
+    """
+    address = addresses.resolve(bind_address or host)
+    if address is None:
+        problem = "is not known here"
+    elif not addresses.is_here(address):
+        problem = f"is {address}, which is no address of this machine"
+    elif addresses.is_loopback(address) and not bind_address and not addresses.means_loopback(host):
+        problem = f"is {address} here, which no other machine reaches (see /etc/hosts)"
+    else:
+        return address
+    say(f"warning: --main {host} {problem}; listening on all interfaces (shardkit.launch.bind_address chooses one).")
+    return EVERYWHERE
+
+
+def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: str, advice: str) -> TCPStore:
+    """The store of `whom`, as soon as it answers. Raises MachineError where it does not in time."""
+    announcement = Announcement(say)
+    until = time.monotonic() + timeout_s
+    while True:
+        address = addresses.resolve(host)
+        problem = addresses.answers(address, port, CONNECT_S) if address else "its name is not known"
+        if problem is None and address is not None:
+            return connected(address, port)
+        if time.monotonic() > until:
+            raise MachineError(
+                f"launch: {who} did not reach {whom} at {host}:{port} within {timeout_s:g} s ({problem}); {advice}."
+            )
+        announcement.make(f"waiting for {whom} at {host}:{port} ({problem})")
+        time.sleep(0.5)
+
+
+def connected(address: str, port: int) -> TCPStore:
+    """A client of the store there. Raises MachineError where something else listens."""
+    found: list[TCPStore] = []
+    problems = [f"no answer in {GREETING_S:g} s"]
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(address, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
+        except Exception as error:
+            problems.insert(0, str(error).splitlines()[0])
+
+    thread = threading.Thread(target=connect, daemon=True)  # torch waits for ever for one that accepts and is silent
+    thread.start()
+    thread.join(GREETING_S)
+    if not found:
+        raise MachineError(
+            f"launch: what listens on {address}:{port} is no shardkit launch ({problems[0]}); check --main."
+        )
+    return found[0]
+
+
+class Announcement:
+    """A line that is said again every few seconds, for as long as there is something to wait for."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._started_s, self._next_s = say, time.monotonic(), ANNOUNCE_S / 2
+
+    def make(self, text: str) -> None:
+        waited_s = time.monotonic() - self._started_s
+        if waited_s >= self._next_s:
+            self._next_s += ANNOUNCE_S
+            self._say(f"launch: {text}, {waited_s:.0f} s")

@@ -1,0 +1,82 @@
+"""Launches on two machines of a network that fails (issue 13, lines 4 to 6): network namespaces stand for machines."""
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.network import ADDRESSES, Network, folder, two_machines
+from tests.test_launch import Running, command, script
+
+PORT = 29500
+
+
+@contextlib.contextmanager
+def launched(network: Network, path: Path, what: str, hang_timeout_s: int) -> Iterator[tuple[Running, Running]]:
+    """network.py on both machines."""
+    flags = ["-n", "2", "--num-machines", "2", "--main", f"{ADDRESSES[0]}:{PORT}"]
+    flags += ["--set", f"shardkit.launch.hang_timeout_s={hang_timeout_s}"]
+    both = []
+    try:
+        for machine in (0, 1):
+            words = command(*flags, "--machine-rank", str(machine), script("network"), what)
+            both.append(Running(folder(path, machine), words=network.command(machine, *words)))
+        yield both[0], both[1]
+    finally:
+        for one in both:
+            one.close()
+
+
+@pytest.fixture
+def network():
+    with two_machines() as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.fault_row(45)
+def test_a_rank_that_stops_on_another_machine_is_named_on_both(network, tmp_path):
+    with launched(network, tmp_path, "stop", 4) as both:
+        codes = [one.end() for one in both]
+    assert codes == [4, 4], both[0].text() + both[1].text()
+    for one in both:
+        said = one.text()
+        assert re.search(
+            r"rank 0  step 5  \w+  for \d+ s  at \S*network.py:\d+ in <module>, waiting for its peers", said
+        )
+        assert re.search(r"rank 1  step 5  forward  for \d+ s  STOPPED \(SIGSTOP\)\n  First to stop: rank 1", said), (
+            said
+        )
+        assert "Traceback" not in said
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(45)
+def test_a_cut_link_is_told_on_both_sides(network, tmp_path):
+    with launched(network, tmp_path, "train", 600) as both:
+        for one in both:
+            one.wait_for("trains")
+        began_s = time.monotonic()
+        network.cut()
+        codes = [one.end() for one in both]
+    assert codes == [4, 4]
+    assert time.monotonic() - began_s < 60
+    for machine, one in enumerate(both):
+        assert f"launch: lost machine {1 - machine} ({socket.gethostname()}): no sign of life" in one.text()
+        assert "Traceback" not in one.text() and "frame #" not in one.text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(45)
+def test_a_firewall_that_lets_only_the_main_port_through_is_told(network, tmp_path):
+    network.block(1, PORT)
+    with launched(network, tmp_path, "train", 600) as (first, second):
+        unanswered = rf"machine 0 \S+ does not reach machine 1 \S+ at {ADDRESSES[1]}:\d+ \(no answer in 3 s\)"
+        first.wait_for(f"warning: {unanswered}")
+        second.wait_for(
+            rf"warning: machine 1 \S+ does not reach machine 0 \S+ at {ADDRESSES[0]}:\d+ \(Network is unreachable\)"
+        )

@@ -1,0 +1,231 @@
+"""What schedulers, srun and mpirun say by environment (issue 13, line 8): no task trains alone without a word.
+
+The variables are those that MPICH's and Open MPI's launchers set when asked, and that the manuals of the others name.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit import env
+from shardkit.config import scheduler as schedulers
+from shardkit.config import tasks
+from shardkit.config.schema import Config
+from shardkit.config.tasks import launch_problem, world_of
+from shardkit.errors import ConfigError
+from shardkit.launch import addresses, preflight, stores
+from tests.test_launch import free_port, script
+
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_NNODES": "4",
+    "SLURM_JOB_NODELIST": "gpu[01-04]",
+}
+OPEN_MPI = {
+    f"OMPI_COMM_WORLD_{name}": text
+    for name, text in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "1212", strict=True)
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PODS = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+PYTORCH_JOB = {**PODS, "RANK": "1", "WORLD_SIZE": "2"}
+TRAIN_JOB = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+SKY = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+}
+
+
+# a process that no launcher of ranks has started
+
+
+def test_a_task_of_srun_knows_its_place():
+    assert world_of(SRUN) == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "27110",
+    }
+    named = world_of({**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1234"})
+    assert named is not None and (named["MASTER_ADDR"], named["MASTER_PORT"]) == ("10.0.0.9", "1234")
+    four_each = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NUM_TASKS": "8"}
+    assert (world_of(four_each) or {})["LOCAL_WORLD_SIZE"] == "4"
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, {**MPICH, **SRUN, "SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_task_of_mpirun_knows_its_place(variables):
+    found = world_of(variables)
+    assert found is not None
+    assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["1", "2", "1", "2"]
+    assert found["MASTER_ADDR"] == "127.0.0.1"
+    assert found == world_of(variables)  # the port is the same for all tasks of one mpirun
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1", **SRUN},  # said to be alone
+        {"WORLD_SIZE": "1"},
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a job's script, outside of srun
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
+        {**SKY, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "1"},
+    ],
+)
+def test_who_is_alone_is_left_alone(variables):
+    assert world_of(variables) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "8"}, r"RANK is a number below WORLD_SIZE \(got RANK=None, WORLD_SIZE='8'\)"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, r"got RANK='8', WORLD_SIZE='8'"),
+        ({"RANK": "a", "WORLD_SIZE": "8"}, r"got RANK='a'"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "9"}, "srun started this process as one of several"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "its place does not follow"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, r"does not say on which machine rank 0 is \(got 4 ranks"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID=None"),
+        (TRAIN_JOB, "Kubernetes says that the job has 2 machines with 8 ranks each; start it with `shardkit launch`"),
+        (SKY, "SkyPilot says that the job has 2 machines with 4 ranks each"),
+        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, r"PET_NNODES: the number of machines is one number \(got '1:4'\)"),
+    ],
+)
+def test_what_is_incomplete_or_contradicts_itself_is_refused(variables, says):
+    with pytest.raises(ConfigError, match=says):
+        world_of(variables)
+
+
+def test_without_a_local_rank_pods_are_counted(monkeypatch):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert env.ranks() == env.Ranks(1, 1, 2, 2)  # by hand, on one machine
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert env.ranks() == env.Ranks(1, 1, 2, 2)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert env.ranks() == env.Ranks(1, 0, 2, 1, one_a_machine=True)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # a PyTorchJob's first pod calls itself localhost
+    assert env.ranks() == env.Ranks(1, 0, 2, 1, one_a_machine=True)
+
+
+def outputs_of(*environments: dict[str, str]) -> list[tuple[int, str]]:
+    """together.py, once for each environment and all at once: exit codes and screens."""
+    found = {name: text for name, text in os.environ.items() if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script("together")],
+            env={**found, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for variables in environments
+    ]
+    return [(process.wait(timeout=120), process.communicate()[0]) for process in started]
+
+
+@pytest.mark.slow
+def test_tasks_make_their_world_or_refuse():
+    """Two tasks as srun starts them on one machine, and a pod of a TrainJob, with no launcher between."""
+    step = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    places = [{**step, "SLURM_NODEID": "0", "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    *both, (code, refused) = outputs_of(*places, TRAIN_JOB)
+    for rank, (ended, said) in enumerate(both):
+        assert ended == 0 and f"rank {rank} of 2, sum 3" in said, said
+    assert code != 0 and "ConfigError: launch: this process is alone, but Kubernetes says" in refused, refused
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("mpiexec") or shutil.which("mpirun")), reason="there is no mpiexec here")
+def test_mpirun_itself():
+    mpiexec = shutil.which("mpiexec") or shutil.which("mpirun")
+    command = [str(mpiexec), "-n", "2", sys.executable, script("together")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2, sum 3" in done.stdout and "rank 1 of 2, sum 3" in done.stdout
+
+
+# a launch on each machine
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (SRUN, ("SLURM", 2, 1, "gpu03", "4711", 24711, None)),
+        (SKY, ("SkyPilot", 2, 1, "10.0.0.1", None, None, 4)),
+        (TRAIN_JOB, ("Kubernetes", 2, 1, "job-node-0-0.job", None, 29400, 8)),
+        (PYTORCH_JOB, ("Kubernetes", 2, 1, "job-master-0", None, 23456, None)),
+        ({**PODS, "NNODES": "4", "JOB_COMPLETION_INDEX": "3"}, ("Kubernetes", 4, 3, "job-master-0", None, 23456, None)),
+    ],
+)
+def test_what_a_launch_takes_from_the_scheduler(variables, says):
+    assert schedulers.scheduler(variables) == schedulers.Scheduler(*says)
+
+
+@pytest.mark.parametrize(
+    ("job", "file", "name"), [("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSF"), ("PBS_JOBID", "PBS_NODEFILE", "PBS")]
+)
+def test_hosts_that_are_listed_in_a_file(tmp_path: Path, job, file, name):
+    here = socket.gethostname()
+    (tmp_path / "hosts").write_text(f"first\nfirst\n{here}\n{here}\n")
+    found = schedulers.scheduler({job: "17.server", file: str(tmp_path / "hosts")})
+    assert found == schedulers.Scheduler(name, 2, 1, "first", "17.server", 20017)
+
+
+def test_one_launch_a_machine():
+    assert "srun starts 3 tasks on this machine" in str(launch_problem(SRUN))
+    assert "mpiexec starts 2 tasks on this machine" in str(launch_problem(MPICH))
+    for variables in ({}, SKY, TRAIN_JOB, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}):
+        assert launch_problem(variables) is None
+    job = schedulers.scheduler(SRUN)
+    assert "num_machines is 1; each machine on which this is started trains by itself" in str(
+        preflight.job_warning(Config(), job)
+    )
+    assert preflight.job_warning(Config(num_machines=2, num_processes=2), job) is None
+
+
+def test_a_name_that_means_loopback_only_here_is_not_listened_on(monkeypatch):
+    said: list[str] = []
+    assert stores.listening_address("localhost", None, said.append) == "127.0.0.1"
+    monkeypatch.setattr(addresses, "resolve", lambda host: "127.0.1.1")  # as Debian's /etc/hosts has it
+    assert stores.listening_address("gpu03", None, said.append) == "0.0.0.0"
+    assert "gpu03 is 127.0.1.1 here, which no other machine reaches (see /etc/hosts)" in said[0]
+    assert stores.listening_address("gpu03", "127.0.1.1", said.append) == "127.0.1.1"
+    assert addresses.gloo_variables("gpu03") == {}
+
+
+def test_a_script_of_a_job_that_starts_one_process_is_told():
+    assert "the SLURM job has 4 tasks" in str(tasks.left_alone({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}))
+    assert tasks.left_alone({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}) is None
+    assert tasks.left_alone(SRUN) is None
+
+
+def test_starters_are_told_apart():
+    assert len({(one.rank, one.local_rank) for one in tasks.STARTERS}) == len(tasks.STARTERS)
