@@ -134,8 +134,8 @@ def real_step(config: Config) -> tuple[int, str]:
     shape = gpt.parse(TINY.removeprefix("gpt:"))
     loss, factory = batches.next_token_loss(4, shape.seq, shape.vocab), batches.optimizer_factory("adamw")
     model = gpt_module.build(shape)
-    moments = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False).moments
-    top = max(moments, key=lambda moment: moment.memory.total)
+    tracker, _ = tracked_step(model, config, build_mesh(config, process), process, factory, loss, False)
+    top = max(tracker.moments, key=lambda moment: moment.memory.total)
     return top.memory.total, top.text
 
 

@@ -48,6 +48,7 @@ class MemoryTracker(TorchDispatchMode):
         self._peak, self._at_peak = 0, dict(self._bytes)
         self._is_passing = False
         self._fake_mode: Any = None
+        self._depth = 0
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def enter(self, phase: str, unit: str = "", is_passing: bool = False) -> None:
@@ -102,6 +103,7 @@ class MemoryTracker(TorchDispatchMode):
 
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
         self._fake_mode = modes[-1] if modes else None
+        self._depth = _depth(self._fake_mode)
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
         super().__enter__()
@@ -122,10 +124,12 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _is_propagating(self) -> bool:
-        """DTensor works out shapes in a fake mode of its own; nothing of that is ever allocated."""
+        """DTensor works out whole shapes in a fake mode of its own, or in this one entered again
+        (`ShardingPropagator._propagate_tensor_meta_non_cached`); nothing of that is ever allocated."""
         from torch._guards import active_fake_mode
 
-        return active_fake_mode() is not self._fake_mode
+        mode = active_fake_mode()
+        return mode is not self._fake_mode or _depth(mode) > self._depth
 
     def _see(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         category = self._default
@@ -197,6 +201,11 @@ class MemoryTracker(TorchDispatchMode):
         if self._total >= self._peak:
             self._peak = self._total
             self._at_peak = dict(self._bytes)
+
+
+def _depth(fake_mode: Any) -> int:
+    """How often the fake mode has been entered and not left."""
+    return len(fake_mode.enter_stack) if fake_mode is not None else 0
 
 
 def _name(moment: Moment) -> tuple[str, str]:

@@ -133,7 +133,7 @@ def _simulation(request: Request, config: Config, step: dict[str, Any], batch: s
         timeline, host = _offloaded(timeline)
     top = max(timeline, key=lambda moment: moment.memory.total)
     memory = RankMemory(top.memory, top.text, timeline, host, activations_known=True)
-    return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remark"], batch)))
+    return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remarks"], batch)))
 
 
 def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
@@ -146,10 +146,8 @@ def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory
     ), Memory(last.parameters, last.gradients, last.optimizer_state)
 
 
-def _notes(request: Request, config: Config, remark: str | None, batch: str | None) -> list[str]:
-    notes = ["Simulated: one steady training step on fake tensors, with torch's operators for the CPU."]
-    if remark:
-        notes.append(remark)
+def _notes(request: Request, config: Config, remarks: list[str], batch: str | None) -> list[str]:
+    notes = ["Simulated: one steady training step on fake tensors, with torch's operators for the CPU.", *remarks]
     if request.batch_size is None and batch is None:
         notes.append("The simulated micro-batch is one sample; --batch-size changes it.")
     if config.shardkit.compile:

@@ -50,10 +50,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """One simulated step: its moments and what its collectives carry."""
+    """One simulated step: its moments, what its collectives carry, and the trained parameters without a gradient."""
 
     moments: list[Moment]
     payload_bytes: dict[str, int]
+    unused: tuple[str, ...] = ()
 
 
 def main() -> None:
@@ -88,7 +89,7 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
         moments = None
     if moments is None:
         return _step(job, config, [], []), "Every layer was simulated: the model does not run with fewer."
-    return Step(moments, _grown_payload(runs, short, longer)), None
+    return Step(moments, _grown_payload(runs, short, longer), short.unused), None
 
 
 def _grown_payload(runs: list[repeats.Run], short: Step, longer: list[Step]) -> dict[str, int]:
@@ -136,15 +137,19 @@ def _shape(job: Job) -> gpt.GptShape:
 
 
 def _built(job: Job) -> nn.Module:
-    """The whole model, its tensors fake. A constructor that reads values of tensors gets the meta device and real
-    tensors beside it, as when the model was described."""
+    """The whole model, its tensors fake. A constructor that reads values of tensors, or moves modules (PEFT does),
+    gets the meta device and real tensors beside it, as when the model was described."""
     build = build_transformers if job.kind == "transformers" else build_factory
     try:
         return build(job.spec)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        with unset_fake_temporarily(), torch.device("meta"):
-            model = build(job.spec)
-        return fake_world.with_fake_tensors(model)
+        pass
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):  # nn.Module._apply on fake parameters that something refers to weakly
+            raise
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = build(job.spec)
+    return fake_world.with_fake_tensors(model)
 
 
 def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
@@ -160,6 +165,12 @@ def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
 
 
 def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) -> Step:
+    """One step; a second time where some parameters turn out to have no gradient, and so no optimizer state."""
+    found = _tracked(job, config, runs, kept, ())
+    return _tracked(job, config, runs, kept, found.unused) if found.unused else found
+
+
+def _tracked(job: Job, config: Config, runs: list[repeats.Run], kept: list[int], stateless: tuple[str, ...]) -> Step:
     # Rank 0's values and the compiler's kernels change nothing in what a step holds.
     fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
     section = config.shardkit.model_copy(update={"compile": False})
@@ -170,8 +181,8 @@ def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) ->
         loss = _loss(job, model)
         has_buckets = config.mode == "ddp" and job.world_size > 1
         factory = batches.optimizer_factory(job.optimizer)
-        tracker = tracked_step(model, config, mesh, process, factory, loss, has_buckets)
-        step = Step(tracker.moments, tracker.payload_bytes)
+        tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless)
+        step = Step(tracker.moments, tracker.payload_bytes, unused)
         del model, loss, tracker
     gc.collect()
     return step
@@ -192,11 +203,23 @@ def _loss(job: Job, model: nn.Module) -> batches.Loss:
     )
 
 
+def _unused_remark(unused: tuple[str, ...]) -> list[str]:
+    if not unused:
+        return []
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in unused)
+    first = next(iter(modules))
+    others = " and others" if len(modules) > 1 else ""
+    return [
+        f"No gradient in the simulated step, and so no optimizer state: {first}{others}. Where your batch uses them, "
+        "give it: --batch module:function."
+    ]
+
+
 def _to_json(step: Step, remark: str | None) -> dict[str, Any]:
     return {
         "moments": [[m.phase, m.unit, list(asdict(m.memory).values())] for m in step.moments],
         "payload_bytes": step.payload_bytes,
-        "remark": remark,
+        "remarks": [*([remark] if remark else []), *_unused_remark(step.unused)],
     }
 
 

@@ -36,8 +36,11 @@ def _checkpoint(block: nn.Module) -> None:
 
 
 def _forget_cache(model: nn.Module) -> None:
-    """A key-value cache would grow a second time when a Transformers block computes again."""
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
+    """A key-value cache would grow a second time when a Transformers block computes again. The parts of a model may
+    have configurations of their own: an encoder-decoder's decoder has a copy."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    caching = {id(config): config for config in configs if getattr(config, "use_cache", False)}
+    for config in caching.values():
         config.use_cache = False  # type: ignore[union-attr]
+    if caching:
         log.info("activation checkpointing: set use_cache to false in the model's config.")
