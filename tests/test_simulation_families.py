@@ -1,5 +1,6 @@
 """Models that are more than a stack of blocks, simulated: unused branches, adapters, encoder-decoders."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 
 from shardkit.config.schema import Config, FsdpConfig
-from shardkit.plan import worker
+from shardkit.model.families import activation_gaps
+from shardkit.model.probe import transformer_facts
+from shardkit.plan import activations, worker
 from shardkit.plan.closed_form import Memory
 
 MIB = 2**20
@@ -123,3 +126,86 @@ def test_an_encoder_decoder_recomputes():
     whole, less = (simulated("small_t5", fsdp={"activation_checkpointing": on}) for on in (False, True))
     peaks = [max(moment.memory.activations for moment in step.moments) for step in (whole, less)]
     assert peaks[1] < peaks[0] / 2
+
+
+def of_family(name: str) -> Any:
+    """A small model of a Transformers family, as its class makes it."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
+    whisper = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 32}
+    whisper |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    opt = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "dropout": 0.0, "num_attention_heads": 4}
+    made = {
+        "llama": ("Llama", "ForCausalLM", {**sizes, "num_key_value_heads": 2, "vocab_size": 200}),
+        "qwen3": ("Qwen3", "ForCausalLM", {**sizes, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200}),
+        "opt": ("OPT", "ForCausalLM", opt),
+        "vit": ("ViT", "ForImageClassification", {**sizes, "image_size": 32}),
+        "wav2vec2": ("Wav2Vec2", "ForCTC", sizes),
+        "whisper": ("Whisper", "ForConditionalGeneration", {**whisper, "vocab_size": 52000}),
+        "clip": ("CLIP", "Model", {"text_config": {**sizes, "vocab_size": 200}, "vision_config": sizes}),
+        "bert": ("Bert", "ForSequenceClassification", {**sizes, "vocab_size": 200}),
+    }
+    family, task, given = made[name]
+    config = getattr(transformers, f"{family}Config")(**given)
+    return getattr(transformers, f"{family}{task}")._from_config(config, dtype=torch.float32)
+
+
+FAMILIES = ("llama", "qwen3", "opt", "vit", "wav2vec2", "whisper", "clip")
+for _family in FAMILIES:
+    globals()[_family] = partial(of_family, _family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "vit"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_closed_form_counts_what_a_block_keeps(family, precision):
+    """Per block and token within 1 %: what lies between two blocks of a forward."""
+    model = of_family(family)
+    facts = transformer_facts(model.config, model)
+    seq_len = None if family == "vit" else 32
+    step = simulated(family, precision=precision, seq_len=seq_len)
+    blocks = [moment.memory.activations for moment in step.moments if moment.phase == "forward" and "." in moment.unit]
+    itemsize = 4 if precision == "no" else 2
+    expected = activations.of_transformer(facts, 2, seq_len or facts.seq_len, itemsize)
+    assert facts.gaps == ()
+    assert (blocks[4] - blocks[2]) / 2 == pytest.approx(expected.block_bytes, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["wav2vec2", "whisper", "clip"])
+def test_families_whose_input_is_no_text_have_a_batch(family):
+    step = simulated(family, seq_len=4000 if family == "wav2vec2" else 32)
+    assert max(moment.memory.activations for moment in step.moments) > 0
+    assert step.unused == (("wav2vec2.masked_spec_embed",) if family == "wav2vec2" else ())
+
+
+def test_a_family_that_the_closed_form_does_not_know_is_a_lower_bound():
+    import transformers
+
+    gaps = activation_gaps(transformers.T5Config(dropout_rate=0.1))
+    assert gaps[0] == "what blocks of t5 keep beside those of a plain Transformer"
+    assert "dropout masks and scores (dropout_rate)" in gaps
+    assert activation_gaps(transformers.LlamaConfig()) == ()
+    assert activation_gaps(transformers.LlamaConfig(attention_dropout=0.1)) == (
+        "dropout masks and scores (attention_dropout)",
+    )
+
+
+def test_a_classifier_makes_no_logits_over_its_vocabulary():
+    model = of_family("bert")
+    assert transformer_facts(model.config, model).vocabulary is None
+    assert transformer_facts(small_llama().config, small_llama()).vocabulary == 200
+
+
+@pytest.mark.parametrize(("loss", "bytes_each"), [("held", 16), ("dropped", 12), ("fused", 6)])
+def test_the_loss_keeps_what_is_said(loss, bytes_each):
+    """Logits of 4 x 512 tokens over a vocabulary that is larger than all else."""
+    spec = "gpt:layers=2,hidden=16,heads=2,vocab=20000,seq=512"
+    job = worker.Job("gpt", spec, [], 8, 8, "sgd", None, 4, None, True, loss)
+    config = Config(num_processes=8, mixed_precision="bf16", fsdp=FsdpConfig(activation_checkpointing=True))
+    peak = max(moment.memory.activations for moment in worker.simulated(job, config)[0].moments)
+    logits = 4 * 512 * 20000
+    assert peak <= 1.05 * bytes_each * logits
+    if loss != "fused":
+        assert peak >= 0.98 * bytes_each * logits

@@ -22,6 +22,8 @@ from shardkit.plan.closed_form import Memory, Moment
 
 CATEGORIES = tuple(field.name for field in fields(Memory))
 _GATHERED = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_")
+_DRAWS = (torch.ops.aten.rand.default,)
+_COMPARISONS = (torch.ops.aten.lt.Scalar, torch.ops.aten.gt.Scalar)
 _PAYLOADS = {  # which argument torch counts: the output of an all-gather, the input of a reduce-scatter
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -118,7 +120,13 @@ class MemoryTracker(TorchDispatchMode):
             return NotImplemented  # it comes back as operators on the local tensors
         if function is torch.ops.aten._local_scalar_dense.default and self._default == "optimizer_state":
             return 1.0 if args[0].is_floating_point() else 1
+        if function is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "_is_drawn", False):
+            return 0  # a layer that would be dropped by chance is not: that is the most memory
         result = function(*args, **(kwargs or {}))
+        if function in _DRAWS and result.dim() == 0:
+            result._is_drawn = True
+        if function in _COMPARISONS and getattr(args[0], "_is_drawn", False):
+            result._is_drawn = True
         if not self._is_propagating():
             self._see(function._schema.name, args, kwargs or {}, result)
         return result

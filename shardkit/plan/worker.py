@@ -46,6 +46,7 @@ class Job:
     batch_size: int
     seq_len: int | None
     is_exact: bool
+    loss: str = "held"
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,8 @@ def _tracked(job: Job, config: Config, runs: list[repeats.Run], kept: list[int],
         model = _shortened(job, runs, kept)
         fake_world.keep_in_place(model)
         loss = _loss(job, model)
+        if job.loss == "dropped":
+            loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
         factory = batches.optimizer_factory(job.optimizer)
         tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless)
@@ -189,14 +192,22 @@ def _tracked(job: Job, config: Config, runs: list[repeats.Run], kept: list[int],
 
 
 def _loss(job: Job, model: nn.Module) -> batches.Loss:
+    is_fused = job.loss == "fused"
+    if is_fused and (job.batch is not None or not batches.fuse_loss(model)):
+        what = "with --batch the model computes its loss itself" if job.batch else "the model's head is not known"
+        raise UsageError(f"--loss fused: {what} (got {job.spec}); use --loss dropped.")
     if job.batch is not None:
         found = batches.named(job.batch)
         return batches.given_loss(found() if callable(found) else found)
     if job.kind == "gpt":
         shape = _shape(job)
-        return batches.next_token_loss(job.batch_size, job.seq_len or shape.seq, shape.vocab)
+        tokens = torch.zeros(job.batch_size, job.seq_len or shape.seq, dtype=torch.long)
+        return batches.given_loss(tokens) if is_fused else batches.next_token_loss(tokens, shape.vocab)
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
-        return batches.given_loss(batches.transformers_batch(model, job.batch_size, job.seq_len))
+        batch = batches.transformers_batch(model, job.batch_size, job.seq_len)
+        if is_fused:
+            batch.pop("labels", None)
+        return batches.given_loss(batch)
     raise UsageError(
         f"--simulate: what goes into the model {job.spec}? (got no --batch); "
         "add --batch module:function, a function that returns one micro-batch."
