@@ -47,7 +47,7 @@ def plan(
         bool, typer.Option("--simulate", help="Run one training step on fake tensors: exact memory, no hardware.")
     ] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Simulate every layer, also where equal ones could be left out.")
+        bool, typer.Option("--exact", help="Simulate every layer, and say what CUDA's allocator would reserve.")
     ] = False,
     batch: Annotated[
         str | None, typer.Option(help="For --simulate: module:function that returns one micro-batch.")
@@ -309,7 +309,14 @@ def _answer(request: "Request", question: str | None, how: Simulated | None = No
     from dataclasses import replace
 
     from shardkit.model.cut import missing_blocks
-    from shardkit.plan.answer import Answer, check_seq_len, configured_strategy, possible_strategies, row
+    from shardkit.plan.answer import (
+        Answer,
+        check_seq_len,
+        configured_strategy,
+        possible_strategies,
+        row,
+        split_experts,
+    )
     from shardkit.plan.suggest import changes, suggest_from
 
     beyond = check_seq_len(request)
@@ -321,7 +328,7 @@ def _answer(request: "Request", question: str | None, how: Simulated | None = No
     chosen = configured_strategy(request.config)
     is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
     changed = changes(request) if is_too_large else ()
-    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond]
+    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond, split_experts(request)]
     return Answer(
         request=request,
         rows=tuple(rows),

@@ -129,7 +129,7 @@ def fits(device: Device, memory: RankMemory) -> bool | None:
 
 
 def check_seq_len(request: Request) -> str | None:
-    """A remark where sequences are longer than the model is built for; UsageError where it has no positions for them."""
+    """A remark where sequences are longer than the model is built for; UsageError where it lacks positions for them."""
     facts, given = request.description.facts, request.seq_len
     if facts is None or facts.seq_len is None or given is None or given <= facts.seq_len:
         return None
@@ -145,6 +145,24 @@ def check_seq_len(request: Request) -> str | None:
             f"--seq-len: the model has positions for {facts.seq_len:,} tokens (got {given:,}); give at most as many."
         )
     return f"--seq-len {given:,} is more than the {facts.seq_len:,} tokens that the model's configuration names."
+
+
+def split_experts(request: Request) -> str | None:
+    """A remark where more ranks share a model than its stacked experts' weights can be split over."""
+    facts = request.description.facts
+    if facts is None or not 0 < facts.experts < request.world_size:
+        return None
+    stacked = any(
+        len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
+        for node in request.description.tree.walk()
+        for parameter in node.parameters
+    )
+    if not stacked:
+        return None
+    return (
+        f"The weights of {facts.experts} experts are split over dim 0, as training splits them: over more than "
+        f"{facts.experts} ranks their part of the memory does not shrink, and what is gathered is padded."
+    )
 
 
 def possible_strategies(request: Request) -> list[ShardingStrategy]:
@@ -207,6 +225,8 @@ def _row_json(row: Row) -> dict[str, Any]:
         "peak_bytes": row.memory.peak.total,
         "peak": asdict(row.memory.peak),
         "peak_moment": row.memory.moment,
+        "reserved_bytes": row.memory.reserved_bytes,
+        "reserved_expandable_bytes": row.memory.expandable_bytes,
         "host": asdict(row.memory.host),
         "activations_known": row.memory.activations_known,
         "activations_left_out": list(row.memory.gaps),

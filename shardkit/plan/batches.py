@@ -142,9 +142,9 @@ def _images(config: Any, batch_size: int) -> torch.Tensor:
 
 def _spectra(config: Any, batch_size: int, seq_len: int | None) -> dict[str, Any]:
     """Whisper and its like: a spectrum of the longest recording, which the encoder halves, and words to predict."""
-    bins = int(getattr(config, "num_mel_bins", 0) or getattr(config, "input_feat_per_channel", 80))
+    bins: int = getattr(config, "num_mel_bins", 0) or getattr(config, "input_feat_per_channel", 80)
     frames: int = 2 * getattr(config, "max_source_positions", 1500)
-    length: int = seq_len or getattr(config, "max_target_positions", 448)
+    length: int = getattr(config, "max_target_positions", 448) if seq_len is None else seq_len
     words = torch.zeros(batch_size, length, dtype=torch.long)
     inputs = {"input_features": torch.zeros(batch_size, bins, frames)}
     return inputs | ({"labels": words} if getattr(config, "is_encoder_decoder", False) else {})

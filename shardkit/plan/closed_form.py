@@ -68,7 +68,8 @@ class RankMemory:
     """Memory of the rank that needs most: at its peak on the device, all along one step, and on the host.
 
     `activations_known` is False where they are not in the numbers, or not all of them: `gaps` says why, in words.
-    Then the peak is a lower bound: it can show that a rank does not fit, never that it does.
+    Then the peak is a lower bound: it can show that a rank does not fit, never that it does. `reserved_bytes` is what
+    CUDA's allocator would hold for a simulated step, `expandable_bytes` the same with expandable segments.
     """
 
     peak: Memory
@@ -77,6 +78,8 @@ class RankMemory:
     host: Memory
     activations_known: bool
     gaps: tuple[str, ...] = ()
+    reserved_bytes: int | None = None
+    expandable_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ def estimate(
         timeline, host = _offload(timeline)
     top = max(timeline, key=lambda moment: moment.memory.total)
     gaps = kept.gaps if kept else (_why_unknown(facts, batch_size),)
+    if config.fsdp.activation_checkpointing and config.shardkit.recompute == "operators":
+        gaps = (*gaps, "products of matrices that shardkit.recompute keeps")
     memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
     return Estimate(
         config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, ranks_per_machine)
@@ -183,8 +188,10 @@ def _all_gradients(plan: Layout) -> int:
 
 def _kept_bytes(unit: Unit, config: Config, kept: Activations) -> int:
     """What the unit's blocks keep between forward and backward."""
-    recomputes = config.fsdp.activation_checkpointing
-    return unit.blocks * (kept.block_input_bytes if recomputes else kept.block_bytes)
+    if not config.fsdp.activation_checkpointing:
+        return unit.blocks * kept.block_bytes
+    every = config.shardkit.recompute_every
+    return unit.blocks * (kept.block_input_bytes + (every - 1) * kept.block_bytes) // every
 
 
 def _working_bytes(unit: Unit, config: Config, kept: Activations) -> int:

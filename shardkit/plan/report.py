@@ -5,6 +5,7 @@ from dataclasses import fields
 from textwrap import fill, wrap
 
 from shardkit.config.meaning import dtypes
+from shardkit.config.schema import Config
 from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, Request, Row
 from shardkit.plan.closed_form import Memory
@@ -48,10 +49,16 @@ def _headline(request: Request) -> str:
     if config.shardkit.gradient_accumulation_steps > 1:
         load.append(f"{config.shardkit.gradient_accumulation_steps} micro-batches a step")
     if config.fsdp.activation_checkpointing:
-        load.append("activation checkpointing")
+        every = config.shardkit.recompute_every
+        part = f" of 1 block in {every}" if every > 1 else ""
+        load.append(f"activation checkpointing{part}" + (" by operator" if _by_operator(config) else ""))
     if config.fsdp.offload_params:
         load.append("offload to the host")
     return f"{request.description.text}\n{_wrapped(load)}"
+
+
+def _by_operator(config: Config) -> bool:
+    return config.shardkit.recompute == "operators"
 
 
 def _wrapped(parts: Sequence[str], width: int = 80) -> str:
@@ -81,6 +88,7 @@ def _memory_table(answer: Answer) -> str:
         if row.memory.host.total:
             lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
     lines.append(f"  * as configured; it peaks in {answer.chosen_row.memory.moment}")
+    lines += _reserved_lines(answer)
     if not known:
         lines += [f"  {line}" for line in wrap(_left_out(answer, counted), 78)]
     return "\n".join(lines)
@@ -98,6 +106,24 @@ def _method(answer: Answer) -> str:
     if len(simulated) == len(answer.rows):
         return "simulated"
     return "* simulated, the others closed form" if simulated else "closed form"
+
+
+def _reserved_lines(answer: Answer) -> list[str]:
+    """What CUDA's allocator would reserve for each row that was simulated with all its layers."""
+    device = answer.request.device
+    lines = []
+    for row in answer.rows:
+        reserved, expandable = row.memory.reserved_bytes, row.memory.expandable_bytes
+        if reserved is None or expandable is None or not device.reserve_bytes:
+            continue
+        text = f"{row.strategy.number} reserves {reserved / GIB:,.2f} GiB by CUDA's allocator, replayed"
+        text += f"; {expandable / GIB:,.2f} with expandable segments."
+        if row.fits and device.fits(reserved) is False:
+            text += " That is more than there is: it runs with retries, slower."
+            if device.fits(expandable):
+                text += " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cures it."
+        lines += [f"  {line}" for line in wrap(text, 78)]
+    return lines
 
 
 def _left_out(answer: Answer, counted: bool) -> str:

@@ -89,7 +89,7 @@ def step_time(
     tokens = batch_size * seq_len * config.shardkit.gradient_accumulation_steps
     work = work_per_token(tree, facts, seq_len)
     recomputes = config.fsdp.activation_checkpointing
-    flops = tokens * (work.useful + (work.forward if recomputes else 0.0))
+    flops = tokens * (work.useful + recomputed_part(config) * work.forward)
     efficiency = device.efficiency(compute, recomputes)
     best = efficiency.high * (COMPILE_SPEEDUP if config.shardkit.compile else 1.0)
     return StepTime(
@@ -103,6 +103,13 @@ def step_time(
         tokens=tokens,
         efficiency=efficiency,
     )
+
+
+def recomputed_part(config: Config) -> float:
+    """Which part of forward is computed twice; of matrix products, half where every other one is kept."""
+    if not config.fsdp.activation_checkpointing:
+        return 0.0
+    return (0.5 if config.shardkit.recompute == "operators" else 1.0) / config.shardkit.recompute_every
 
 
 def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> Work:

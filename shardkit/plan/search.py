@@ -100,6 +100,9 @@ def min_gpus(request: Request, evaluate: Evaluate = row) -> Finding:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
         if least:
             text += f"; it needs least on {world_size:,}: {least / 2**30:,.1f} GiB a rank"
+        facts = request.description.facts
+        if facts is not None and facts.experts:
+            text += f" (weights of {facts.experts} experts are split over dim 0, so over as many ranks at most)"
         return Finding("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
     machines = -(-found // request.ranks_per_machine)
     plural = "s" if machines > 1 else ""

@@ -140,7 +140,16 @@ def _simulation(request: Request, config: Config, step: dict[str, Any], batch: s
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
         timeline, host = _offloaded(timeline)
     top = max(timeline, key=lambda moment: moment.memory.total)
-    memory = RankMemory(top.memory, top.text, timeline, host, activations_known=True)
+    reserved = (step["reserved"] or {}) if not host.total else {}
+    memory = RankMemory(
+        top.memory,
+        top.text,
+        timeline,
+        host,
+        activations_known=True,
+        reserved_bytes=reserved.get("segments"),
+        expandable_bytes=reserved.get("expandable"),
+    )
     return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remarks"], batch)))
 
 

@@ -28,7 +28,9 @@ from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers, error_text, where
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import batches, fake_world, repeats
+from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.closed_form import Moment
+from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.plan.training_step import tracked_step
 
 
@@ -51,11 +53,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """One simulated step: its moments, what its collectives carry, and the trained parameters without a gradient."""
+    """One simulated step: its moments, what its collectives carry, and the trained parameters without a gradient.
+
+    `reserved`: what CUDA's allocator would reserve, by how it works ("segments", "expandable"); known of whole steps.
+    """
 
     moments: list[Moment]
     payload_bytes: dict[str, int]
     unused: tuple[str, ...] = ()
+    reserved: dict[str, int] | None = None
 
 
 def main() -> None:
@@ -73,7 +79,8 @@ def main() -> None:
 
 def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     """The step of the whole model, and a remark where something was done otherwise than usual."""
-    if job.is_exact:
+    every = config.shardkit.recompute_every if config.fsdp.activation_checkpointing else 1
+    if job.is_exact or every > 1:  # blocks that are treated differently do not repeat
         return _step(job, config, [], []), None
     tree = _tree(job)
     runs = repeats.runs_of(tree)
@@ -185,10 +192,19 @@ def _tracked(job: Job, config: Config, runs: list[repeats.Run], kept: list[int],
         has_buckets = config.mode == "ddp" and job.world_size > 1
         factory = batches.optimizer_factory(job.optimizer)
         tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless)
-        step = Step(tracker.moments, tracker.payload_bytes, unused)
+        reserved = None if runs else _reserved(tracker)
+        step = Step(tracker.moments, tracker.payload_bytes, unused, reserved)
         del model, loss, tracker
     gc.collect()
     return step
+
+
+def _reserved(tracker: MemoryTracker) -> dict[str, int]:
+    steps = list(two_steps(tracker.before, tracker.events, tracker.optimizer_at))
+    return {
+        "segments": replay(steps).reserved_bytes,
+        "expandable": replay(steps, is_expandable=True).reserved_bytes,
+    }
 
 
 def _loss(job: Job, model: nn.Module) -> batches.Loss:
@@ -230,6 +246,7 @@ def _to_json(step: Step, remark: str | None) -> dict[str, Any]:
     return {
         "moments": [[m.phase, m.unit, list(asdict(m.memory).values())] for m in step.moments],
         "payload_bytes": step.payload_bytes,
+        "reserved": step.reserved,
         "remarks": [*([remark] if remark else []), *_unused_remark(step.unused)],
     }
 
