@@ -1,7 +1,11 @@
 # Everything installs into .venv; the stamp is renewed when what we depend on changes.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test test-fast test-faults test-loops lint format docs clean
+# The range of pyproject.toml: `make test-oldest` and `make test-newest` run the tests with either end of it, each in an
+# environment of its own. PyPI's builds of torch bring CUDA: several gigabytes.
+TORCH_oldest := 2.11.*
+TORCH_newest := 2.15.*
+.PHONY: demo test test-fast test-faults test-loops test-oldest test-newest lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -24,6 +28,15 @@ test-faults: .venv/.ready
 test-loops: .venv/.ready
 	$(BIN)/python -m pytest -m loops
 
+.venv-oldest/.ready .venv-newest/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_$(patsubst .venv-%,%,$(@D)))'
+	$(@D)/bin/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+test-oldest test-newest: test-%: .venv-%/.ready
+	.venv-$*/bin/python -m pytest -m "not faults and not loops"
+
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,4 +50,4 @@ docs: .venv/.ready
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info

@@ -6,8 +6,9 @@ The state is that of 1024 x 1024 layers with AdamW, on CPU ranks: 240 layers are
 its own, whose model has its memory and whose optimizer has no state yet; files are in the system's cache for all.
 
 sharded   FSDP2: shardkit beside torch.distributed.checkpoint (DCP)
-full      every rank holds all of it: shardkit beside torch.load(mmap=True) and load_state_dict, which leaves the
-          optimizer's state in the file until the first step; with that step, too
+full      every rank holds all of it: shardkit beside torch.load and load_state_dict, as they are by default, and with
+          mmap=True, which leaves the optimizer's state in the file until the first step; with that step, too. "Bare
+          read" only brings as many bytes into the weights and into new memory: no format, no check
 
 Extra memory is rank 0's anonymous memory at its peak, less what it was before and less the optimizer's state.
 """
@@ -41,8 +42,11 @@ from shardkit.distributed import control
 COMPARED: dict[str, list[tuple[str, str, float | None]]] = {
     "sharded": [("shardkit load", "DCP load", 1.2)],
     "full": [
-        ("shardkit load", "torch.load load", 4.0),
-        ("shardkit load and step", "torch.load load and step", None),
+        ("shardkit load", "torch.load load", None),
+        ("shardkit load", "bare read load", None),
+        ("shardkit load", "mmap load", 4.0),
+        ("bare read load", "mmap load", None),
+        ("shardkit load and step", "mmap load and step", None),
     ],
 }
 EXTRA_MEMORY_MIB = 256
@@ -151,7 +155,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def load_one(family: str, layers: int, folder: Path, name: str) -> None:
     """One measured load; rank 0 leaves result.json. Collective."""
     model, optimizer = built(family, layers, 0.5)
-    load = {"shardkit": _load_ours, "DCP": _load_dcp, "torch.load": _load_torch}[name.split()[0]]
+    load = LOADS[name.split()[0]]
     act = partial(load, model, optimizer, folder)
     if name.endswith("step"):
         for parameter in model.parameters():
@@ -187,10 +191,27 @@ def _load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) 
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-def _load_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    found = torch.load(folder / "state.pt", mmap=True, weights_only=True)
+def _load_mapped(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    _load_torch(model, optimizer, folder, mmap=True)
+
+
+def _load_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, mmap: bool = False) -> None:
+    found = torch.load(folder / "state.pt", mmap=mmap, weights_only=True)
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optim"])
+
+
+def _load_bare(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    at = 0
+    with (folder / "state.pt").open("rb", buffering=0) as file, torch.no_grad():
+        for parameter in model.parameters():
+            state = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = state
+            for tensor in (parameter.detach(), *state.values()):
+                at += os.preadv(file.fileno(), [tensor.numpy().reshape(-1)], at)
+
+
+LOADS = {"shardkit": _load_ours, "DCP": _load_dcp, "torch.load": _load_torch, "mmap": _load_mapped, "bare": _load_bare}
 
 
 def _show(family: str, found: dict[str, Any]) -> None:

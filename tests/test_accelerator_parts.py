@@ -512,10 +512,11 @@ def other_world() -> tuple[str, int]:
 def test_another_world_than_the_configured_one_is_an_error(ranks):
     for message, code in ranks.run(2, other_world):
         assert code == 2
-        assert message == (
+        assert message.startswith(
             "Accelerator(config=...): num_processes: 3 asked for (got 2 launched); start as many ranks as the "
-            "configuration says, or change it: shardkit launch --num-processes 2 ..."
+            "configuration says, or change it: shardkit launch --num-processes 2 "
         )
+        assert message.endswith(".py")
 
 
 @pytest.mark.requirement("A6")

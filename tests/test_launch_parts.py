@@ -385,7 +385,7 @@ def test_the_words_for_a_failure():
     saved = diagnosis.render(found, 10.0, "runs/x", saved_step=5)
     assert "  saved    step 5; --resume auto goes on from it" in saved
     out_of_memory = diagnosis.diagnose([Outcome(0, exit_code=1, error=error(0, kind="OutOfMemoryError"))])
-    assert "  next     shardkit plan shows" in diagnosis.render(out_of_memory, 0.0, "runs/x")
+    assert "builds the model: shardkit plan --model MODULE:FUNCTION" in diagnosis.render(out_of_memory, 0.0, "runs/x")
     message = "aten.mm: got mixed torch.Tensor and DTensor, need to convert all"
     mixed = Outcome(0, exit_code=1, error=replace(error(0), message=message))
     text = diagnosis.render(diagnosis.diagnose([mixed]), 0.0, "runs/x")

@@ -228,7 +228,7 @@ def in_docs() -> list[tuple[str, str]]:
 def words(command: str) -> list[str]:
     """The words after `shardkit`, with an example for each placeholder."""
     _, *found = shlex.split(command.rstrip("&").strip(), comments=True)
-    example = {"N": "1", "B": "1", "S": "1", "DIR": "runs", "KEY=VALUE": "debug=true", "FILE": "x.yaml"}
+    example = {"N": "1", "DIR": "runs", "KEY=VALUE": "debug=true", "FILE": "x.yaml"}
     return [example.get(word, word) for word in found if word not in {"...", "[ARGUMENTS]...", "[ARGUMENTS]"}]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.checkpoint import disk, layout, tensors
 from shardkit.checkpoint.layout import Box, Entry, Stored
 from shardkit.checkpoint.verify import Files, Piece
+from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.errors import CheckpointCorrupted
 
@@ -30,11 +31,14 @@ def entry_of_parameter(index: layout.Index, fqn: str) -> Entry | None:
     return index.sections.get(section, {}).get(name)
 
 
+def _nothing(count: int) -> None: ...
+
+
 class Saved:
     """The tensors of a checkpoint, and those that one rank of it had for itself (`own_rank`; None: of no rank)."""
 
-    def __init__(self, files: Files, own_rank: int | None = None, tick: Callable[[], None] = lambda: None) -> None:
-        self.files, self.tick = files, tick
+    def __init__(self, files: Files, own_rank: int | None = None, work: Callable[[int], None] = _nothing) -> None:
+        self.files, self.work = files, work
         own = "" if own_rank is None else layout.own_file(own_rank, files.checkpoint.manifest.world_size)
         self._own = own if files.has(own) else ""
 
@@ -72,7 +76,6 @@ class Saved:
 
     def fill(self, section: str, name: str, tensor: torch.Tensor) -> None:
         """Read what this rank holds of the tensor into it, in place. Its shape and dtype are those that were saved."""
-        self.tick()
         into, box = local_part(tensor), tensors.held_box(tensor)
         with torch.no_grad():
             for piece in self._pieces(section, name, box):
@@ -99,7 +102,7 @@ class Saved:
             for low in range(0, run[1], disk.BLOCK_BYTES):
                 block = tensors.memory(into)[low : low + disk.BLOCK_BYTES]
                 disk.read_into(descriptor, block, piece.stored.begin + run[0] + low, where)
-                self.tick()
+                self.work(len(block))
         elif into.ndim:
             self._by_rows(descriptor, where, piece.stored.begin, piece.stored, source, into)
         else:
@@ -127,8 +130,9 @@ class Saved:
             at = begin + (source.offsets[0] + first) * row_bytes
             disk.read_into(descriptor, tensors.memory(block), at, where)
             box = Box((0, *source.offsets[1:]), (count, *source.sizes[1:]))
-            into[first : first + count].copy_(tensors.narrow(block, box))
-            self.tick()
+            wanted = tensors.narrow(block, box)
+            into[first : first + count].copy_(wanted)
+            self.work(wanted.numel() * wanted.element_size())
 
     def _block(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The one block, as a tensor of this shape."""
@@ -139,7 +143,7 @@ class Saved:
 
     @cached_property
     def _memory(self) -> torch.Tensor:
-        return torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=accelerators.can_pin())
 
 
 def _empty_like(like: DTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -85,7 +85,7 @@ def read(folder: Path) -> Manifest:
     where = str(folder / NAME)
     if not folder.exists():
         raise CheckpointError(
-            f"{folder}: no checkpoint here, nor a folder of this name; `shardkit checkpoint list` shows what there is."
+            f"{folder}: no checkpoint here, nor a folder of this name; name one, or a folder in which checkpoints are."
         )
     if not (folder / NAME).exists():
         raise CheckpointError(f"{folder}: no checkpoint ({NAME} is missing); a save that was cut off leaves none.")

@@ -110,6 +110,7 @@ class Nowhere:
 def put_all(prepared: Prepared, control: ControlGroup, sink: _Disk | Nowhere) -> dict[str, list[Any]]:
     """Put everything of this rank there; {file: [bytes, digest]}."""
     written: dict[str, list[Any]] = {}
+    control.work.expect(tensors.bytes_to_write(prepared.pieces))
     with _Hasher(prepared.request.digest) as hasher:
         for section, pieces in prepared.pieces.items():
             if prepared.index.kind == "full" and section != layout.OWN:
@@ -168,8 +169,9 @@ def _in_host_memory(
     for number, (chunk, tensor) in enumerate(pieces):
         if number == len(pieces) // 2:
             sink.reach("write")
-        control.tick()
+        control.work()
         yield chunk, tensors.to_cpu(tensor)
+        control.work(chunk.bytes)
 
 
 def _put_own_file(

@@ -25,12 +25,14 @@ from torch.distributed.tensor import DTensor
 from shardkit.checkpoint import apart, faults, folder, manifest, optimizers, state, values
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import Skipped
+from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.load_plan import How, Plan, Unfinished, no_tensor, plan_of, positions
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, section_name
-from shardkit.checkpoint.verify import Checkpoint, Files, check_headers, hash_file, open_checkpoint
+from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file, open_checkpoint
 from shardkit.distributed import random_state
 from shardkit.distributed.control import ControlGroup, LostRank
+from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointCorrupted, CheckpointError, StateIncomplete
 from shardkit.log import get_logger
 
@@ -179,7 +181,8 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -
             files = stack.enter_context(Files(checkpoint))
             plan = plan_of(live, checkpoint, control, how)
             step.problems = plan.problems
-        saved = Saved(files, plan.own_rank, control.tick)
+        saved = Saved(files, plan.own_rank, control.work)
+        control.work.expect(_bytes_to_read(plan, saved.index))
         with _Agreement(control, here, before):
             _verify(files, control, how.verify)
             objects = [*_object_states(live, plan, saved)]
@@ -225,10 +228,17 @@ def _all_problems(answers: list[Any]) -> tuple[list[str], bool]:
 def _verify(files: Files, control: ControlGroup, verify: str) -> None:
     """Read this rank's share of the files once, and compare. Not collective."""
     faults.reach("verify", control.rank)
-    for name, writer in _share(files.checkpoint.manifest, control):
-        control.tick()
+
+    def count(span: Span) -> None:
+        control.work(span.bytes)
+
+    record, share = files.checkpoint.manifest, _share(files.checkpoint.manifest, control)
+    if verify == "digest":
+        control.work.expect(sum(record.files[name].bytes // len(record.files[name].digests) for name, _ in share))
+    for name, writer in share:
+        control.work()
         if verify == "digest":
-            hash_file(files, name, writer)
+            hash_file(files, name, writer, count)
         else:
             check_headers(files, name, writer)
 
@@ -296,6 +306,15 @@ def _fill(live: Live, plan: Plan, saved: Saved, control: ControlGroup, here: str
         text = f"{here}: {error}; {outcome}." if isinstance(error, LostRank) else str(error)
         raise StateIncomplete(text) from error
     unfinished.end()
+
+
+def _bytes_to_read(plan: Plan, index: Index) -> int:
+    """About how much of the tensors this rank reads: as much of all of them as it holds of the weights."""
+    held = whole = 0
+    for _, _, tensor in plan.weights:
+        held += local_part(tensor).numel() * tensor.element_size()
+        whole += tensor.numel() * tensor.element_size()
+    return sum(entry.bytes for section in index.sections.values() for entry in section.values()) * held // max(1, whole)
 
 
 def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int) -> None:

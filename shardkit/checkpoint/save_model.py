@@ -284,14 +284,17 @@ def _write(
     put.wait_until_seen(temporary)
     where = {name: (file.name, place) for file in files for name, place in file.places.items()}
     opened: dict[str, disk.Durable] = {}
+    pieces = tensors.pieces_to_write(index, "model", part.tensors, control.rank)
+    control.work.expect(tensors.bytes_to_write({"model": pieces}))
     with ExitStack() as stack:
-        for chunk, piece in tensors.pieces_to_write(index, "model", part.tensors, control.rank):
-            control.tick()
+        for chunk, piece in pieces:
+            control.work()
             faults.reach("export-write", control.rank)
             name, place = where[chunk.name]
             if name not in opened:
                 opened[name] = stack.enter_context(disk.Durable(temporary / name))
             _write_piece(opened[name], chunk, piece, place, targets[chunk.name])
+            control.work(chunk.bytes)
 
 
 def _write_piece(file: disk.Durable, chunk: Chunk, piece: torch.Tensor, place: Stored, target: torch.dtype) -> None:

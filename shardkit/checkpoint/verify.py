@@ -212,6 +212,10 @@ class Span:
     box: Box | None
     ranges: list[tuple[int, int]]
 
+    @property
+    def bytes(self) -> int:
+        return sum(length for _, length in self.ranges)
+
 
 def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
     """What a rank wrote into a file, in the order in which it was hashed."""

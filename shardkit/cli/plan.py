@@ -1,5 +1,6 @@
 """`shardkit plan`: memory and traffic of every rank, for any number of GPUs, with none at hand."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -186,8 +187,9 @@ def beside_the_plan(config: "Config", path: Path | None, folder: Path) -> str:
     named = comment.read(path.read_text(encoding="utf-8")) if path else None
     if not any(folder.glob("rank*.memory.json")):
         return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
-    model = named or "MODEL"
-    hint = f"with activations: shardkit plan --model {model} --batch-size B --seq-len S --simulate --measured {folder}"
+    model, where = shlex.quote(named or "MODULE:FUNCTION"), shlex.quote(str(folder))
+    flags = "with --batch-size it counts activations, with --simulate --batch it simulates a step"
+    hint = f"{flags}: shardkit plan --model {model} --measured {where}"
     if named is None:
         found = measured.read(folder)
         return (

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardkit.distributed import control
+from shardkit.distributed import accelerators, control
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 
@@ -204,7 +204,7 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _device() -> torch.device:
     """A device that the default group's backend takes: the CPU where it can, else this rank's accelerator."""
-    return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else "cuda")
+    return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else accelerators.kind() or "cpu")
 
 
 def _same_everywhere(data: Any, what: str) -> None:

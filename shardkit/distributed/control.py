@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, GatherOptions
 
+from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, ShardkitError
 
 Result = TypeVar("Result")
@@ -64,8 +65,8 @@ class ControlGroup:
     group: Any = None
     timeout_s: float = 1800.0
     """How long a rank waits for the others in one agreement."""
-    tick: Callable[[], None] = field(default=lambda: None)
-    """Called between pieces of work, so that whoever watches this rank sees it move."""
+    work: LongWork = field(default_factory=LongWork)
+    """Called between pieces of work with the bytes that are done: for whoever watches this rank, or waits for it."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. LostRank where one does not answer in time."""
@@ -78,7 +79,7 @@ class ControlGroup:
 
     def collect(self, value: Any) -> list[Any] | None:
         """Every rank's JSON value in rank order on rank 0; None on the others. LostRank as above."""
-        self.tick()
+        self.work()
         if self.group is None:
             return [value]
         with _Answering():
@@ -87,7 +88,7 @@ class ControlGroup:
 
     def share(self, value: Any) -> Any:
         """Rank 0's JSON value; that of other ranks does not count. LostRank as above."""
-        self.tick()
+        self.work()
         if self.group is None:
             return value
         with _Answering():

@@ -1,6 +1,8 @@
 """Who this process is among the ranks, on which device, and the process group that joins them."""
 
 import atexit
+import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from shardkit import env
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import control, same_config
+from shardkit.distributed import accelerators, control, same_config
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
@@ -61,6 +63,12 @@ def launched() -> env.Ranks:
     return found or env.Ranks(0, 0, 1, 1)
 
 
+def _script() -> str:
+    """The script that runs, as one types it."""
+    name = sys.argv[0] if sys.argv else ""
+    return shlex.quote(name) if name.endswith(".py") else "SCRIPT.py"
+
+
 def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
     """The configuration with the world that was really launched.
 
@@ -73,9 +81,10 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
         if env.ranks() is not None or dist.is_initialized():
             raise ConfigError(
                 f"{text} (got {ranks.world_size} launched); start as many ranks as the configuration says, "
-                f"or change it: shardkit launch --num-processes {ranks.world_size} ..."
+                f"or change it: shardkit launch --num-processes {ranks.world_size} {_script()}"
             )
-        log.warning("%s, but this script was started by hand: one process; use `shardkit launch`.", text)
+        by_hand = "%s, but this script was started by hand: one process; start it with: shardkit launch %s"
+        log.warning(by_hand, text, _script())
     if config.mode == "xla":
         raise MachineError(
             "distributed_type: XLA: the Accelerator trains on CPU and CUDA (got XLA); use FSDP here, or train on the "
@@ -125,18 +134,17 @@ def leave() -> None:
 
 def _device(config: Config, local_rank: int) -> tuple[str | None, torch.device]:
     """(what is wrong, or None; the device of this rank)."""
-    cpu = torch.device("cpu")
-    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or not torch.cuda.is_available():
+    cpu, kind = torch.device("cpu"), accelerators.kind()
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or kind is None:
         return None, cpu
-    count = torch.cuda.device_count()
+    count = 1 if kind in accelerators.ALONE else accelerators.count()
     if local_rank >= count:
+        device = "GPU" if kind == "cuda" else f"{kind} device"
         return (
-            f"this machine: rank {local_rank} of it has no GPU (got {count} visible); "
-            "launch at most as many ranks a machine as it has GPUs, or set use_cpu: true."
+            f"this machine: rank {local_rank} of it has no {device} (got {count} for ranks to use); "
+            "launch at most as many ranks a machine as it has, or set use_cpu: true."
         ), cpu
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return None, device
+    return None, accelerators.take(local_rank)
 
 
 def allow_connections(world_size: int) -> None:
@@ -166,7 +174,7 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     allow_connections(ranks.world_size)
     if config.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = accelerators.backend_for(device)
     timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
     if env.ranks() is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

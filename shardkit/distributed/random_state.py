@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed import accelerators
+
 
 def capture(rank: int) -> dict[str, Any]:
     """Where every generator stands."""
@@ -17,8 +19,12 @@ def capture(rank: int) -> dict[str, Any]:
         "rank": rank,
         "python": [version, _packed(numbers), gauss],
         "torch": _text(torch.get_rng_state()),
-        "cuda": [_text(torch.cuda.get_rng_state())] if torch.cuda.is_available() else [],
+        "cuda": [],
     }
+    on_device = accelerators.random_state()
+    if on_device is not None:
+        kind, stands = on_device
+        state[kind] = [_text(stands)]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -56,8 +62,9 @@ def restore(state: dict[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, _numbers(numbers), gauss))
     torch.set_rng_state(_tensor(state["torch"]))
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"][0]))
+    on_device = state.get(accelerators.kind() or "", [])
+    if on_device:
+        accelerators.set_random_state(_tensor(on_device[0]))
     if "numpy" in state:
         import numpy
 

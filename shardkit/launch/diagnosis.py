@@ -126,7 +126,10 @@ def _next_step(error: RankError | None) -> str:
     if error is None:
         return ""
     if error.kind == "OutOfMemoryError":
-        return "shardkit plan shows what takes the memory, and what each change would give back"
+        return (
+            "what takes the memory, and what each change would give back, for the function that builds the model: "
+            "shardkit plan --model MODULE:FUNCTION"
+        )
     if "got mixed torch.Tensor and DTensor" in error.message:
         return (
             "a sharded parameter met a plain tensor: call the model by its forward, or name the method that uses its "

@@ -143,11 +143,11 @@ class LocalStep:
         known, found = self._parts, []
         for parameter in parameters:
             part = known.get(id(parameter))
-            if part is None or part.local is not part.parameter._local_tensor:
+            if part is None or part.tensor is not part.parameter._local_tensor:
                 if not is_dtensor(parameter):
                     found.append(parameter)
                     continue
-                part = known[id(parameter)] = _Part(parameter, parameter._local_tensor)
+                part = known[id(parameter)] = _Part(parameter)
             tensor = part.tensor
             gradient: Any = parameter.grad
             if gradient is not None:
@@ -221,15 +221,15 @@ def _is_row(row: Any) -> bool:
 
 
 class _Part:
-    """A sharded parameter, its local tensor, and what the optimizer is given for it: the same memory, with `.grad`.
+    """A sharded parameter and its local tensor, which the optimizer is given for it, with a `.grad` while it steps.
 
     `gradient_spec` is how the gradient of the last step was sharded, which was seen to be as the parameter is.
     """
 
-    __slots__ = ("gradient_spec", "local", "parameter", "tensor")
+    __slots__ = ("gradient_spec", "parameter", "tensor")
 
-    def __init__(self, parameter: DTensor, local: torch.Tensor) -> None:
-        self.parameter, self.local, self.tensor = parameter, local, local.detach()
+    def __init__(self, parameter: DTensor) -> None:
+        self.parameter, self.tensor = parameter, parameter._local_tensor
         self.gradient_spec: Any = None
 
 

@@ -229,8 +229,9 @@ def _peak_mark(row: Row, index: int, step: float, vertical: Axis) -> list[str]:
 
 
 def _over(text: str) -> str:
-    """A text with a white edge, readable over whatever lies below."""
-    return f'<g paint-order="stroke" stroke="white" stroke-width="5">{text}</g>'
+    """A text with a white edge, readable over whatever lies below: drawn twice, since some programs know no
+    `paint-order`."""
+    return f'<g aria-hidden="true" stroke="white" stroke-width="5">{text}</g>{text}'
 
 
 def _bars(answer: Answer, top: float) -> list[str]:
@@ -314,7 +315,7 @@ def _draw_timeline(answer: Answer, axes: Any) -> None:
     areas = axes.stackplot(range(len(moments)), series, colors=COLOURS, step="post", labels=list(NAMES.values()))
     for area, hatch in zip(areas, _HATCHES, strict=True):
         area.set(hatch=hatch, edgecolor="white")
-    axes.set_title("\n".join(wrap(_subtitle(answer), 90)), fontsize="medium")
+    axes.set_title("\n".join(wrap(_subtitle(answer), 130)), fontsize="medium")
     axes.set(ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
     at = max(range(len(moments)), key=lambda index: moments[index].memory.total)
     peak = row.memory.peak.total / GIB

@@ -7,10 +7,8 @@ the loader's position is that of the step, so a state saved here continues exact
 import gc
 from functools import partial
 
-import torch
-
 from shardkit import env
-from shardkit.distributed import progress
+from shardkit.distributed import accelerators, progress
 from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.distributed.process import leave
 from shardkit.distributed.watch import Watch
@@ -118,5 +116,4 @@ def end(run: Run) -> None:
 def collect_garbage() -> None:
     """Gives back memory that nothing refers to, on the device too."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    accelerators.empty_cache()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardkit import env
+from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import local_part
 from shardkit.launch import names
 from shardkit.log import get_logger
@@ -55,11 +56,11 @@ def memory_of(run: Run, started_bytes: int) -> Memory:
     parameters = [parameter for model in run.models for parameter in model.parameters()]
     states = [optimizer.state for optimizer in run.optimizers]
     device = run.device
-    on_gpu = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else resident_bytes("VmHWM") - started_bytes
+    on_cpu = device.type == "cpu"
+    peak = resident_bytes("VmHWM") - started_bytes if on_cpu else accelerators.peak_bytes(device)
     return Memory(
         run.process.rank,
-        torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        accelerators.name_of(device),
         max(0, peak),
         _bytes_of(parameters),
         _bytes_of(parameter for parameter in parameters if parameter.requires_grad),

@@ -18,6 +18,7 @@ from shardkit.checkpoint.state import Captured, Live, capture
 from shardkit.config import files
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, meeting, progress
+from shardkit.distributed.long_work import LongWork
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
@@ -40,12 +41,16 @@ def session_of(run: Run) -> Session:
 
 
 def _met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
-    """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective."""
+    """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective.
+
+    Rank 0 logs how far it has come where that takes more than two seconds.
+    """
     step = run.counters.step
     progress.post(phase, step)
     meeting.meet(call, run.config.shardkit.checkpoint.timeout_s, error)
     session = session_of(run)
-    session.control.tick = lambda: progress.post(phase, step)
+    say = logger.info if session.control.rank == 0 else None
+    session.control.work = LongWork(f"checkpoint: {call}", lambda: progress.post(phase, step), say)
     return session
 
 

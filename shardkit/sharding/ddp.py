@@ -124,7 +124,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     return Replica(
         model,
         precision.of(config).reduce,
-        device_ids=[process.device] if process.device.type == "cuda" else None,
+        device_ids=None if process.device.type == "cpu" else [process.device],
         gradient_as_bucket_view=True,
         find_unused_parameters=may_be_unused,
         # Every rank has rank 0's values already, or was asked to keep its own.

@@ -11,14 +11,15 @@ torch's own behaviour suits one loop: forward, backward, step. Here, for every l
 - A gradient of a gradient may be taken: parameters stay until the last backward.
 - What was gathered and reduced is recorded, so that ranks which used different modules are found (`trace.py`).
 
-This is the only file that uses private parts of FSDP2. Read on torch 2.11 to 2.13.
+This is the only file that uses private parts of FSDP2. Read and tested on torch 2.11, 2.13 and 2.15; a newer torch is
+warned of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -31,9 +32,29 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated, without_views
 from shardkit.sharding.trace import Trace, attach
+
+# The newest torch whose private parts were read; `make test-newest` runs the tests on it.
+NEWEST = (2, 15)
+
+log = get_logger(__name__)
+
+
+@cache
+def warn_of_newer(version: str) -> None:
+    """Says, once, that nobody has tried this version of torch."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) > NEWEST:
+        log.warning(
+            "FSDP: torch %s is newer than any that shardkit was tested with (2.11 to %d.%d); compare a short run with "
+            "strategy NO_SHARD, or use torch %d.%d.",
+            version,
+            *NEWEST,
+            *NEWEST,
+        )
 
 
 @dataclass
@@ -188,7 +209,7 @@ class UnitGroup(FSDPParamGroup):
     def _init_mp_dtypes(self) -> None:
         """A unit that is frozen whole may be trained later; torch takes dtypes from trainable parameters alone."""
         super()._init_mp_dtypes()
-        if self._orig_dtype is None and self.fsdp_params:
+        if getattr(self, "_orig_dtype", self) is None and self.fsdp_params:  # from torch 2.15 on there is none
             first = next((p for p in self.fsdp_params if p.orig_dtype.is_floating_point), self.fsdp_params[0])
             self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
 
@@ -198,6 +219,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda pa
 
     `on_gathered` is called for each parameter when it is gathered for the first time.
     """
+    warn_of_newer(torch.__version__)
     shared = _Pass()
     for number, state in enumerate(states_of(model)):
         state.__class__ = UnitState
@@ -318,17 +340,28 @@ def _recover(state: Any) -> None:
             _wait_for_gather(group)
             group._training_state = TrainingState.IDLE
             group._post_forward_indices.clear()
-            group._partial_reduce_output = None
+            _forget_gradients(group)
             group._to_sharded()
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if is_gathered_once(parameter):
-                    parameter._unsharded_param.grad = None
     shared.post_forward_order.clear()
     shared.all_gather_state = None
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+    context.manual_backward_finalization_active = None  # read by torch 2.15
     state._pass.keeps_graph = state._pass.is_second_due = False
+
+
+def _forget_gradients(group: Any) -> None:
+    """Those that are not reduced yet, or reduced in part."""
+    group._partial_reduce_output = None
+    for parameter in group.fsdp_params:
+        if is_gathered_once(parameter):
+            parameter._unsharded_param.grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14, beside the gradient itself
+            parameter.unsharded_accumulated_grad = None
+    if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+        group._partial_reduce_output_layout.clear()
+        group._post_backward_pending = False
 
 
 def _wait_for_gather(group: Any) -> None:

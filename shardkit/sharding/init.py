@@ -284,9 +284,10 @@ def initialise(model: nn.Module, units: Iterable[Unit], wanted: set[str], device
     own initialisation is `_init_weights` of the Transformers model around it, else its reset_parameters().
     """
     areas = _areas(model, units)
-    devices = [device] if device.type == "cuda" else []
+    devices = [device] if device.type != "cpu" else []
     left: list[str] = []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    kind = device.type if devices else "cuda"  # of no devices: what fork_rng assumes
+    with torch.random.fork_rng(devices=devices, device_type=kind), torch.no_grad():
         for area in areas:
             left += _initialise_area(model, area, wanted, device, seed)
     return left

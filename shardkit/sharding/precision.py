@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardkit.config.meaning import WIDE, dtypes
 from shardkit.config.schema import Config
-from shardkit.distributed import control
+from shardkit.distributed import accelerators, control
 from shardkit.log import get_logger
 from shardkit.model.cut import trained_dtype
 from shardkit.sharding.units import Units
@@ -56,7 +56,9 @@ def supported(config: Config, device: torch.device) -> Config:
     """
     if of(config).param is not torch.bfloat16:
         return config
-    reasons = control.start().union([] if has_bf16(device) else [f"{_name_of(device)} does not compute in bf16"])
+    reasons = control.start().union(
+        [] if has_bf16(device) else [f"{accelerators.name_of(device)} does not compute in bf16"]
+    )
     if not reasons:
         return config
     log.warning(
@@ -77,10 +79,6 @@ def has_bf16(device: torch.device) -> bool:
         return False
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else (99,)
     return tuple(nccl) >= (2, 10)  # bf16 collectives came with NCCL 2.10
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def reduce_dtype(wanted: torch.dtype, gradients: torch.dtype) -> torch.dtype:

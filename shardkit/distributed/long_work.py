@@ -1,0 +1,51 @@
+"""How far a save, a load or an export has come: for the launcher, which watches that ranks move, and for the log.
+
+work = LongWork("checkpoint: saving", moved=..., say=logger.info)
+work.expect(total_bytes)        more is to be done
+work(count)                     so many bytes are done; without a count: still moving
+"""
+
+import time
+from collections.abc import Callable
+
+from shardkit import sizes
+
+# Work that takes less is done before a line about it is read.
+SILENT_S = 2.0
+EVERY_S = 10.0
+
+
+class LongWork:
+    """Counts bytes, and says how many are done after two seconds, and every ten from then on. Any thread, but one."""
+
+    def __init__(
+        self,
+        what: str = "",
+        moved: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.what, self.moved, self.say, self.clock = what, moved, say, clock
+        self.total_bytes = self.done_bytes = 0
+        self._begun_s = clock()
+        self._next_s = self._begun_s + SILENT_S
+
+    def expect(self, count: int) -> None:
+        """So many more bytes are to be done."""
+        self.total_bytes += count
+
+    def __call__(self, count: int = 0) -> None:
+        """So many more bytes are done."""
+        self.moved()
+        self.done_bytes += count
+        if self.say is None or not count:
+            return
+        now = self.clock()
+        if now >= self._next_s:
+            self._next_s = now + EVERY_S
+            self.say(self._text(now - self._begun_s))
+
+    def _text(self, seconds: float) -> str:
+        total = max(self.total_bytes, self.done_bytes)
+        done, of = sizes.in_words(self.done_bytes), sizes.in_words(total)
+        return f"{self.what}: {done} of {of} ({100 * self.done_bytes // max(1, total)} %), {seconds:.0f} s"

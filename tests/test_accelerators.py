@@ -1,0 +1,126 @@
+"""Any accelerator that torch knows is used through its generic interface; CUDA is named where only CUDA has a thing."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shardkit.config.schema import Config
+from shardkit.distributed import accelerators, process, random_state
+from tests.printed import ROOT
+
+# By file, how often it names torch.cuda, and why nothing else will do.
+NAMED = {
+    "shardkit/cli/env.py": (1, "the version of CUDA that torch was built for"),
+    "shardkit/runtime/measure.py": (2, "the record of allocations that torch keeps for CUDA alone"),
+    "shardkit/sharding/precision.py": (2, "bf16 without emulation, and the version of NCCL"),
+}
+
+
+def test_torch_cuda_is_named_where_the_list_says_and_nowhere_else():
+    found = {
+        str(path.relative_to(ROOT)): len(calls)
+        for path in sorted(Path(ROOT, "shardkit").rglob("*.py"))
+        if (calls := re.findall(r"torch\.cuda\.\w+\.?\w*\(", path.read_text()))
+    }
+    assert found == {name: count for name, (count, _) in NAMED.items()} | {"shardkit/cli/env.py": 1}
+
+
+class FakeModule:
+    """What an extension registers for its device."""
+
+    def __init__(self) -> None:
+        self.state = torch.arange(16, dtype=torch.uint8)
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state.clone()
+
+    def get_device_name(self, device: torch.device) -> str:
+        return f"Fake {device.index}"
+
+
+@pytest.fixture
+def fake(monkeypatch) -> SimpleNamespace:
+    """A machine with four devices of a kind that is not CUDA, on which every call to torch.cuda raises."""
+    taken, module = [], FakeModule()
+    machine = SimpleNamespace(kind="xpu", count=4, taken=taken, module=module)
+    generic = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device(machine.kind),
+        "device_count": lambda: machine.count,
+        "set_device_index": taken.append,
+        "max_memory_allocated": lambda device: 1000 + device.index,
+        "empty_cache": lambda: taken.append("emptied"),
+    }
+    for name, function in generic.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("torch.cuda was called by name")
+
+    for name in ("is_available", "device_count", "set_device", "get_rng_state", "set_rng_state", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    return machine
+
+
+def test_each_rank_takes_the_device_of_its_number(fake):
+    assert process._device(Config(), 2) == (None, torch.device("xpu", 2))
+    assert fake.taken == [2]
+    problem, device = process._device(Config(), 4)
+    assert problem and "rank 4 of it has no xpu device (got 4 for ranks to use)" in problem
+    assert device == torch.device("cpu")
+    assert process._device(Config(use_cpu=True), 0) == (None, torch.device("cpu"))
+
+
+def test_the_backend_is_the_devices_own_beside_gloo_for_the_cpu(fake):
+    assert accelerators.backend_for(torch.device("cpu")) == "gloo"
+    assert accelerators.backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert accelerators.backend_for(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
+    assert accelerators.backend_for(torch.device("mps", 0)) == "gloo"
+
+
+def test_mps_is_for_one_process(fake):
+    fake.kind = "mps"
+    assert process._device(Config(), 0) == (None, torch.device("mps", 0))
+    problem, _ = process._device(Config(), 1)
+    assert problem and "rank 1 of it has no mps device (got 1 for ranks to use)" in problem
+    assert not accelerators.can_pin()
+
+
+def test_its_generator_is_saved_and_restored(fake):
+    stood = fake.module.get_rng_state()
+    saved = random_state.capture(0)
+    assert saved["xpu"] and saved["cuda"] == []
+    fake.module.set_rng_state(torch.zeros(16, dtype=torch.uint8))
+    random_state.restore(saved)
+    assert torch.equal(fake.module.get_rng_state(), stood)
+
+
+def test_a_state_of_another_kind_of_device_leaves_its_generator_alone(fake):
+    saved = random_state.capture(0)
+    fake.kind = "hpu"
+    fake.module.set_rng_state(torch.ones(16, dtype=torch.uint8))
+    random_state.restore(saved)
+    assert torch.equal(fake.module.get_rng_state(), torch.ones(16, dtype=torch.uint8))
+
+
+def test_memory_names_and_pinning(fake):
+    assert accelerators.peak_bytes(torch.device("xpu", 3)) == 1003
+    assert accelerators.name_of(torch.device("xpu", 3)) == "Fake 3"
+    assert accelerators.name_of(torch.device("cpu")) == "cpu"
+    assert accelerators.can_pin()
+    accelerators.empty_cache()
+    assert fake.taken == ["emptied"]
+
+
+def test_without_an_accelerator_nothing_is_asked_of_one(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert (accelerators.kind(), accelerators.count(), accelerators.can_pin()) == (None, 0, False)
+    assert accelerators.random_state() is None
+    accelerators.empty_cache()
