@@ -5,7 +5,10 @@ BIN := .venv/bin
 # environment of its own. PyPI's builds of torch bring CUDA: several gigabytes.
 TORCH_oldest := 2.11.*
 TORCH_newest := 2.15.*
-.PHONY: demo test test-fast test-faults test-loops test-oldest test-newest lint format docs clean
+# For `make gpu` on a machine without a network: a folder of wheels of the small dependencies. torch is the machine's own.
+WHEELS ?=
+GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
+.PHONY: demo test test-fast test-faults test-loops test-oldest test-newest gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -37,6 +40,16 @@ test-loops: .venv/.ready
 test-oldest test-newest: test-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest -m "not faults and not loops"
 
+.venv-gpu/.ready: pyproject.toml
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) $(GPU_NEEDS)
+	touch $@
+
+gpu: export PYTHONPATH := $(CURDIR)
+gpu: .venv-gpu/.ready
+	.venv-gpu/bin/python -m pytest -m gpu tests/test_gpu.py
+	.venv-gpu/bin/python -m benchmarks.gpu --output gpu.json --table gpu.md
+
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +63,4 @@ docs: .venv/.ready
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-gpu build dist *.egg-info

@@ -1,98 +1,61 @@
-"""The same engine on one CUDA device: equivalence, offloading, 16 bits. Skipped, with the reason, without one."""
+"""The whole way by the public face on one device: equivalence, 16 bits, offloading, recomputation, saving, resuming.
 
+On CUDA all rows run (`make gpu`), and are skipped with the reason where there is none. On the CPU, where other tests
+show the same, rows run in `make test-loops`, and one in `make test`: so that all are known to work as they are written.
+"""
+
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
-
-SCRIPT = """
-import json, sys
-import torch
-from shardkit.config.schema import Config
-from shardkit.distributed import process
-from shardkit.optim import clip, loss_scale, local_step, rebind
-from shardkit.sharding import precision
-from shardkit.sharding.mesh import build_mesh
-from shardkit.sharding.parallel import parallelize
-from torch.distributed.tensor import DTensor
-
-sys.path.insert(0, sys.argv[2])
 from tests import models
+from tests.printed import ROOT
 
-arguments = json.loads(sys.argv[1])
-config = precision.supported(Config(num_processes=1, **arguments), torch.device("cuda", 0))
-here = process.start(config)
-torch.manual_seed(0)
-model = models.Gpt(width=64, layers=4)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-names = rebind.ParameterNames.of(model)
-model = parallelize(model, config, build_mesh(config, here), here)
-rebind.rebind(optimizer, names, model)
-stepper = local_step.stepper_of(optimizer)
-scaler = loss_scale.make_scaler(config, here.device)
-losses, norms = [], []
-for step in range(6):
-    tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).to(here.device)
-    with precision.autocast(config, here.device):
-        loss = models.next_token_loss(model, tokens)
-    (scaler.scale(loss) if scaler else loss).backward()
-    if scaler:
-        scaler.unscale_(optimizer)
-    norms.append(clip.clip_grad_norm_(model.parameters(), 1.0).item())
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        stepper.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-weight = model.head.weight
-local = weight.to_local() if isinstance(weight, DTensor) else weight
-state = optimizer.state[weight]["exp_avg"]
-print(json.dumps({
-    "losses": losses, "norms": norms, "device": local.device.type, "dtype": str(local.dtype),
-    "state": (state.to_local() if isinstance(state, DTensor) else state).device.type,
-    "fused": optimizer.param_groups[0]["fused"],
-}))
-process.leave()
-"""
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")],
+)
+CPU = pytest.param("cpu", marks=pytest.mark.loops)
+ON_CUDA = pytest.mark.parametrize("device", [CUDA])
+ON_BOTH = pytest.mark.parametrize("device", [CPU, CUDA])
+STRATEGY = "fsdp_sharding_strategy"
 
 
-def run(tmp_path: Path, **arguments: object) -> dict:
-    """What one rank on the GPU reports; a process of its own, since a process group is for good."""
-    import json
-
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    root = str(Path(__file__).parent.parent)
+def run(
+    folder: Path, device: str, steps: int = 6, config: dict[str, Any] | None = None, **order: Any
+) -> dict[str, Any]:
+    """What one process reports that trained in this way; of its own, since a process group is for good."""
+    number = len([*folder.glob("order-*.json")])
+    asked, answer = folder / f"order-{number}.json", folder / f"answer-{number}.json"
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in order.items()}
+    asked.write_text(json.dumps({"device": device, "steps": steps, "config": config or {}, **given}))
     done = subprocess.run(
-        [sys.executable, script, json.dumps(arguments), root],
+        [sys.executable, ROOT / "tests" / "scripts" / "on_device.py", asked, answer],
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "PYTHONPATH": root},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(answer.read_text())
 
 
-def reference() -> list[float]:
-    from tests import models
-
+def reference(device: str, steps: int = 6) -> list[float]:
+    """The losses of plain torch."""
     torch.manual_seed(0)
-    model = models.Gpt(width=64, layers=4).cuda()
+    model = models.Gpt(width=64, layers=4).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
-    for step in range(6):
-        tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).cuda()
+    for step in range(steps):
+        tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).to(device)
         loss = models.next_token_loss(model, tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -102,16 +65,84 @@ def reference() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", [1, 2, 3])
-@pytest.mark.parametrize(("mixed_precision", "bound"), [("no", 1e-4), ("bf16", 0.05), ("fp16", 0.05)])
-def test_training_equals_plain_torch(tmp_path, strategy, mixed_precision, bound):
-    found = run(tmp_path, mixed_precision=mixed_precision, fsdp_config={"fsdp_sharding_strategy": strategy})
-    assert found["losses"] == pytest.approx(reference(), abs=bound)
-    assert found["dtype"] == "torch.float32" and found["fused"] is True
+def fsdp(strategy: int = 1, **settings: Any) -> dict[str, Any]:
+    section = {STRATEGY: strategy, **{name: settings.pop(name) for name in [*settings] if name.startswith("fsdp_")}}
+    return {"distributed_type": "FSDP", "fsdp_config": section, **settings}
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "precision"),
+    [
+        ("cpu", 1, "no"),
+        pytest.param("cpu", 2, "bf16", marks=pytest.mark.loops),
+        *[pytest.param("cuda", s, p, marks=CUDA.marks) for s in (1, 2, 3) for p in ("no", "bf16", "fp16")],
+    ],
+)
+def test_training_equals_plain_torch(tmp_path, device, strategy, precision):
+    found = run(tmp_path, device, config=fsdp(strategy, mixed_precision=precision))
+    assert found["losses"] == pytest.approx(reference(device), abs=1e-4 if precision == "no" else 0.05)
+    assert found["parameter"] == {"device": device, "dtype": "torch.float32", "pinned": False}
+    assert found["device"].startswith(device)
+
+
+@ON_BOTH
+def test_recomputing_activations_changes_nothing(tmp_path, device):
+    found = run(tmp_path, device, config=fsdp(fsdp_activation_checkpointing=True))
+    assert found["losses"] == pytest.approx(reference(device), abs=1e-4)
+
+
+@ON_CUDA
+def test_compiled_units_train_alike(tmp_path, device):
+    found = run(tmp_path, device, config=fsdp(shardkit={"compile": True}))
+    assert found["losses"] == pytest.approx(reference(device), abs=1e-3)
 
 
 @pytest.mark.requirement("A2")
-def test_offloaded_parameters_live_on_the_cpu(tmp_path):
-    found = run(tmp_path, fsdp_config={"fsdp_offload_params": True})
-    assert found["device"] == found["state"] == "cpu"
-    assert found["losses"] == pytest.approx(reference(), abs=1e-4)
+@ON_CUDA
+def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path, device):
+    found = run(tmp_path, device, config=fsdp(fsdp_offload_params=True))
+    assert found["parameter"] == {"device": "cpu", "dtype": "torch.float32", "pinned": True}
+    assert found["state"]["device"] == "cpu"
+    assert found["losses"] == pytest.approx(reference(device), abs=1e-4)
+
+
+@ON_BOTH
+def test_a_resumed_run_is_equal_to_the_bit(tmp_path, device):
+    whole = run(tmp_path, device, dropout=0.1, config=fsdp())
+    run(tmp_path, device, steps=3, dropout=0.1, config=fsdp(), save=tmp_path / "state")
+    rest = run(tmp_path, device, first=3, dropout=0.1, config=fsdp(), load=tmp_path / "state")
+    assert rest["losses"] == whole["losses"][3:]
+    assert rest["sum"] == whole["sum"]
+
+
+@ON_BOTH
+def test_a_save_beside_training_holds_the_moment_it_was_asked_for(tmp_path, device):
+    run(tmp_path, device, save_beside_at=3, save_beside=tmp_path / "state", config=fsdp())
+    then = run(tmp_path, device, steps=3, config=fsdp())
+    loaded = run(tmp_path, device, steps=0, config=fsdp(), load=tmp_path / "state")
+    assert loaded["sum"] == then["sum"]
+
+
+ACROSS = [pytest.param(*pair, marks=CUDA.marks) for pair in (("cuda", "cpu"), ("cpu", "cuda"))]
+
+
+@pytest.mark.parametrize(("first", "second"), [pytest.param("cpu", "cpu", marks=pytest.mark.loops), *ACROSS])
+def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, second):
+    saved = run(tmp_path, first, steps=3, config=fsdp(), save=tmp_path / "state", export=tmp_path / "model")
+    loaded = run(tmp_path, second, steps=0, config=fsdp(2), load=tmp_path / "state", export=tmp_path / "again")
+    assert loaded["sum"] == saved["sum"]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@ON_CUDA
+def test_a_step_waits_for_the_device_no_more_often_than_plain_fsdp(tmp_path, device):
+    found = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--only", "waits", "--small"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "within the goal" in found.stdout

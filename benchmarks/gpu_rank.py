@@ -1,0 +1,243 @@
+"""One process of `benchmarks.gpu`: trains a GPT on the device in one way, and leaves what it measured.
+
+    python -m benchmarks.gpu_rank ORDER.json RESULT.json
+
+A process of its own for each measurement: nothing of one contestant's memory or compiled code is there for the next.
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from benchmarks.contestants import loss_of
+from shardkit.model import gpt_module
+from shardkit.model.gpt import GptShape
+
+WARM_UP = 3
+# What makes the host wait for the device, by its name in a profile.
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is trained, in which way, and what is measured: steps, waits or checkpoint."""
+
+    task: str
+    contestant: str
+    device: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    batch: int
+    steps: int
+    strategy: int = 1
+    precision: str = "bf16"
+    optimizer: str = "AdamW"
+    compiled: bool = False
+    offloaded: bool = False
+    checkpointing: bool = False
+
+    def model(self) -> nn.Module:
+        """The model, with equal weights for every contestant, on the CPU."""
+        torch.manual_seed(0)
+        return gpt_module.build(GptShape(self.layers, self.hidden, self.heads, self.vocab, self.seq))
+
+
+@dataclass
+class Training:
+    """A contestant, set up."""
+
+    step: Callable[[torch.Tensor], None]
+    model: nn.Module
+    save: Callable[[str, bool], Any] = lambda folder, blocking: None
+    load: Callable[[str], Any] = lambda folder: None
+    end: Callable[[], Any] = lambda: None
+
+
+def main() -> None:
+    """Measure what the order asks for."""
+    order = Order(**json.loads(Path(sys.argv[1]).read_text()))
+    training = CONTESTANTS[order.contestant](order)
+    result = TASKS[order.task](order, training)
+    training.end()
+    Path(sys.argv[2]).write_text(json.dumps({"order": asdict(order), **result}))
+
+
+# ---- contestants ----
+
+
+def by_hand(order: Order) -> Training:
+    """FSDP2 as its tutorial has it, in the dtypes that shardkit uses."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if order.device == "cuda" else "gloo", **_alone())
+    mesh = init_device_mesh(order.device, (1,))
+    compute = torch.bfloat16 if order.precision == "bf16" else None
+    inner = MixedPrecisionPolicy(compute, torch.float32)
+    outer = MixedPrecisionPolicy(compute, torch.float32, output_dtype=torch.float32)
+    model = order.model().to("cpu" if order.offloaded else order.device)
+    kept = CPUOffloadPolicy() if order.offloaded else OffloadPolicy()
+    for block in model.blocks:
+        if order.compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=kept, reshard_after_forward=order.strategy == 1)
+    fully_shard(model, mesh=mesh, mp_policy=outer, offload_policy=kept)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(tokens: torch.Tensor) -> None:
+        loss_of(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Training(step, model, end=dist.destroy_process_group)
+
+
+def _alone() -> dict[str, Any]:
+    return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+
+
+def with_shardkit(order: Order) -> Training:
+    """shardkit by its public face, with the optimizer as torch makes it."""
+    from shardkit import Accelerator
+
+    fsdp = {
+        "fsdp_sharding_strategy": order.strategy,
+        "fsdp_offload_params": order.offloaded,
+        "fsdp_activation_checkpointing": order.checkpointing,
+    }
+    return _accelerated(
+        order,
+        Accelerator(
+            config={
+                "distributed_type": "FSDP",
+                "num_processes": 1,
+                "use_cpu": order.device == "cpu",
+                "mixed_precision": "bf16" if order.precision == "bf16" else "no",
+                "fsdp_config": fsdp,
+                "shardkit": {"compile": order.compiled},
+            }
+        ),
+    )
+
+
+def with_accelerate(order: Order) -> Training:
+    """accelerate with its FSDP2 plugin."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        reshard_after_forward=order.strategy == 1,
+        cpu_offload=order.offloaded,
+        activation_checkpointing=order.checkpointing,
+    )
+    dist.init_process_group("cpu:gloo,cuda:nccl", **_alone())
+    return _accelerated(order, Accelerator(fsdp_plugin=plugin, mixed_precision=order.precision))
+
+
+def _accelerated(order: Order, accelerator: Any) -> Training:
+    model = order.model()
+    optimizer = getattr(torch.optim, order.optimizer)(model.parameters(), lr=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(tokens: torch.Tensor) -> None:
+        accelerator.backward(loss_of(model(tokens), tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(folder: str, blocking: bool) -> None:
+        accelerator.save_state(folder, blocking=blocking)
+
+    return Training(step, model, save, accelerator.load_state, accelerator.end_training)
+
+
+CONTESTANTS = {"by hand": by_hand, "shardkit": with_shardkit, "accelerate": with_accelerate}
+
+
+# ---- what is measured ----
+
+
+def measure_steps(order: Order, training: Training) -> dict[str, Any]:
+    """Seconds a step, and what the device's allocator took at most; on the CPU no memory."""
+    _train(order, training, WARM_UP)
+    if order.device != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+    began = time.perf_counter()
+    _train(order, training, order.steps)
+    result: dict[str, Any] = {"step_s": (time.perf_counter() - began) / order.steps}
+    result["parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
+    if order.device != "cpu":
+        result["allocated_bytes"] = torch.accelerator.max_memory_allocated()
+        result["reserved_bytes"] = torch.accelerator.max_memory_reserved()
+        result["device_name"] = torch.get_device_module(order.device).get_device_name()
+    return result
+
+
+def count_waits(order: Order, training: Training) -> dict[str, Any]:
+    """How often a step makes the host wait for the device, by the profiler's names."""
+    from torch.profiler import ProfilerActivity, profile
+
+    _train(order, training, WARM_UP)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if order.device == "cuda" else [])]
+    tokens = _tokens(order)
+    with profile(activities=kinds) as found:
+        for _ in range(order.steps):
+            training.step(tokens)
+    counts = Counter(event.name for event in found.events() if event.name in WAITS)
+    return {"waits": {name: counts[name] / order.steps for name in WAITS}}
+
+
+def measure_checkpoint(order: Order, training: Training) -> dict[str, Any]:
+    """Seconds of a save, of what the loop waits for one beside training, and of a load; and the bytes of the state."""
+    _train(order, training, WARM_UP)
+    folder = Path(sys.argv[2]).parent
+    result = {"save_s": _seconds(order, lambda: training.save(str(folder / "blocking"), True))}
+    result["async_wait_s"] = _seconds(order, lambda: training.save(str(folder / "beside"), False))
+    result["step_beside_s"] = _seconds(order, lambda: _train(order, training, 1))
+    result["load_s"] = _seconds(order, lambda: training.load(str(folder / "blocking")))
+    size = sum(path.stat().st_size for path in (folder / "blocking").rglob("*") if path.is_file())
+    return {**result, "bytes": size}
+
+
+TASKS = {"steps": measure_steps, "waits": count_waits, "checkpoint": measure_checkpoint}
+
+
+def _train(order: Order, training: Training, steps: int) -> None:
+    tokens = _tokens(order)
+    for _ in range(steps):
+        training.step(tokens)
+    _synchronize(order)
+
+
+def _tokens(order: Order) -> torch.Tensor:
+    chosen = torch.Generator().manual_seed(0)
+    return torch.randint(order.vocab, (order.batch, order.seq), generator=chosen).to(order.device)
+
+
+def _seconds(order: Order, act: Callable[[], Any]) -> float:
+    _synchronize(order)
+    began = time.perf_counter()
+    act()
+    _synchronize(order)
+    return time.perf_counter() - began
+
+
+def _synchronize(order: Order) -> None:
+    if order.device != "cpu":
+        torch.accelerator.synchronize()
+
+
+if __name__ == "__main__":
+    main()

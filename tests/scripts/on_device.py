@@ -1,0 +1,67 @@
+"""One process that trains a small GPT by the public face, on the device and in the way that its order says.
+
+    python on_device.py ORDER.json RESULT.json
+
+The order: `device` (cpu or cuda), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`, `export`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit import Accelerator
+from tests import models
+
+
+def main() -> None:
+    order = json.loads(Path(sys.argv[1]).read_text())
+    accelerator = Accelerator(config={"num_processes": 1, "use_cpu": order["device"] == "cpu", **order["config"]})
+    torch.manual_seed(0)
+    model = models.Gpt(width=64, layers=4, dropout=order.get("dropout", 0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if "load" in order:
+        accelerator.load_state(order["load"])
+    result: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(order.get("first", 0), order["steps"]):
+        if step == order.get("save_beside_at"):
+            accelerator.save_state(order["save_beside"], blocking=False)
+        _step(accelerator, model, optimizer, step, result)
+    if "save" in order:
+        accelerator.save_state(order["save"])
+    if "export" in order:
+        accelerator.save_model(model, order["export"])
+    weight, skipped = model.head.weight, accelerator.optimizer_step_was_skipped
+    result |= {"parameter": _described(weight), "state": _described(optimizer.state[weight]["exp_avg"])}
+    result |= {"sum": _sums(accelerator.get_state_dict(model)), "skipped": skipped, "device": str(accelerator.device)}
+    accelerator.end_training()
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+def _step(accelerator: Any, model: Any, optimizer: Any, step: int, result: dict[str, Any]) -> None:
+    tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).to(accelerator.device)
+    with accelerator.autocast():
+        loss = models.next_token_loss(model, tokens)
+    accelerator.backward(loss)
+    result["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    result["losses"].append(loss.item())
+
+
+def _described(tensor: torch.Tensor) -> dict[str, Any]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return {"device": local.device.type, "dtype": str(local.dtype), "pinned": local.is_cpu and local.is_pinned()}
+
+
+def _sums(state: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Exact in fp64, so that equal sums of every tensor mean equal tensors for what is compared here."""
+    return {name: tensor.double().abs().sum().item() for name, tensor in state.items()}
+
+
+if __name__ == "__main__":
+    main()
