@@ -188,12 +188,12 @@ def beside_the_plan(config: "Config", path: Path | None, folder: Path) -> str:
     if not any(folder.glob("rank*.memory.json")):
         return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
     model, where = shlex.quote(named or "MODULE:FUNCTION"), shlex.quote(str(folder))
-    flags = "with --batch-size it counts activations, with --simulate --batch it simulates a step"
-    hint = f"{flags}: shardkit plan --model {model} --measured {where}"
+    more = "--batch-size counts activations too, --simulate --batch a step"
+    hint = f"{more}: shardkit plan --model {model} --measured {where}"
     if named is None:
         found = measured.read(folder)
         return (
-            f"measured: peak {found.peak_bytes / measured.MIB:,.1f} MiB on rank {found.rank}\nbeside the plan, {hint}"
+            f"measured: peak {found.peak_bytes / measured.MIB:,.1f} MiB on rank {found.rank}\nbeside the plan; {hint}"
         )
     request = _request(config, named, None, None, None, "adamw", None, None)
     return f"{_comparison(_answer(request, None), folder)}\n{hint}"
