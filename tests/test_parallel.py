@@ -19,6 +19,7 @@ from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, ModelError
 from shardkit.sharding import fsdp_unit
 from shardkit.sharding import parallelize as engine
+from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.sharding.mesh import build_mesh
@@ -512,7 +513,7 @@ def test_different_models_are_refused(ranks):
 # Activation checkpointing and compilation
 
 
-def recomputed(strategy: int, wrap: str) -> tuple[float, list[str], int]:
+def recomputed(strategy: int, wrap: str, **settings: Any) -> tuple[float, list[str], int]:
     """(largest difference of gradients with and without recomputing, parameter names, forward runs of a block)."""
     runs = []
     gradients = []
@@ -523,6 +524,7 @@ def recomputed(strategy: int, wrap: str) -> tuple[float, list[str], int]:
             fsdp_auto_wrap_policy=wrap,
             fsdp_min_num_params=300,
             fsdp_activation_checkpointing=checkpointing,
+            shardkit=settings,
         )
         torch.manual_seed(0)
         model = parallel(models.Gpt(dropout=0.5), config)
@@ -546,6 +548,23 @@ def test_recomputing_draws_the_same_dropout_and_keeps_names(ranks, strategy, wra
         assert difference < 1e-6
         assert found == names
         assert more_runs == 1
+
+
+@pytest.mark.parametrize(("settings", "forwards"), [({"recompute": "operators"}, 1), ({"recompute_every": 2}, 1)])
+def test_modes_of_recomputing_give_the_same_gradients(ranks, settings, forwards):
+    for difference, _, more_runs in ranks.run(2, recomputed_with, settings):
+        assert difference < 1e-6
+        assert more_runs == forwards
+
+
+def recomputed_with(settings: dict[str, Any]) -> tuple[float, list[str], int]:
+    return recomputed(1, "TRANSFORMER_BASED_WRAP", **settings)
+
+
+def test_every_nth_block_is_recomputed_in_the_order_of_the_model():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    checkpoint_blocks(model, sorted(model, key=lambda block: id(block)), every=3)
+    assert [index for index, block in enumerate(model) if "forward" in vars(block)] == [0, 3, 6, 9]
 
 
 def nothing_repeats() -> None:

@@ -115,6 +115,7 @@ CASES = [
     ("GPT2Block", 1, True, {}),
     ("BertLayer", 2, False, {}),
     ("T5Block", 4, True, {}),
+    ("T5Block", 1, False, {"fsdp_activation_checkpointing": True}),
     ("T5Block", 1, False, {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 300}),
     ("LlamaDecoderLayer", 1, False, {"fsdp_activation_checkpointing": True}),
     ("LlamaDecoderLayer", 5, True, {}),

@@ -36,7 +36,8 @@ def test_18_a_local_folder_is_planned_offline_with_ranks_strategies_and_activati
     assert "fp32" in data["notes"][0]
     assert {found["units"] for found in data["strategies"]} == {4, 1}  # the blocks found by themselves; DDP has none
     assert len(data["strategies"]) == 5
-    assert all(found["activations_known"] and found["peak"]["activations"] > 0 for found in data["strategies"])
+    assert all(found["activations_known"] or found["strategy"] == "NO_SHARD" for found in data["strategies"])
+    assert all(any(found["peak"].values()) for found in data["strategies"])
 
 
 def test_18_a_model_that_is_not_there_is_said_so(capsys):

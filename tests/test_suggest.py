@@ -22,7 +22,7 @@ def test_the_wizard_and_the_plan_suggest_the_same(layers, gpus):
     hardware = Hardware((Device("H100", H100.memory_bytes, "cuda", 9.0),) * gpus, 64, 2**40)
     situation = settle(Situation(hardware, model=model), {})
     found = numbers.estimates(situation)
-    request = Request(model, numbers._config(situation), gpus, gpus, H100)
+    request = Request(model, numbers._config(situation), gpus, gpus, H100, batch_size=1)
     planned = {strategy: row(request.with_config(with_strategy(request.config, strategy))) for strategy in found}
     for strategy, one in planned.items():
         assert numbers.device_of(situation).fits(found[strategy].memory.peak.total) == one.fits, strategy

@@ -1,6 +1,7 @@
 """`shardkit plan`: memory and traffic of every rank, for any number of GPUs, with none at hand."""
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,8 @@ from shardkit.cli import HELP
 
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
-    from shardkit.plan.answer import Answer, Request
+    from shardkit.plan.activations import Loss
+    from shardkit.plan.answer import Answer, Finding, Request, Row
     from shardkit.plan.devices import Device
 
 _XLA_NOTES = ("PyTorch/XLA schedules its collectives by itself: buffers and traffic are those of torch's FSDP.",)
@@ -27,7 +29,10 @@ def plan(
     world: Annotated[int | None, typer.Option(min=1, help="Ranks in total; by default the file's.")] = None,
     per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks on each machine; by default 8.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="a100-40, a100-80, h100-80, h200, b200, l4, 4090, tpu-v5e, cpu, or 80GiB.")
+        str | None,
+        typer.Option(
+            help="a100-40, a100-80, h100-80, h100-96, h200, b200, gb200, l4, 4090, tpu-v5p, ..., cpu, or 80GiB."
+        ),
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of one device, where it is another: 94GiB.")] = None,
     network: Annotated[
@@ -43,12 +48,15 @@ def plan(
         bool, typer.Option("--simulate", help="Run one training step on fake tensors: exact memory, no hardware.")
     ] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Simulate every layer, also where equal ones could be left out.")
+        bool, typer.Option("--exact", help="Simulate every layer, and say what CUDA's allocator would reserve.")
     ] = False,
     batch: Annotated[
         str | None, typer.Option(help="For --simulate: module:function that returns one micro-batch.")
     ] = None,
     closed_form: Annotated[bool, typer.Option("--closed-form", help="By formula alone, which is the default.")] = False,
+    loss: Annotated[
+        str, typer.Option(help="Logits at the loss: held by the script, dropped before backward, or fused (chunked).")
+    ] = "held",
     find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg, .html or .png.")] = None,
     measured: Annotated[
@@ -59,6 +67,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What training will cost: memory by category for every strategy, traffic, what fits, what to change."""
+    from dataclasses import replace
+
     from shardkit.plan.report import render
 
     path = _config_path(config)
@@ -69,16 +79,26 @@ def plan(
     request = _request(
         resolved, _model(model, path), per_machine, device, memory, _known(optimizer), batch_size, seq_len
     )
+    request = replace(request, loss=_loss(loss))
     if network is not None:
         request = _with_network(request, network)
-    answer = _answer(request, find)
-    if simulate:
-        answer = _simulated(answer, everything, exact, batch, optimizer)
+    answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
     if plot is not None:
         _save_plot(answer, plot)
     typer.echo(_json(answer) if as_json else render(answer))
     if measured is not None and not as_json:
         typer.echo(f"\n{_comparison(answer, measured)}")
+
+
+def _loss(name: str) -> "Loss":
+    from shardkit.errors import UsageError
+    from shardkit.plan.activations import Loss
+
+    try:
+        return Loss(name.strip().lower())
+    except ValueError:
+        known = ", ".join(loss.value for loss in Loss)
+        raise UsageError(f"--loss: unknown (got {name!r}); use one of {known}.") from None
 
 
 def _check_simulation(simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str) -> None:
@@ -98,21 +118,51 @@ def _known(optimizer: str) -> str:
     return "adamw" if ":" in optimizer else optimizer
 
 
-def _simulated(answer: "Answer", everything: bool, exact: bool, batch: str | None, optimizer: str) -> "Answer":
-    """The answer with simulated memory in the configured strategy's row, or in all."""
-    from dataclasses import replace
+@dataclass(frozen=True)
+class Simulated:
+    """How to simulate: every strategy or the configured one, every layer or few, with which batch and optimizer."""
 
+    everything: bool
+    is_exact: bool
+    batch: str | None
+    optimizer: str
+
+
+def _refined(request: "Request", rows: "list[Row]", how: Simulated) -> "tuple[list[Row], tuple[str, ...]]":
+    """The rows with simulated memory in the configured strategy's, or in all, and the notes on it."""
+    from shardkit.plan.answer import configured_strategy
     from shardkit.plan.simulation import refine
     from shardkit.waiting import waiting
 
-    strategies = [row.strategy for row in answer.rows if everything or row.strategy is answer.chosen]
+    chosen = configured_strategy(request.config)
+    strategies = [row.strategy for row in rows if how.everything or row.strategy is chosen]
     with waiting("simulating one training step" if len(strategies) == 1 else "simulating a training step of each"):
-        rows, notes = refine(
-            answer.request, answer.rows, strategies, is_exact=exact, batch=batch, optimizer=optimizer.strip()
+        refined, notes = refine(
+            request, tuple(rows), strategies, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer
         )
-    if ":" in optimizer:
-        notes += (f"The closed form takes AdamW for {optimizer}.",)
-    return replace(answer, rows=rows, notes=(*answer.notes, *notes))
+    if ":" in how.optimizer:
+        notes += (f"The closed form takes AdamW for {how.optimizer}.",)
+    return list(refined), notes
+
+
+def _found(question: str, request: "Request", how: Simulated | None) -> "Finding":
+    """The answer to --find, from simulated steps where those are asked for."""
+    from functools import partial
+
+    from shardkit.errors import UsageError
+    from shardkit.plan import search
+    from shardkit.plan.simulation import simulated_row
+    from shardkit.waiting import waiting
+
+    if how is None:
+        return search.find(question, request)
+    if how.batch is not None and question == "max-batch":
+        raise UsageError("--find max-batch: the batch is what --batch makes (got both); leave --batch out.")
+    if request.batch_size is None and how.batch is None and question != "max-batch":
+        raise UsageError(f"--find {question}: how large is a micro-batch? (got no --batch-size); add --batch-size.")
+    simulated = partial(simulated_row, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer)
+    with waiting("simulating a training step again and again"):
+        return search.find(question, request, simulated)
 
 
 def _comparison(answer: "Answer", folder: Path) -> str:
@@ -256,29 +306,44 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
     return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
 
 
-def _answer(request: "Request", question: str | None) -> "Answer":
+def _answer(request: "Request", question: str | None, how: Simulated | None = None) -> "Answer":
     """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
+    from dataclasses import replace
+
     from shardkit.model.cut import missing_blocks
-    from shardkit.plan.answer import Answer, configured_strategy, possible_strategies, row
-    from shardkit.plan.search import find
+    from shardkit.plan.answer import (
+        Answer,
+        check_seq_len,
+        configured_strategy,
+        possible_strategies,
+        row,
+        split_experts,
+    )
     from shardkit.plan.suggest import changes, suggest_from
 
+    beyond = check_seq_len(request)
     rows = [row(request, strategy) for strategy in possible_strategies(request)]
+    notes: tuple[str, ...] = ()
+    if how is not None:
+        rows, notes = _refined(request, rows, how)
     suggested, reason = suggest_from(rows, request.device)
     chosen = configured_strategy(request.config)
-    remark = missing_blocks(request.description.tree, request.config.fsdp)
+    is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
+    changed = changes(request) if is_too_large else ()
+    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond, split_experts(request)]
     return Answer(
         request=request,
         rows=tuple(rows),
         chosen=chosen,
         suggested=suggested if request.world_size > 1 else None,
-        reason=reason,
-        changes=changes(request) if row(request).fits is False else (),
-        finding=find(question, request) if question else None,
+        reason=reason if request.world_size > 1 else "",
+        changes=tuple(replace(change, fits=None) for change in changed) if how else changed,
+        finding=_found(question, request, how) if question else None,
         notes=(
             *request.description.notes,
-            *([remark] if remark else []),
+            *(remark for remark in remarks if remark),
             *(_XLA_NOTES if request.config.mode == "xla" else ()),
+            *notes,
         ),
     )
 

@@ -469,6 +469,12 @@ class ShardkitConfig(Section):
     profile: ProfileConfig = ProfileConfig()
     """What `accelerator.profile()` records."""
 
+    recompute: Annotated[Literal["blocks", "operators"], BeforeValidator(read_word)] = "blocks"
+    """What activation checkpointing computes again: blocks, or operators: all but attention and half the products."""
+
+    recompute_every: Count = Field(1, ge=1)
+    """Activation checkpointing of every n-th block only; 1: of every block."""
+
     compile: Bool = False
     """torch.compile each unit."""
 

@@ -9,9 +9,15 @@ from shardkit.model.tree import ModuleNode, Parameter
 
 @dataclass(frozen=True)
 class TransformerFacts:
-    """The shape of a Transformer, as far as its activations depend on it; None is unknown.
+    """The shape of a Transformer, as far as its activations and its work depend on it; None is unknown.
 
-    `seq_len` is the longest sequence that the model is built for; `layers` counts encoder and decoder layers together.
+    `seq_len` is the longest sequence that the model is built for; `layers` counts encoder and decoder layers together;
+    `vocabulary` is that of the logits, None where the model makes none; `head_dim` None is hidden / heads.
+    `keeps_function_input`: backward of the activation function needs its input. `normalizes_in_fp32`: norms compute in
+    fp32 whatever the compute dtype is, those of queries and keys too where `normalizes_heads`. `casts_once`: no two
+    matrices take the same input, so autocast makes one copy of each. A token passes through `active_experts` of the
+    `experts`; `window` is how far back attention looks, None to the start. `gaps`: what the closed form's activations
+    leave out, in words; with any, they are a lower bound.
     """
 
     layers: int
@@ -22,6 +28,15 @@ class TransformerFacts:
     vocabulary: int | None = None
     seq_len: int | None = None
     is_gated: bool = False
+    head_dim: int | None = None
+    keeps_function_input: bool = True
+    normalizes_in_fp32: bool = False
+    normalizes_heads: bool = False
+    casts_once: bool = False
+    experts: int = 0
+    active_experts: int = 0
+    window: int | None = None
+    gaps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,7 @@ def from_json(data: dict[str, Any]) -> Description:
         spec=data["spec"],
         name=data["name"],
         tree=_node_from_json(data["tree"]),
-        facts=TransformerFacts(**data["facts"]) if data["facts"] else None,
+        facts=TransformerFacts(**data["facts"] | {"gaps": tuple(data["facts"]["gaps"])}) if data["facts"] else None,
         has_class_names=data["has_class_names"],
         notes=tuple(data["notes"]),
     )

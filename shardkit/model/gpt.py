@@ -67,6 +67,7 @@ def facts(shape: GptShape) -> TransformerFacts:
         feed_forward=4 * shape.hidden,
         vocabulary=shape.vocab,
         seq_len=shape.seq,
+        casts_once=True,
     )
 
 

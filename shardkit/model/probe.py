@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.model.describe import Description, TransformerFacts, to_json
+from shardkit.model.families import activation_gaps
 from shardkit.model.live import tree_of
 
 
@@ -34,7 +35,7 @@ def describe_factory(spec: str) -> Description:
     with torch.device("meta"):
         model = build_factory(spec)
     config = getattr(model, "config", None)
-    facts = transformer_facts(config) if config is not None and not isinstance(config, Mapping) else None
+    facts = transformer_facts(config, model) if config is not None and not isinstance(config, Mapping) else None
     return Description(spec, type(model).__name__, tree_of(model), facts)
 
 
@@ -59,7 +60,9 @@ def describe_transformers(path: str) -> Description:
     with torch.device("meta"):
         model = build_transformers(path)
     note = "Parameters count as fp32, as in training with mixed precision, whatever dtype the weights were saved in."
-    return Description(path, type(model).__name__, tree_of(model), transformer_facts(model.config), notes=(note,))
+    return Description(
+        path, type(model).__name__, tree_of(model), transformer_facts(model.config, model), notes=(note,)
+    )
 
 
 def build_transformers(path: str) -> nn.Module:
@@ -77,8 +80,9 @@ def build_transformers(path: str) -> nn.Module:
     return transformers.AutoModel.from_config(config, dtype=torch.float32)
 
 
-def transformer_facts(config: Any) -> TransformerFacts | None:
-    """The facts in a Transformers configuration, under whichever names its family uses; None where some are missing."""
+def transformer_facts(config: Any, model: nn.Module | None = None) -> TransformerFacts | None:
+    """The facts in a Transformers configuration, under whichever names its family uses; None where some are missing.
+    The model tells whether there are logits over the vocabulary; without it there are."""
 
     def first(*names: str) -> int | None:
         values = (getattr(config, name, None) for name in names)
@@ -96,10 +100,28 @@ def transformer_facts(config: Any) -> TransformerFacts | None:
         heads=heads,
         key_value_heads=first("num_key_value_heads") or heads,
         feed_forward=first("intermediate_size", "d_ff", "n_inner", "encoder_ffn_dim", "ffn_dim") or 4 * hidden,
-        vocabulary=first("vocab_size"),
+        vocabulary=first("vocab_size") if _has_logits(model) else None,
         seq_len=first("max_position_embeddings", "n_positions") or _patches(config),
         is_gated=bool(getattr(config, "is_gated_act", False)) or hasattr(config, "rms_norm_eps"),
+        head_dim=first("head_dim"),
+        keeps_function_input=getattr(config, "hidden_act", None) != "relu"
+        and getattr(config, "activation_function", None) != "relu",
+        normalizes_in_fp32=hasattr(config, "rms_norm_eps"),
+        normalizes_heads=str(getattr(config, "model_type", "")).startswith("qwen3"),
+        experts=first("num_local_experts", "num_experts", "n_routed_experts") or 0,
+        active_experts=first("num_experts_per_tok", "moe_topk", "num_experts_per_token") or 0,
+        window=first("sliding_window") if getattr(config, "use_sliding_window", True) else None,
+        gaps=activation_gaps(config),
     )
+
+
+def _has_logits(model: nn.Module | None) -> bool:
+    """Whether the model makes logits over its vocabulary: Transformers models say it by their output embeddings."""
+    try:
+        embeddings = getattr(model, "get_output_embeddings", None)
+        return embeddings is None or embeddings() is not None
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 def _is_encoder_decoder(config: Any) -> bool:

@@ -75,10 +75,12 @@ def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> Descripti
         result = Path(scratch) / "result.json"
         ended = child.run("shardkit.model.probe", [kind, spec, str(result)], folder, timeout_s)
         if ended is None:
-            raise ModelError(
-                f"--model {spec}: not built after {timeout_s:g} s; "
-                f"a factory should only build the model, without reading weights or data; {CLOSED_FORM_HINT}."
+            why = (
+                "a factory should only build the model, without reading weights or data"
+                if kind == "factory"
+                else "Transformers takes longer for this architecture; try again on a machine with less to do"
             )
+            raise ModelError(f"--model {spec}: not built after {timeout_s:g} s; {why}, {CLOSED_FORM_HINT}.")
         if not result.is_file():
             raise ModelError(
                 f"--model {spec}: the process that builds it {ended.how}; run the factory by hand, {CLOSED_FORM_HINT}."

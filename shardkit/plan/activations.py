@@ -6,10 +6,32 @@ The count follows Korthikanti et al., "Reducing Activation Recomputation in Larg
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 from shardkit.model.describe import TransformerFacts
 
 _FP32_BYTES = 4
+
+
+class Loss(str, Enum):
+    """What the script does with the logits: keeps the model's output until the step ends, lets it go before backward,
+    or never makes all of them at once (a fused or chunked loss)."""
+
+    HELD = "held"
+    DROPPED = "dropped"
+    FUSED = "fused"
+
+
+# Bytes a logit at the loss. All are fp32: the logits themselves (where the script holds them), their log-softmax, and
+# the gradients of both. A fused loss keeps the 16-bit gradient and works in fp32: 6 bytes, and less where it is
+# computed in chunks (https://arxiv.org/abs/2410.10989, section 3.2; https://arxiv.org/abs/2411.09009).
+LOSS_BYTES = {Loss.HELD: 16, Loss.DROPPED: 12, Loss.FUSED: 6}
+LOSS_TEXTS = {
+    Loss.HELD: "The loss is counted with logits that the script holds through the step (16 bytes a logit); "
+    "--loss dropped or fused is less.",
+    Loss.DROPPED: "The loss is counted with logits that are let go before backward (12 bytes a logit).",
+    Loss.FUSED: "The loss is counted as fused or in chunks (at most 6 bytes a logit).",
+}
 
 
 @dataclass(frozen=True)
@@ -17,35 +39,64 @@ class Activations:
     """Bytes that one micro-batch keeps on one rank.
 
     block_bytes: of one block, everything; block_input_bytes: its input only (all that is kept of a block whose
-    activations are recomputed); logits_bytes: logits, their log-softmax and the gradients of both, at the loss;
-    output_bytes: the logits alone, alive as long as the script holds the model's output.
+    activations are recomputed); logits_bytes: what the loss keeps and makes; output_bytes: the logits alone, where the
+    script holds the model's output. `gaps`: what is left out, in words; with any, all of it is a lower bound.
     """
 
     block_bytes: int = 0
     block_input_bytes: int = 0
     logits_bytes: int = 0
     output_bytes: int = 0
+    gaps: tuple[str, ...] = ()
 
 
-def of_transformer(facts: TransformerFacts, batch_size: int, seq_len: int, itemsize: int) -> Activations:
-    """Activations of one micro-batch of `batch_size` sequences; `itemsize` is the compute dtype's."""
+def of_transformer(
+    facts: TransformerFacts,
+    batch_size: int,
+    seq_len: int,
+    itemsize: int,
+    loss: Loss = Loss.HELD,
+    is_autocast: bool = False,
+) -> Activations:
+    """Activations of one micro-batch of `batch_size` sequences; `itemsize` is the compute dtype's.
+
+    Under autocast what passes between blocks, and into norms, stays in fp32; matrices that take the same input cast it
+    each for itself, which is not counted.
+    """
     tokens = batch_size * seq_len
     vocabulary = facts.vocabulary or 0
+    stream = _FP32_BYTES if is_autocast else itemsize
     # Under a lower compute dtype the outputs are cast up, and the loss is computed in fp32.
     return Activations(
-        block_bytes=tokens * (block_numel(facts) * itemsize + facts.heads * _FP32_BYTES),
-        block_input_bytes=tokens * facts.hidden * itemsize,
-        logits_bytes=tokens * vocabulary * 4 * _FP32_BYTES,
-        output_bytes=tokens * vocabulary * _FP32_BYTES,
+        block_bytes=tokens * (block_token_bytes(facts, itemsize) + 2 * facts.hidden * (stream - itemsize)),
+        block_input_bytes=tokens * facts.hidden * stream,
+        logits_bytes=tokens * vocabulary * LOSS_BYTES[loss],
+        output_bytes=tokens * vocabulary * _FP32_BYTES if loss is Loss.HELD else 0,
+        gaps=(*facts.gaps, *(("autocast's copies",) if is_autocast and not facts.casts_once else ())),
     )
 
 
-def block_numel(facts: TransformerFacts) -> int:
-    """Elements that one block keeps for each token; heads x 4 bytes of softmax statistics come on top.
+def block_token_bytes(facts: TransformerFacts, itemsize: int) -> int:
+    """Bytes that one block keeps for each token: its elements, the softmax statistics, and what norms keep in fp32."""
+    head_dim = facts.head_dim or facts.hidden // facts.heads
+    size = block_numel(facts) * itemsize + facts.heads * _FP32_BYTES
+    if facts.normalizes_in_fp32:  # the input in fp32, one factor a row (RMSNorm as Transformers writes it), twice
+        size += 2 * (facts.hidden + 1) * _FP32_BYTES
+    if facts.normalizes_heads:  # the same of every query and key, and what was normalized
+        heads = facts.heads + facts.key_value_heads
+        size += heads * (head_dim * (_FP32_BYTES + itemsize) + _FP32_BYTES)
+    return size
 
-    hidden, 6 times: input, first norm's output, queries, attention's output, second norm's input and output; keys and
-    values once each; of the feed-forward, its hidden layer before and after the activation function, and where it
-    is gated, the gate and the product as well.
+
+def block_numel(facts: TransformerFacts) -> int:
+    """Elements that one block keeps for each token.
+
+    hidden, 4 times: input, first norm's output, second norm's input and output; as wide as all heads: queries and
+    attention's output; keys and values once each; of the feed-forward, its hidden layer before and after the activation
+    function (after it only, where that is all its backward needs), and where it is gated, the gate and the product
+    as well.
     """
-    keys_and_values = 2 * facts.hidden * facts.key_value_heads // facts.heads
-    return 6 * facts.hidden + keys_and_values + (4 if facts.is_gated else 2) * facts.feed_forward
+    head_dim = facts.head_dim or facts.hidden // facts.heads
+    attention = 2 * head_dim * (facts.heads + facts.key_value_heads)
+    inner = (4 if facts.is_gated else 2) - (0 if facts.keeps_function_input else 1)
+    return 4 * facts.hidden + attention + inner * facts.feed_forward

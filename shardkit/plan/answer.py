@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.errors import UsageError
 from shardkit.model.describe import Description
+from shardkit.plan.activations import Loss
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
-from shardkit.plan.roofline import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, StepTime, step_time
+from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Request:
     optimizer: str = "adamw"
     batch_size: int | None = None
     seq_len: int | None = None
+    loss: Loss = Loss.HELD
 
     def with_config(self, config: Config) -> "Request":
         return replace(self, config=config)
@@ -52,10 +55,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Change:
-    """Something to change, and what it does to the peak: `settings` in the file's keys, or flags of plan."""
+    """Something to change, and what it does to the peak: `text` has settings in the file's keys, or flags of plan.
+
+    Peak and saving are the closed form's, both before and after the change. `fits` is None where the configuration
+    itself was simulated: the two are not mixed.
+    """
 
     text: str
     peak_bytes: int
+    saved_bytes: int
     fits: bool | None
 
 
@@ -100,6 +108,7 @@ def row(request: Request, strategy: ShardingStrategy | None = None) -> Row:
         facts=facts,
         batch_size=request.batch_size,
         seq_len=request.seq_len,
+        loss=request.loss,
     )
     time = step_time(
         request.description.tree,
@@ -110,7 +119,50 @@ def row(request: Request, strategy: ShardingStrategy | None = None) -> Row:
         request.batch_size,
         request.seq_len,
     )
-    return Row(config.fsdp.sharding_strategy, found, request.device.fits(found.memory.peak.total), time)
+    return Row(config.fsdp.sharding_strategy, found, fits(request.device, found.memory), time)
+
+
+def fits(device: Device, memory: RankMemory) -> bool | None:
+    """Whether a rank fits; None where that is not known. Without all activations, only that it does not can be."""
+    found = device.fits(memory.peak.total)
+    return None if found and not memory.activations_known else found
+
+
+def check_seq_len(request: Request) -> str | None:
+    """A remark where sequences are longer than the model is built for; UsageError where it lacks positions for them."""
+    facts, given = request.description.facts, request.seq_len
+    if facts is None or facts.seq_len is None or given is None or given <= facts.seq_len:
+        return None
+    tables = [
+        parameter.shape[0]
+        for node in request.description.tree.walk()
+        if node.parameters and ("pos" in node.fqn.rpartition(".")[2] or node.fqn.endswith("wpe"))
+        for parameter in node.parameters
+        if len(parameter.shape) == 2 and facts.seq_len <= parameter.shape[0] < given
+    ]
+    if tables:
+        raise UsageError(
+            f"--seq-len: the model has positions for {facts.seq_len:,} tokens (got {given:,}); give at most as many."
+        )
+    return f"--seq-len {given:,} is more than the {facts.seq_len:,} tokens that the model's configuration names."
+
+
+def split_experts(request: Request) -> str | None:
+    """A remark where more ranks share a model than its stacked experts' weights can be split over."""
+    facts = request.description.facts
+    if facts is None or not 0 < facts.experts < request.world_size:
+        return None
+    stacked = any(
+        len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
+        for node in request.description.tree.walk()
+        for parameter in node.parameters
+    )
+    if not stacked:
+        return None
+    return (
+        f"The weights of {facts.experts} experts are split over dim 0, as training splits them: over more than "
+        f"{facts.experts} ranks their part of the memory does not shrink, and what is gathered is padded."
+    )
 
 
 def possible_strategies(request: Request) -> list[ShardingStrategy]:
@@ -144,6 +196,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "reserve_bytes": request.device.reserve_bytes,
         },
         "optimizer": request.optimizer,
+        "loss": request.loss.value,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
         "strategies": [_row_json(row) for row in answer.rows],
@@ -152,7 +205,10 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "reason": answer.reason,
         "changes": [asdict(change) for change in answer.changes],
         "finding": asdict(answer.finding) if answer.finding else None,
-        "assumptions": {"compute_efficiency": COMPUTE_EFFICIENCY, "link_efficiency": LINK_EFFICIENCY},
+        "assumptions": {
+            "compute_efficiency": asdict(answer.chosen_row.time.efficiency) if answer.chosen_row.time else None,
+            "link_efficiency": LINK_EFFICIENCY,
+        },
         "notes": list(answer.notes),
     }
 
@@ -169,8 +225,11 @@ def _row_json(row: Row) -> dict[str, Any]:
         "peak_bytes": row.memory.peak.total,
         "peak": asdict(row.memory.peak),
         "peak_moment": row.memory.moment,
+        "reserved_bytes": row.memory.reserved_bytes,
+        "reserved_expandable_bytes": row.memory.expandable_bytes,
         "host": asdict(row.memory.host),
         "activations_known": row.memory.activations_known,
+        "activations_left_out": list(row.memory.gaps),
         "fits": row.fits,
         "traffic": {
             "payload_bytes": traffic.payload_bytes,
@@ -184,7 +243,8 @@ def _row_json(row: Row) -> dict[str, Any]:
         else {
             "fastest_s": time.fastest_s,
             "slowest_s": time.slowest_s,
-            "compute_s": time.compute_s,
+            "compute_s": list(time.compute_s),
+            "tokens_per_s": [time.tokens / time.slowest_s, time.tokens / time.fastest_s],
             "inside_s": time.inside_s,
             "between_s": time.between_s,
             "mfu": [time.worst_mfu, time.best_mfu],

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import UsageError
 
@@ -28,15 +29,42 @@ def named(spec: str) -> Any:
     return found
 
 
-def next_token_loss(batch_size: int, seq_len: int, vocabulary: int) -> Loss:
+def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> Loss:
     """For a model that makes logits (batch, seq, vocab) of token numbers: cross-entropy with the same tokens."""
-    tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
 
     def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
         logits = model(tokens)
         return logits, functional.cross_entropy(logits.reshape(-1, vocabulary), tokens.reshape(-1))
 
     return loss
+
+
+def without_output(loss: Loss) -> Loss:
+    """The loss of a script that lets the model's output go before backward."""
+    return lambda model: (None, loss(model)[1])
+
+
+CHUNK_TOKENS = 1024
+
+
+def fuse_loss(model: nn.Module) -> bool:
+    """Let the model's head compute the mean cross-entropy in chunks of tokens, in place of its logits, in the model
+    itself. False where no head is known; the model then has to be called without labels."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find else getattr(model, "head", None)
+    if not isinstance(head, nn.Linear):
+        return False
+
+    def of_chunk(hidden: torch.Tensor) -> torch.Tensor:
+        labels = torch.zeros(len(hidden), dtype=torch.long)
+        return functional.cross_entropy(functional.linear(hidden, head.weight, head.bias).float(), labels)
+
+    def chunked(hidden: torch.Tensor) -> torch.Tensor:
+        chunks = hidden.reshape(-1, hidden.shape[-1]).split(CHUNK_TOKENS)
+        return torch.stack([checkpoint(of_chunk, chunk, use_reentrant=False) for chunk in chunks]).mean()
+
+    head.forward = chunked  # type: ignore[method-assign, assignment]
+    return True
 
 
 def given_loss(batch: Any) -> Loss:
@@ -69,23 +97,61 @@ def loss_in(output: Any) -> torch.Tensor:
     return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
 
 
-def transformers_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
-    """Inputs and labels for a Transformers model, as its class expects them."""
+def transformers_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, Any]:
+    """Inputs and labels for a Transformers model, as its class expects them. Where a model takes text and images, text
+    alone, unless it compares the two. UsageError where its input is of another kind."""
     config: Any = model.config
     name = type(model).__name__
-    one_label = torch.zeros(batch_size, dtype=torch.long)
-    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        inputs = {"pixel_values": torch.zeros(batch_size, getattr(config, "num_channels", 3), height, width)}
-        return inputs | ({"labels": one_label} if "Classification" in name else {})
-    tokens = torch.zeros(batch_size, seq_len or _longest(config), dtype=torch.long)
-    inputs = {"input_ids": tokens}
+    match getattr(model, "main_input_name", "input_ids"):
+        case "pixel_values":
+            inputs = {"pixel_values": _images(config, batch_size)}
+            return inputs | ({"labels": _one_label(batch_size)} if "Classification" in name else {})
+        case "input_values":  # sound; by default a second of it. Which frames are masked depends on values.
+            config.apply_spec_augment = False
+            inputs = {"input_values": torch.zeros(batch_size, seq_len or 16_000)}
+            return inputs | ({"labels": _one_label(batch_size)} if "SequenceClassification" in name else {})
+        case "input_features":
+            return _spectra(config, batch_size, seq_len)
+        case "input_ids":
+            return _texts(model, config, batch_size, seq_len)
+        case other:
+            raise UsageError(
+                f"--simulate: no batch is known for {name} (its input is {other}); "
+                "add --batch module:function, a function that returns one micro-batch."
+            )
+
+
+def _texts(model: nn.Module, config: Any, batch_size: int, seq_len: int | None) -> dict[str, Any]:
+    name = type(model).__name__
+    tokens = torch.zeros(batch_size, seq_len or _longest(config.get_text_config()), dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if hasattr(model, "logit_scale"):  # CLIP and its like compare texts and images
+        return inputs | {"pixel_values": _images(config.vision_config, batch_size), "return_loss": True}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens
     if any(part in name for part in ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "Seq2SeqLM")):
         return inputs | {"labels": tokens}
-    return inputs | ({"labels": one_label} if "SequenceClassification" in name else {})
+    return inputs | ({"labels": _one_label(batch_size)} if "SequenceClassification" in name else {})
+
+
+def _images(config: Any, batch_size: int) -> torch.Tensor:
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return torch.zeros(batch_size, getattr(config, "num_channels", 3), height, width)
+
+
+def _spectra(config: Any, batch_size: int, seq_len: int | None) -> dict[str, Any]:
+    """Whisper and its like: a spectrum of the longest recording, which the encoder halves, and words to predict."""
+    bins: int = getattr(config, "num_mel_bins", 0) or getattr(config, "input_feat_per_channel", 80)
+    frames: int = 2 * getattr(config, "max_source_positions", 1500)
+    length: int = getattr(config, "max_target_positions", 448) if seq_len is None else seq_len
+    words = torch.zeros(batch_size, length, dtype=torch.long)
+    inputs = {"input_features": torch.zeros(batch_size, bins, frames)}
+    return inputs | ({"labels": words} if getattr(config, "is_encoder_decoder", False) else {})
+
+
+def _one_label(batch_size: int) -> torch.Tensor:
+    return torch.zeros(batch_size, dtype=torch.long)
 
 
 def _longest(config: Any) -> int:

@@ -25,8 +25,8 @@ from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, Sh
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import activations
-from shardkit.plan.activations import Activations
-from shardkit.plan.layout import Axes, Layout, Unit, itemsize, layout
+from shardkit.plan.activations import Activations, Loss
+from shardkit.plan.layout import Axes, Layout, Unit, compute_dtype, itemsize, layout
 from shardkit.plan.traffic import Traffic, traffic
 
 
@@ -67,7 +67,9 @@ class Moment:
 class RankMemory:
     """Memory of the rank that needs most: at its peak on the device, all along one step, and on the host.
 
-    `activations_known` is False where they are not in the numbers (no batch size, or not a Transformer).
+    `activations_known` is False where they are not in the numbers, or not all of them: `gaps` says why, in words.
+    Then the peak is a lower bound: it can show that a rank does not fit, never that it does. `reserved_bytes` is what
+    CUDA's allocator would hold for a simulated step, `expandable_bytes` the same with expandable segments.
     """
 
     peak: Memory
@@ -75,6 +77,9 @@ class RankMemory:
     timeline: tuple[Moment, ...]
     host: Memory
     activations_known: bool
+    gaps: tuple[str, ...] = ()
+    reserved_bytes: int | None = None
+    expandable_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,20 +107,24 @@ def estimate(
     facts: TransformerFacts | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
+    loss: Loss = Loss.HELD,
 ) -> Estimate:
     """Memory and traffic of a model under a configuration; `batch_size` is one rank's micro-batch, in sequences.
 
     ModelError where the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh.
     """
     plan = layout(tree, config, world_size, min(ranks_per_machine, world_size), optimizer)
-    kept = known_activations(config, facts, batch_size, seq_len)
+    kept = known_activations(tree, config, facts, batch_size, seq_len, loss)
     walk = _walk_ddp if plan.axes.mode != "fsdp" else _walk_fsdp
     timeline = tuple(walk(plan, config, kept or Activations()))
     host = Memory()
     if _is_offloaded(plan, config):
         timeline, host = _offload(timeline)
     top = max(timeline, key=lambda moment: moment.memory.total)
-    memory = RankMemory(top.memory, top.text, timeline, host, kept is not None)
+    gaps = kept.gaps if kept else (_why_unknown(facts, batch_size),)
+    if config.fsdp.activation_checkpointing and config.shardkit.recompute == "operators":
+        gaps = (*gaps, "products of matrices that shardkit.recompute keeps")
+    memory = RankMemory(top.memory, top.text, timeline, host, not gaps, gaps)
     return Estimate(
         config, plan.axes, len(plan.units) + 1, memory, traffic(plan, config, world_size, ranks_per_machine)
     )
@@ -128,13 +137,26 @@ def with_strategy(config: Config, strategy: ShardingStrategy) -> Config:
 
 
 def known_activations(
-    config: Config, facts: TransformerFacts | None, batch_size: int | None, seq_len: int | None
+    tree: ModuleNode,
+    config: Config,
+    facts: TransformerFacts | None,
+    batch_size: int | None,
+    seq_len: int | None,
+    loss: Loss = Loss.HELD,
 ) -> Activations | None:
     """Activations of one micro-batch, or None where batch size, sequence length or the model's shape is not known."""
     seq_len = seq_len or (facts.seq_len if facts else None)
     if facts is None or not batch_size or not seq_len:
         return None
-    return activations.of_transformer(facts, batch_size, seq_len, itemsize(dtypes(config).param or "float32"))
+    is_autocast = config.mode != "fsdp" and dtypes(config).param in ("bf16", "fp16")
+    size = itemsize(compute_dtype(tree, config))
+    return activations.of_transformer(facts, batch_size, seq_len, size, loss, is_autocast)
+
+
+def _why_unknown(facts: TransformerFacts | None, batch_size: int | None) -> str:
+    if facts is None:
+        return "all activations: the model's shape is not known from its source"
+    return "all activations: add --seq-len" if batch_size else "all activations: add --batch-size"
 
 
 def _is_offloaded(plan: Layout, config: Config) -> bool:
@@ -166,8 +188,10 @@ def _all_gradients(plan: Layout) -> int:
 
 def _kept_bytes(unit: Unit, config: Config, kept: Activations) -> int:
     """What the unit's blocks keep between forward and backward."""
-    recomputes = config.fsdp.activation_checkpointing
-    return unit.blocks * (kept.block_input_bytes if recomputes else kept.block_bytes)
+    if not config.fsdp.activation_checkpointing:
+        return unit.blocks * kept.block_bytes
+    every = config.shardkit.recompute_every
+    return unit.blocks * (kept.block_input_bytes + (every - 1) * kept.block_bytes) // every
 
 
 def _working_bytes(unit: Unit, config: Config, kept: Activations) -> int:

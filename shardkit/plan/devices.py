@@ -17,6 +17,29 @@ SPARE = 0.2
 
 
 @dataclass(frozen=True)
+class Efficiency:
+    """The part of peak arithmetic that training reaches, recomputation included: lowest, typical and highest."""
+
+    low: float
+    typical: float
+    high: float
+    source: str
+
+
+# Dense Transformers of 0.35 to 70 billion parameters under FSDP, sequences of 512 to 65,536, bf16; the lowest and the
+# highest of the table, typical the median up to 8,192 tokens. Attention's masked scores count as computed there.
+# https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md
+_PUBLISHED = "published: llm-foundry's benchmarks"
+EFFICIENCIES = {
+    ("H100", False): Efficiency(0.32, 0.40, 0.46, f"{_PUBLISHED} on H100"),
+    ("H100", True): Efficiency(0.35, 0.54, 0.59, f"{_PUBLISHED} on H100 with recomputation"),
+    ("A100", False): Efficiency(0.43, 0.55, 0.64, f"{_PUBLISHED} on A100"),
+    ("A100", True): Efficiency(0.48, 0.70, 0.79, f"{_PUBLISHED} on A100 with recomputation"),
+}
+ASSUMED = Efficiency(0.25, 0.40, 0.60, "an assumption: none published for it was taken")
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of device. `flops` is peak dense arithmetic a second by compute dtype, with fp32 accumulation.
 
@@ -34,6 +57,11 @@ class Device:
     def fits(self, peak_bytes: int) -> bool | None:
         """Whether a rank with that peak fits, the reserve included; None where the memory is not known."""
         return None if self.memory_bytes is None else peak_bytes + self.reserve_bytes <= self.memory_bytes
+
+    def efficiency(self, compute: str, recomputes: bool) -> Efficiency:
+        """What training reaches of the peak in this dtype, with or without recomputation."""
+        kind = self.name.split()[0]
+        return EFFICIENCIES.get((kind, recomputes), ASSUMED) if compute == "bf16" else ASSUMED
 
     def fits_with_spare(self, peak_bytes: int) -> bool | None:
         """The same with a fifth of the memory left free."""
@@ -56,17 +84,43 @@ class Device:
 #   bf16 and fp16 165.2 (fp32 accumulation), fp32 82.6 TFLOPS, PCIe 4.0 x16.
 # TPU v5e: https://cloud.google.com/tpu/docs/v5e  bf16 197 TFLOPS, 16 GB, 1,600 Gb/s between chips over four links;
 #   6.4 Tb/s of data centre network for a pod of 256.
-# Machines with L4 or 4090: one 100 Gb/s adapter shared by eight devices, an assumption.
+# H100 with 96 GB of HBM2e: SXM's peak is taken; 400 Gb/s a device to others, as in
+#   https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md
+# GH200: https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip  bf16 990 dense, fp32 67 TFLOPS, 96 GB,
+#   NVLink 900 GB/s both directions together.
+# GB200 NVL72: https://www.nvidia.com/en-us/data-center/gb200-nvl72/  for 72 devices bf16 360 PFLOPS with sparsity, so
+#   2,500 TFLOPS dense each, fp32 5,760 TFLOPS, 13.4 TB; NVLink 1.8 TB/s each, both directions together.
+# A10: https://www.nvidia.com/en-us/data-center/products/a10-gpu/  bf16 125 dense, fp32 31.2 TFLOPS, PCIe 4.0 x16.
+# V100 SXM2: https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
+#   fp16 125, fp32 15.7 TFLOPS, no bf16; NVLink 300 GB/s both directions together; DGX-1: four 100 Gb/s adapters.
+# RTX 3090: NVIDIA's whitepaper of GA102 (Ampere GA102 GPU Architecture, version 1), table 2:
+#   bf16 and fp16 71 (fp32 accumulation), fp32 35.6 TFLOPS, PCIe 4.0 x16.
+# MI300X: https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html  bf16 1,307 dense, fp32 163.4 TFLOPS,
+#   192 GB, Infinity Fabric 896 GB/s both directions together; eight 400 Gb/s adapters are assumed.
+# TPU v5p: https://cloud.google.com/tpu/docs/v5p  bf16 459 TFLOPS, 95 GB, 4,800 Gb/s between chips.
+# TPU v6e: https://cloud.google.com/tpu/docs/v6e  bf16 918 TFLOPS, 32 GB, 3,584 Gb/s between chips.
+#   Data centre network of both: as of v5e, an assumption.
+# Machines with A10, 3090, L4 or 4090: one 100 Gb/s adapter shared by eight devices, an assumption.
 # CPU: 0.1 TFLOPS a rank and 10 Gb/s between machines, round numbers to replace by your own.
 DEVICES = {
     "a100-40": Device("A100 40 GB", 40960 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
     "a100-80": Device("A100 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
+    "h100-96": Device("H100 96 GB", 97871 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
+    "gh200-96": Device("GH200 96 GB", 97871 * MIB, {"bf16": 990e12, "fp16": 990e12, "fp32": 67e12}, 450e9, 50e9),
+    "gb200-186": Device("GB200", 186 * 10**9, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 50e9),
+    "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
+    "v100-32": Device("V100 32 GB", 32768 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
+    "a10-24": Device("A10 24 GB", 23028 * MIB, {"bf16": 125e12, "fp16": 125e12, "fp32": 31.2e12}, 32e9, 1.5e9),
+    "3090-24": Device("RTX 3090", 24576 * MIB, {"bf16": 71e12, "fp16": 71e12, "fp32": 35.6e12}, 32e9, 1.5e9),
+    "mi300x-192": Device("MI300X", 196608 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
     "h200-141": Device("H200 141 GB", 143771 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "b200-180": Device("B200 180 GB", 183359 * MIB, {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}, 900e9, 50e9),
     "l4-24": Device("L4 24 GB", 23034 * MIB, {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}, 32e9, 1.5e9),
     "4090-24": Device("RTX 4090", 24564 * MIB, {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12}, 32e9, 1.5e9),
     "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 100e9, 3.1e9),
+    "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 300e9, 3.1e9),
+    "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 224e9, 3.1e9),
     "cpu": Device("CPU", None, {"bf16": 0.1e12, "fp16": 0.1e12, "fp32": 0.1e12}, 10e9, 1.25e9, reserve_bytes=0),
 }
 
@@ -74,7 +128,8 @@ _SIZES = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "m": 2**20, "mb":
 
 
 def find(name: str, memory_bytes: int | None = None) -> Device:
-    """The device of that name (the size may be left out: h100), or of a size alone: 80GiB. UsageError if unknown."""
+    """The device of that name, or of a size alone: 80GiB. Without its size (h100) the last of that name in the table.
+    UsageError if unknown."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("rtx-")
     matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
     if matches:

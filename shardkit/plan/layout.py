@@ -69,6 +69,18 @@ def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
     return Axes(mode, sizes.shard, sizes.replicate, mode != "fsdp" or reshards_after_forward(config.fsdp))
 
 
+def compute_dtype(tree: ModuleNode, config: Config) -> str:
+    """The dtype of arithmetic, as settings name it: that of mixed precision, else that of most parameters."""
+    if (chosen := dtypes(config).param) is not None:
+        return chosen
+    sizes: Counter[str] = Counter()
+    for node in tree.walk():
+        for parameter in node.parameters:
+            sizes[parameter.dtype] += parameter.numel
+    common = sizes.most_common(1)[0][0] if sizes else "float32"
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(common, "fp32")
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of one element; 1 for dtypes that are not floating point."""
     return _ITEMSIZES.get(dtype, 1)

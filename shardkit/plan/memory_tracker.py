@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardkit.plan.allocator import Event
 from shardkit.plan.closed_form import Memory, Moment
 
 CATEGORIES = tuple(field.name for field in fields(Memory))
 _GATHERED = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_")
+_DRAWS = (torch.ops.aten.rand.default,)
+_COMPARISONS = (torch.ops.aten.lt.Scalar, torch.ops.aten.gt.Scalar)
 _PAYLOADS = {  # which argument torch counts: the output of an all-gather, the input of a reduce-scatter
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -34,13 +37,21 @@ class MemoryTracker(TorchDispatchMode):
     """Inside, everything that operators allocate is counted. `enter` begins a moment; `moments` are those so far.
 
     Each moment holds what was alive when its sum was largest. `payload_bytes`: the collectives' bytes by kind.
+    `events`: every allocation and its end since the last restart, `before` what was alive then (and whether it is
+    optimizer state), `optimizer_at` where among the events the optimizer begins.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.moments: list[Moment] = []
         self.payload_bytes: dict[str, int] = {}
+        self.events: list[Event] = []
+        self.before: list[tuple[Event, bool]] = []
+        self.optimizer_at = 0
         self._default = "activations"
+        self._numbers: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        self._serial = 0
         self._alive: dict[int, tuple[int, str, weakref.ref]] = {}
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
@@ -48,6 +59,7 @@ class MemoryTracker(TorchDispatchMode):
         self._peak, self._at_peak = 0, dict(self._bytes)
         self._is_passing = False
         self._fake_mode: Any = None
+        self._depth = 0
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def enter(self, phase: str, unit: str = "", is_passing: bool = False) -> None:
@@ -59,6 +71,8 @@ class MemoryTracker(TorchDispatchMode):
                 before = self.moments.pop()
                 last = before if before.memory.total >= last.memory.total else Moment(*_name(before), last.memory)
             self.moments.append(last)
+        if phase == "optimizer":
+            self.optimizer_at = len(self.events)
         self._now, self._is_passing = (phase, unit), is_passing
         self._peak = self._total
         self._at_peak = dict(self._bytes)
@@ -81,6 +95,9 @@ class MemoryTracker(TorchDispatchMode):
     def restart(self) -> None:
         """Forget the moments and the traffic so far, not what is alive."""
         self.moments, self.payload_bytes, self._now = [], {}, ("", "")
+        alive = [(self._numbers[key], size, category) for key, (size, category, _) in self._alive.items() if size]
+        self.before = [(Event(number, size), category == "optimizer_state") for number, size, category in sorted(alive)]
+        self.events, self._places = [], {}
 
     def count(self, tensors: Iterable[Any], category: str) -> None:
         """Put the tensors' storages into a category, whether they were counted before or not."""
@@ -102,6 +119,7 @@ class MemoryTracker(TorchDispatchMode):
 
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
         self._fake_mode = modes[-1] if modes else None
+        self._depth = _depth(self._fake_mode)
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
         super().__enter__()
@@ -116,16 +134,24 @@ class MemoryTracker(TorchDispatchMode):
             return NotImplemented  # it comes back as operators on the local tensors
         if function is torch.ops.aten._local_scalar_dense.default and self._default == "optimizer_state":
             return 1.0 if args[0].is_floating_point() else 1
+        if function is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "_is_drawn", False):
+            return 0  # a layer that would be dropped by chance is not: that is the most memory
         result = function(*args, **(kwargs or {}))
+        if function in _DRAWS and result.dim() == 0:
+            result._is_drawn = True
+        if function in _COMPARISONS and getattr(args[0], "_is_drawn", False):
+            result._is_drawn = True
         if not self._is_propagating():
             self._see(function._schema.name, args, kwargs or {}, result)
         return result
 
     def _is_propagating(self) -> bool:
-        """DTensor works out shapes in a fake mode of its own; nothing of that is ever allocated."""
+        """DTensor works out whole shapes in a fake mode of its own, or in this one entered again
+        (`ShardingPropagator._propagate_tensor_meta_non_cached`); nothing of that is ever allocated."""
         from torch._guards import active_fake_mode
 
-        return active_fake_mode() is not self._fake_mode
+        mode = active_fake_mode()
+        return mode is not self._fake_mode or _depth(mode) > self._depth
 
     def _see(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         category = self._default
@@ -146,11 +172,14 @@ class MemoryTracker(TorchDispatchMode):
     def _see_collective(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         if name in _GATHERED:
             self.count(tree_leaves([result, kwargs.get("out")]), "gathered")
+        if name == "fsdp::all_gather_copy_in":
+            self._on_stream(tree_leaves(result), "gather")
         elif name == "fsdp::chunk_cat":
             self.count(tree_leaves([kwargs.get("out")]), "reduction")
         elif name == "c10d::_reduce_scatter_base_":
             self.count([args[1]], "reduction")
             self.count([args[0]], "gradients")
+            self._on_stream([args[0]], "reduce")
         if name in _PAYLOADS:
             kind, position = _PAYLOADS[name]
             tensors = tree_leaves(args[position])
@@ -164,6 +193,7 @@ class MemoryTracker(TorchDispatchMode):
         if found is None:
             reference = weakref.ref(storage, partial(self._gone, key))
             self._alive[key] = (storage.nbytes(), category, reference)
+            self._begin(key, storage.nbytes(), "reduce" if category == "gradients" else "compute")
             self._change(category, storage.nbytes())
         elif is_final and found[1] != category:
             self._change(found[1], -found[0])
@@ -172,7 +202,25 @@ class MemoryTracker(TorchDispatchMode):
 
     def _gone(self, key: int, _: weakref.ref) -> None:
         size, category, _ = self._alive.pop(key)
+        self._end(key)
         self._change(category, -size)
+
+    def _begin(self, key: int, size: int, stream: str) -> None:
+        self._serial += 1
+        self._numbers[key], self._places[key] = self._serial, len(self.events)
+        if size:
+            self.events.append(Event(self._serial, size, stream))
+
+    def _end(self, key: int) -> None:
+        self.events.append(Event(self._numbers.pop(key)))
+        self._places.pop(key, None)
+
+    def _on_stream(self, tensors: Iterable[Any], stream: str) -> None:
+        """What was just allocated for a collective belongs to that stream (`foreach_all_gather`, `foreach_reduce`)."""
+        for tensor in tensors:
+            place = self._places.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+            if place is not None and place < len(self.events):
+                self.events[place] = replace(self.events[place], stream=stream)
 
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
         """FSDP frees and allocates gathered parameters by resizing their storages, past the dispatcher."""
@@ -182,6 +230,8 @@ class MemoryTracker(TorchDispatchMode):
             found = self._alive.get(storage._cdata)
             if found is not None:
                 self._alive[storage._cdata] = (storage.nbytes(), found[1], found[2])
+                self._end(storage._cdata)
+                self._begin(storage._cdata, storage.nbytes(), "compute")
                 self._change(found[1], storage.nbytes() - found[0])
                 self._note()
             return result
@@ -197,6 +247,11 @@ class MemoryTracker(TorchDispatchMode):
         if self._total >= self._peak:
             self._peak = self._total
             self._at_peak = dict(self._bytes)
+
+
+def _depth(fake_mode: Any) -> int:
+    """How often the fake mode has been entered and not left."""
+    return len(fake_mode.enter_stack) if fake_mode is not None else 0
 
 
 def _name(moment: Moment) -> tuple[str, str]:

@@ -84,7 +84,7 @@ def _subtitle(answer: Answer) -> str:
     row = answer.chosen_row
     how = "simulated" if row.simulated else "closed form"
     text = f"Memory of one rank over one step, {row.strategy.value} ({how}); below, the peak of every strategy"
-    return text if row.memory.activations_known else text + "; activations not counted"
+    return text if row.memory.activations_known else text + "; not all activations counted"
 
 
 def _definitions() -> str:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from textwrap import fill, wrap
 
 from shardkit.config.meaning import dtypes
+from shardkit.config.schema import Config
+from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, Request, Row
 from shardkit.plan.closed_form import Memory
-from shardkit.plan.roofline import COMPUTE_EFFICIENCY, LINK_EFFICIENCY
+from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 
 GIB = 2**30
 _HEADS = {
@@ -46,10 +49,16 @@ def _headline(request: Request) -> str:
     if config.shardkit.gradient_accumulation_steps > 1:
         load.append(f"{config.shardkit.gradient_accumulation_steps} micro-batches a step")
     if config.fsdp.activation_checkpointing:
-        load.append("activation checkpointing")
+        every = config.shardkit.recompute_every
+        part = f" of 1 block in {every}" if every > 1 else ""
+        load.append(f"activation checkpointing{part}" + (" by operator" if _by_operator(config) else ""))
     if config.fsdp.offload_params:
         load.append("offload to the host")
     return f"{request.description.text}\n{_wrapped(load)}"
+
+
+def _by_operator(config: Config) -> bool:
+    return config.shardkit.recompute == "operators"
 
 
 def _wrapped(parts: Sequence[str], width: int = 80) -> str:
@@ -65,10 +74,11 @@ def _wrapped(parts: Sequence[str], width: int = 80) -> str:
 
 def _memory_table(answer: Answer) -> str:
     known = all(row.memory.activations_known for row in answer.rows)
+    counted = any(moment.memory.activations for row in answer.rows for moment in row.memory.timeline)
     scale, unit = _unit(max(row.memory.peak.total for row in answer.rows))
     limit = answer.request.device.memory_bytes
     of_device = f"; the device has {limit / GIB:,.1f} GiB" if limit else ""
-    columns = [field.name for field in fields(Memory) if known or field.name != "activations"]
+    columns = [field.name for field in fields(Memory) if counted or field.name != "activations"]
     head = f"  {'strategy':<20}" + "".join(f"{_HEADS[name]:>7}" for name in columns) + f"{'peak':>8}  fits"
     lines = [f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})", head]
     for row in answer.rows:
@@ -78,8 +88,9 @@ def _memory_table(answer: Answer) -> str:
         if row.memory.host.total:
             lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
     lines.append(f"  * as configured; it peaks in {answer.chosen_row.memory.moment}")
+    lines += _reserved_lines(answer)
     if not known:
-        lines.append("  Activations are not counted: " + _why_unknown(answer.request))
+        lines += [f"  {line}" for line in wrap(_left_out(answer, counted), 78)]
     return "\n".join(lines)
 
 
@@ -97,12 +108,32 @@ def _method(answer: Answer) -> str:
     return "* simulated, the others closed form" if simulated else "closed form"
 
 
-def _why_unknown(request: Request) -> str:
-    if request.description.facts is None:
-        return "the model's shape is not known from its source."
-    if not request.batch_size:
-        return "add --batch-size."
-    return "add --seq-len."
+def _reserved_lines(answer: Answer) -> list[str]:
+    """What CUDA's allocator would reserve for each row that was simulated with all its layers."""
+    device = answer.request.device
+    lines = []
+    for row in answer.rows:
+        reserved, expandable = row.memory.reserved_bytes, row.memory.expandable_bytes
+        if reserved is None or expandable is None or not device.reserve_bytes:
+            continue
+        text = f"{row.strategy.number} reserves {reserved / GIB:,.2f} GiB by CUDA's allocator, replayed"
+        text += f"; {expandable / GIB:,.2f} with expandable segments."
+        if row.fits and device.fits(reserved) is False:
+            text += " That is more than there is: it runs with retries, slower."
+            if device.fits(expandable):
+                text += " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cures it."
+        lines += [f"  {line}" for line in wrap(text, 78)]
+    return lines
+
+
+def _left_out(answer: Answer, counted: bool) -> str:
+    """Which activations are not in the table, and so why it says of no rank that it fits."""
+    unknown = [row for row in answer.rows if not row.memory.activations_known]
+    gaps = dict.fromkeys(gap for row in unknown for gap in row.memory.gaps)
+    who = "" if len(unknown) == len(answer.rows) else f" ({', '.join(str(row.strategy.number) for row in unknown)})"
+    if not counted:
+        return f"Not counted{who}: {'; '.join(gaps)}. Without activations no rank is said to fit."
+    return f"Peaks are at least these{who}; not counted: {'; '.join(gaps)}. --simulate counts everything."
 
 
 def _unit(largest: int) -> tuple[int, str]:
@@ -152,7 +183,7 @@ def _seconds(seconds: float) -> str:
 
 def _suggestion(answer: Answer) -> str:
     if answer.suggested is None:
-        return ""
+        return _filled(f"No strategy is suggested: {answer.reason}.") if answer.reason else ""
     return _filled(f"Suggested: {answer.suggested.number} {answer.suggested.value} ({answer.reason}).")
 
 
@@ -161,9 +192,10 @@ def _changes(answer: Answer) -> str:
         return ""
     chosen = answer.chosen_row
     peak = chosen.memory.peak.total
-    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. What would lower it:"]
+    by_formula = ", by the closed form" if chosen.simulated else ""
+    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. What would lower it{by_formula}:"]
     for change in answer.changes:
-        effect = f"-{(peak - change.peak_bytes) / GIB:,.1f} GiB"
+        effect = f"-{change.saved_bytes / GIB:,.1f} GiB"
         parts = change.text.split(" and ")
         lines.append(f"    {effect:>14}  {_yes_no(change.fits):<4}{parts[0]}")
         lines += [f"{'':>24}and {part}" for part in parts[1:]]
@@ -173,23 +205,31 @@ def _changes(answer: Answer) -> str:
 def _notes(answer: Answer) -> str:
     device = answer.request.device
     notes = list(answer.notes)
+    if any(moment.memory.activations for moment in answer.chosen_row.memory.timeline) and _has_logits(answer):
+        notes.append(LOSS_TEXTS[answer.request.loss])
     if device.reserve_bytes and device.memory_bytes:
         notes.append(
             f"Fits: the peak and {device.reserve_bytes / GIB:.0f} GiB for context, communication buffers and "
             f"workspaces, in {device.memory_bytes / GIB:,.1f} GiB. Fragmentation is not counted."
         )
-    if any(row.time for row in answer.rows):
+    if (time := answer.chosen_row.time) is not None:
+        found = time.efficiency
+        faster = f", up to {COMPILE_SPEEDUP} times that with compile" if answer.request.config.shardkit.compile else ""
         notes.append(
-            f"Times are estimates: {COMPUTE_EFFICIENCY:.0%} of the device's peak arithmetic, {LINK_EFFICIENCY:.0%} of "
-            f"its links ({_links(answer.request)}), everything overlapped (first number) or nothing (second)."
+            f"Times are estimates: {found.low:.0%} to {found.high:.0%} of the device's peak arithmetic ({found.source})"
+            f"{faster}; {LINK_EFFICIENCY:.0%} of its links ({_links(answer.request)}), from everything overlapped to "
+            "nothing."
         )
     return "\n".join(_filled(note) for note in notes)
 
 
 def _filled(text: str) -> str:
-    from textwrap import fill
+    return fill(text, 80, break_on_hyphens=False)
 
-    return fill(text, 80)
+
+def _has_logits(answer: Answer) -> bool:
+    facts = answer.request.description.facts
+    return facts is not None and facts.vocabulary is not None
 
 
 def _links(request: Request) -> str:

@@ -1,31 +1,48 @@
-"""Step time and MFU as a roofline estimate: arithmetic and links at a stated part of their peak, between no overlap and
-full overlap of the two. An estimate, to compare settings with; only a run tells the time."""
+"""Step time and MFU as a roofline estimate: arithmetic at the part of its peak that was published for such training,
+links at a stated part of theirs, between no overlap and full overlap of the two. Always an interval; only a run tells
+the time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.model.describe import TransformerFacts
-from shardkit.model.tree import ModuleNode
-from shardkit.plan.devices import Device
+from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.plan.devices import Device, Efficiency
+from shardkit.plan.layout import compute_dtype
 from shardkit.plan.traffic import Traffic
 
-# What well-tuned training reaches of the peaks. 0.6 of peak in matrix products is around the best published MFU of
-# large dense models (PaLM 0.46, https://arxiv.org/abs/2204.02311, table 3) plus what is not matrix products; 0.8 of a
-# link is what NCCL's own tests reach for large messages. Assumptions, printed with every answer.
-COMPUTE_EFFICIENCY = 0.6
+# What NCCL's own tests reach of a link for large messages: an assumption, printed with every answer.
 LINK_EFFICIENCY = 0.8
+# torchtitan, Llama 3.1 8B on 8 and on 128 H100: 1.16 times the tokens with torch.compile.
+# https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md
+COMPILE_SPEEDUP = 1.16
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of one token in a model's forward and backward, nothing computed twice."""
+
+    forward: float
+    backward: float
+
+    @property
+    def useful(self) -> float:
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step: fastest_s with communication hidden behind compute, slowest_s with none hidden."""
+    """Seconds of one optimizer step: compute_s at the best, the typical and the worst published efficiency; fastest_s
+    with communication hidden behind the best, slowest_s with none hidden after the worst."""
 
-    compute_s: float
+    compute_s: tuple[float, float, float]
     inside_s: float
     between_s: float
     model_flops: float
     peak_flops: float
+    tokens: int
+    efficiency: Efficiency
 
     @property
     def communication_s(self) -> float:
@@ -34,15 +51,15 @@ class StepTime:
 
     @property
     def fastest_s(self) -> float:
-        return max(self.compute_s, self.communication_s)
+        return max(self.compute_s[0], self.communication_s)
 
     @property
     def slowest_s(self) -> float:
-        return self.compute_s + self.communication_s
+        return self.compute_s[2] + self.communication_s
 
     @property
     def best_mfu(self) -> float:
-        """Model flops utilization when everything overlaps: recomputation does not count as useful."""
+        """Model flops utilization of the fastest step: recomputation does not count as useful."""
         return self.model_flops / (self.fastest_s * self.peak_flops)
 
     @property
@@ -61,7 +78,8 @@ def step_time(
 ) -> StepTime | None:
     """One rank's step, or None where the work or the device's speed is not known."""
     seq_len = seq_len or (facts.seq_len if facts else None)
-    peak = device.flops.get(dtypes(config).param or "fp32")
+    compute = compute_dtype(tree, config)
+    peak = device.flops.get(compute)
     if facts is None or not batch_size or not seq_len or not peak:
         return None
     if (traffic.inside_bytes and not device.link_bytes_per_s) or (
@@ -69,24 +87,65 @@ def step_time(
     ):
         return None
     tokens = batch_size * seq_len * config.shardkit.gradient_accumulation_steps
-    flops = tokens * flops_per_token(tree, facts, seq_len)
-    recompute = 4 / 3 if config.fsdp.activation_checkpointing else 1.0
-    inside = traffic.inside_bytes / (device.link_bytes_per_s * LINK_EFFICIENCY) if traffic.inside_bytes else 0.0
-    between = traffic.between_bytes / (device.network_bytes_per_s * LINK_EFFICIENCY) if traffic.between_bytes else 0.0
-    return StepTime(flops * recompute / (peak * COMPUTE_EFFICIENCY), inside, between, flops, peak)
-
-
-def flops_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> float:
-    """6 N + 12 layers x hidden x sequence, forward and backward (https://arxiv.org/abs/2204.02311, appendix B).
-
-    N leaves out embedding tables, which are looked up, unless they serve as the head as well.
-    """
-    tied = {p.tied_to for node in tree.walk() for p in node.parameters if p.tied_to}
-    lookups = sum(
-        p.numel
-        for node in tree.walk()
-        if node.class_name == "Embedding"
-        for p in node.parameters
-        if p.tied_to is None and f"{node.fqn}.{p.name}" not in tied
+    work = work_per_token(tree, facts, seq_len)
+    recomputes = config.fsdp.activation_checkpointing
+    flops = tokens * (work.useful + recomputed_part(config) * work.forward)
+    efficiency = device.efficiency(compute, recomputes)
+    best = efficiency.high * (COMPILE_SPEEDUP if config.shardkit.compile else 1.0)
+    return StepTime(
+        compute_s=(flops / (peak * best), flops / (peak * efficiency.typical), flops / (peak * efficiency.low)),
+        inside_s=traffic.inside_bytes / (device.link_bytes_per_s * LINK_EFFICIENCY) if traffic.inside_bytes else 0.0,
+        between_s=(
+            traffic.between_bytes / (device.network_bytes_per_s * LINK_EFFICIENCY) if traffic.between_bytes else 0.0
+        ),
+        model_flops=tokens * work.useful,
+        peak_flops=peak,
+        tokens=tokens,
+        efficiency=efficiency,
     )
-    return 6.0 * (tree.numel - lookups) + 12.0 * facts.layers * facts.hidden * seq_len
+
+
+def recomputed_part(config: Config) -> float:
+    """Which part of forward is computed twice; of matrix products, half where every other one is kept."""
+    if not config.fsdp.activation_checkpointing:
+        return 0.0
+    return (0.5 if config.shardkit.recompute == "operators" else 1.0) / config.shardkit.recompute_every
+
+
+def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> Work:
+    """2 N forward, 2 N for the gradients of what goes in, 2 N for those of the parameters, and attention: 12 layers x
+    width x sequence for all three (https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12 L H Q T).
+
+    N leaves out embedding tables, which are looked up, unless they serve as the head as well, and counts of experts
+    those that a token passes through. A frozen parameter has no gradient of its own, and before the first trained one
+    none is computed at all. Scores that a causal mask hides are counted, as published efficiencies count them; a
+    sliding window's are not.
+    """
+    forward = inputs = own = 0.0
+    is_before = True
+    for parameter, share in _matrices(tree, facts):
+        is_before = is_before and not parameter.trainable
+        forward += 2.0 * parameter.numel * share
+        inputs += 0.0 if is_before else 2.0 * parameter.numel * share
+        own += 2.0 * parameter.numel * share if parameter.trainable else 0.0
+    width = facts.heads * (facts.head_dim or facts.hidden // facts.heads)
+    attention = 4.0 * facts.layers * width * min(seq_len, facts.window or seq_len)
+    return Work(forward + attention, inputs + own + (0.0 if is_before else 2.0 * attention))
+
+
+def _matrices(tree: ModuleNode, facts: TransformerFacts) -> Iterator[tuple[Parameter, float]]:
+    """Every parameter that is multiplied with, and which part of it a token uses."""
+    tied = {p.tied_to for node in tree.walk() for p in node.parameters if p.tied_to}
+    among_experts = facts.active_experts / facts.experts if facts.experts and facts.active_experts else 1.0
+    lists = [
+        node.fqn
+        for node in tree.walk()
+        if facts.experts and node.is_container and len(node.children) == facts.experts and node.numel
+    ]
+    for node in tree.walk():
+        in_list = any(node.fqn.startswith(f"{fqn}.") for fqn in lists)
+        for parameter in node.parameters:
+            is_looked_up = node.class_name == "Embedding" and f"{node.fqn}.{parameter.name}" not in tied
+            if parameter.tied_to is None and not is_looked_up:
+                stacked = facts.experts and len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
+                yield parameter, among_experts if in_list or stacked else 1.0

@@ -1,19 +1,26 @@
-"""--find: the largest batch, the fewest GPUs, the strategy. Each asks the closed form again and again."""
+"""--find: the largest batch, the fewest GPUs, the strategy. Each asks the closed form or the simulation many times."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.plan.answer import Finding, Request, possible_strategies, row
+from shardkit.plan.answer import Finding, Request, Row, possible_strategies, row
+from shardkit.plan.closed_form import with_strategy
 from shardkit.plan.suggest import suggest_from
 
 LARGEST_BATCH = 2**16
 LARGEST_WORLD = 2**16
 
+Evaluate = Callable[[Request], Row]
 
-def find(question: str, request: Request) -> Finding:
-    """The answer to max-batch, min-gpus or strategy. UsageError for any other question, or one without its facts."""
-    questions: dict[str, Callable[[Request], Finding]] = {
+
+def find(question: str, request: Request, evaluate: Evaluate = row) -> Finding:
+    """The answer to max-batch, min-gpus or strategy. `evaluate` gives the row of a request's own configuration.
+
+    UsageError for any other question, and where memory or activations are not known: nothing is searched without.
+    """
+    questions: dict[str, Callable[[Request, Evaluate], Finding]] = {
         "max-batch": max_batch,
         "min-gpus": min_gpus,
         "strategy": strategy,
@@ -22,55 +29,84 @@ def find(question: str, request: Request) -> Finding:
         raise UsageError(f"--find: unknown (got {question!r}); use one of {', '.join(questions)}.")
     if question != "strategy" and request.device.memory_bytes is None:
         raise UsageError(f"--find {question}: the device's memory is not known; add --memory, for example 64GiB.")
-    return questions[question](request)
+    return questions[question](request, evaluate)
 
 
-def max_batch(request: Request) -> Finding:
+def max_batch(request: Request, evaluate: Evaluate = row) -> Finding:
     """The largest micro-batch a rank that fits, for the configuration's strategy."""
-    if row(replace(request, batch_size=1)).memory.activations_known is False:
-        raise UsageError(
-            "--find max-batch: the activations of this model are not known in closed form; "
-            "use a Transformers config.json or gpt:..., add --seq-len, or use --simulate."
-        )
-    largest = _largest(lambda size: bool(row(replace(request, batch_size=size)).fits), LARGEST_BATCH)
+    _check_known("max-batch", evaluate(replace(request, batch_size=1)))
+    room = (request.device.memory_bytes or 0) - request.device.reserve_bytes
+    largest = _largest(lambda size: evaluate(replace(request, batch_size=size)).memory.peak.total, room, LARGEST_BATCH)
     where = f"{request.config.fsdp.sharding_strategy.value} on {request.world_size} x {request.device.name}"
     if largest == 0:
         return Finding("max-batch", None, f"Not even one sequence a rank fits: {where}.")
     return Finding("max-batch", largest, f"Largest micro-batch: {largest} sequences a rank ({where}).")
 
 
-def _largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, 0 for none; fitting must not come back after it has ended."""
-    if not fits(1):
+def _check_known(question: str, found: Row) -> None:
+    if not found.memory.activations_known:
+        raise UsageError(
+            f"--find {question}: not in the numbers, which would be too low: {found.memory.gaps[0]}; "
+            "or add --simulate, which counts everything."
+        )
+
+
+def _largest(peak: Callable[[int], int], room: int, limit: int) -> int:
+    """The largest number up to `limit` whose peak has room, 0 for none. Peaks grow with the number, mostly in straight
+    lines: where the line through two known ones reaches the room is tried first, and the middle every other time."""
+    known = {1: peak(1)}
+    if known[1] > room:
         return 0
-    high = 1
-    while high < limit and fits(high * 2):
-        high *= 2
-    low, high = high, high * 2
+    known[2] = peak(2)
+    low, high = (2, limit + 1) if known[2] <= room else (1, 2)
+    is_middle = False
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        other = high if high in known else 1 if low > 1 else 2
+        slope = max(1.0, (known[other] - known[low]) / (other - low))
+        guess = (low + min(high, 8 * low)) // 2 if is_middle else low + int((room - known[low]) / slope)
+        guess = min(max(guess, low + 1), high - 1)
+        known[guess] = peak(guess)
+        low, high = (guess, high) if known[guess] <= room else (low, guess)
+        is_middle = not is_middle
     return low
 
 
-def min_gpus(request: Request) -> Finding:
+@dataclass
+class _Worlds:
+    """Which numbers of ranks fit, each tried once, and the one that needed least."""
+
+    request: Request
+    evaluate: Evaluate
+    least: tuple[int, int] | None = None
+
+    def fits(self, world_size: int) -> bool:
+        try:
+            found = self.evaluate(replace(self.request, world_size=world_size))
+        except ShardkitError:
+            return False
+        tried = (found.memory.peak.total, world_size)
+        self.least = tried if self.least is None else min(self.least, tried)
+        return bool(found.fits)
+
+
+def min_gpus(request: Request, evaluate: Evaluate = row) -> Finding:
     """The fewest ranks on which the configuration's strategy fits; beyond one machine, whole machines only."""
+    _check_known("min-gpus", evaluate(request))
     name = request.config.fsdp.sharding_strategy.value
-    found = _fewest(lambda size: _fits_on(request, size), request.ranks_per_machine)
+    worlds = _Worlds(request, evaluate)
+    found = _fewest(worlds.fits, request.ranks_per_machine)
     if found is None:
-        least = row(replace(request, world_size=LARGEST_WORLD)).memory.peak.total / 2**30
-        text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}: {least:,.1f} GiB a rank remain."
-        return Finding("min-gpus", None, f"{text} Use smaller units, activation checkpointing or larger devices.")
+        least, world_size = worlds.least or (0, 0)
+        text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
+        if least:
+            text += f"; it needs least on {world_size:,}: {least / 2**30:,.1f} GiB a rank"
+        facts = request.description.facts
+        if facts is not None and facts.experts:
+            text += f" (weights of {facts.experts} experts are split over dim 0, so over as many ranks at most)"
+        return Finding("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
     machines = -(-found // request.ranks_per_machine)
     plural = "s" if machines > 1 else ""
     return Finding("min-gpus", found, f"Fewest: {found} x {request.device.name} ({machines} machine{plural}), {name}.")
-
-
-def _fits_on(request: Request, world_size: int) -> bool:
-    try:
-        return bool(row(replace(request, world_size=world_size)).fits)
-    except ShardkitError:
-        return False
 
 
 def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
@@ -90,8 +126,13 @@ def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
     return machines * ranks_per_machine
 
 
-def strategy(request: Request) -> Finding:
+def strategy(request: Request, evaluate: Evaluate = row) -> Finding:
     """The strategy that is suggested here."""
-    rows = [row(request, each) for each in possible_strategies(request)]
+    under = partial(with_strategy, request.config)
+    rows = [evaluate(request.with_config(under(each))) for each in possible_strategies(request)]
     found, reason = suggest_from(rows, request.device)
+    if found is None:
+        raise UsageError(
+            f"--find strategy: no strategy can be named ({reason}); add --simulate, which counts everything."
+        )
     return Finding("strategy", found.value, f"Strategy: {found.number} {found.value} ({reason}).")

@@ -15,7 +15,7 @@ from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ModelError, ShardkitError, UsageError
 from shardkit.model import child
 from shardkit.model.sources import is_by_sizes
-from shardkit.plan.answer import Request, Row
+from shardkit.plan.answer import Request, Row, fits, row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 
 CLOSED_FORM_HINT = "or leave --simulate out: the closed form needs nothing to run"
@@ -40,19 +40,26 @@ def refine(
     optimizer: str | None = None,
 ) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """The rows, those of the given strategies with simulated memory, and the notes that belong to it."""
-    wanted = [row for row in rows if row.strategy in strategies]
-    configs = [row.estimate.config for row in wanted]
+    wanted = [each for each in rows if each.strategy in strategies]
+    configs = [each.estimate.config for each in wanted]
     found = simulate(request, configs, is_exact=is_exact, batch=batch, optimizer=optimizer)
-    by_strategy = dict(zip([row.strategy for row in wanted], found, strict=True))
+    by_strategy = dict(zip([each.strategy for each in wanted], found, strict=True))
 
-    def refined(row: Row) -> Row:
-        if row.strategy not in by_strategy:
-            return row
-        memory = by_strategy[row.strategy].memory
-        return replace(row, simulated=memory, fits=request.device.fits(memory.peak.total))
+    def refined(each: Row) -> Row:
+        if each.strategy not in by_strategy:
+            return each
+        memory = by_strategy[each.strategy].memory
+        return replace(each, simulated=memory, fits=fits(request.device, memory))
 
     notes = dict.fromkeys(note for simulation in found for note in simulation.notes)
-    return tuple(refined(row) for row in rows), tuple(notes)
+    return tuple(refined(each) for each in rows), tuple(notes)
+
+
+def simulated_row(request: Request, *, is_exact: bool = False, batch: str | None, optimizer: str | None) -> Row:
+    """The row of the request's own configuration, with simulated memory."""
+    own = row(request)
+    rows, _ = refine(request, (own,), [own.strategy], is_exact=is_exact, batch=batch, optimizer=optimizer)
+    return rows[0]
 
 
 def simulate(
@@ -83,6 +90,7 @@ def simulate(
         "batch_size": request.batch_size or 1,
         "seq_len": request.seq_len,
         "is_exact": is_exact,
+        "loss": request.loss.value,
     }
     steps = _in_child(job, timeout_s, folder)
     return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]
@@ -132,8 +140,17 @@ def _simulation(request: Request, config: Config, step: dict[str, Any], batch: s
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
         timeline, host = _offloaded(timeline)
     top = max(timeline, key=lambda moment: moment.memory.total)
-    memory = RankMemory(top.memory, top.text, timeline, host, activations_known=True)
-    return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remark"], batch)))
+    reserved = (step["reserved"] or {}) if not host.total else {}
+    memory = RankMemory(
+        top.memory,
+        top.text,
+        timeline,
+        host,
+        activations_known=True,
+        reserved_bytes=reserved.get("segments"),
+        expandable_bytes=reserved.get("expandable"),
+    )
+    return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remarks"], batch)))
 
 
 def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
@@ -146,10 +163,8 @@ def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory
     ), Memory(last.parameters, last.gradients, last.optimizer_state)
 
 
-def _notes(request: Request, config: Config, remark: str | None, batch: str | None) -> list[str]:
-    notes = ["Simulated: one steady training step on fake tensors, with torch's operators for the CPU."]
-    if remark:
-        notes.append(remark)
+def _notes(request: Request, config: Config, remarks: list[str], batch: str | None) -> list[str]:
+    notes = ["Simulated: one steady training step on fake tensors, with torch's operators for the CPU.", *remarks]
     if request.batch_size is None and batch is None:
         notes.append("The simulated micro-batch is one sample; --batch-size changes it.")
     if config.shardkit.compile:

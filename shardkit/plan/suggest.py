@@ -1,46 +1,79 @@
 """Which strategy follows from the numbers, and what to change where one does not fit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
+from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Change, Request, Row, configured_strategy, possible_strategies, row
-from shardkit.plan.closed_form import Estimate, with_strategy
+from shardkit.plan.closed_form import RankMemory, with_strategy
 from shardkit.plan.devices import SPARE, Device
+from shardkit.plan.traffic import Traffic
 
 RULE = f"least traffic over the slowest link among those that fit with {SPARE:.0%} to spare"
 
 
-def suggest(estimates: Mapping[ShardingStrategy, Estimate], device: Device) -> tuple[ShardingStrategy, str]:
-    """The strategy to take, and why. Without a known memory, the one that needs least."""
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that could be suggested, with what it needs and sends."""
 
-    def peak(strategy: ShardingStrategy) -> int:
-        return estimates[strategy].memory.peak.total
+    strategy: ShardingStrategy
+    memory: RankMemory
+    traffic: Traffic
 
-    def slowness(strategy: ShardingStrategy) -> tuple[int, int, int]:
-        sent = estimates[strategy].traffic
-        return sent.between_bytes, sent.inside_bytes, peak(strategy)
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak.total
 
-    least = min(estimates, key=peak)
+    @property
+    def slowness(self) -> tuple[int, int, int]:
+        return self.traffic.between_bytes, self.traffic.inside_bytes, self.peak_bytes
+
+
+def suggest(candidates: Sequence[Candidate], device: Device) -> tuple[ShardingStrategy | None, str]:
+    """The strategy to take, and why. Without a known memory, the one that needs least.
+
+    A strategy without all of its activations in the numbers is not compared; None, and why, where none has them.
+    """
+    known = [each for each in candidates if each.memory.activations_known]
+    if not known:
+        return None, f"not in the numbers: {candidates[0].memory.gaps[0]}"
+    left_out = [each for each in candidates if each not in known and device.fits(each.peak_bytes) is not False]
+    reason = "".join(f"; {each.strategy.value} not compared, without {each.memory.gaps[0]}" for each in left_out)
+    found, rule = _best(known, device)
+    return found.strategy, rule + reason
+
+
+def _best(known: Sequence[Candidate], device: Device) -> tuple[Candidate, str]:
+    least = min(known, key=lambda each: each.peak_bytes)
     if device.memory_bytes is None:
         return least, "least memory; the device's is not known"
-    spare = [strategy for strategy in estimates if device.fits_with_spare(peak(strategy))]
+    spare = [each for each in known if device.fits_with_spare(each.peak_bytes)]
     if spare:
-        return min(spare, key=slowness), RULE
-    tight = [strategy for strategy in estimates if device.fits(peak(strategy))]
-    if tight:
+        return min(spare, key=lambda each: each.slowness), RULE
+    if any(device.fits(each.peak_bytes) for each in known):
         return least, f"least memory; it fits, with less than {SPARE:.0%} to spare"
     return least, "least memory; nothing fits as it is"
+
+
+def suggest_from(rows: Sequence[Row], device: Device) -> tuple[ShardingStrategy | None, str]:
+    """`suggest` for rows; None where some are simulated and some are not."""
+    if len({row.simulated is None for row in rows}) > 1:
+        return None, "simulated memory and the closed form's are not compared; add --strategy all"
+    return suggest([Candidate(row.strategy, row.memory, row.estimate.traffic) for row in rows], device)
 
 
 def changes(request: Request) -> tuple[Change, ...]:
     """What would lower the peak of the request's own configuration, the largest effect first, each on its own.
 
     Where none of them is enough, the last one is a combination that is, if there is one. Changes without effect on the
-    peak are left out.
+    peak are left out. None at all where the closed form does not know all activations.
     """
+    if not row(request).memory.activations_known:
+        return ()
     found = sorted((change for _, change in _tried(request)), key=lambda change: change.peak_bytes)
     together = None if any(change.fits for change in found) else _together(request)
     return (*found, together) if together else tuple(found)
@@ -54,8 +87,8 @@ def _tried(request: Request) -> Iterator[tuple[Request, Change]]:
             other = row(changed)
         except ShardkitError:
             continue
-        if other.memory.peak.total < peak:
-            yield changed, Change(text, other.memory.peak.total, other.fits)
+        if other.memory.peak.total < peak and other.memory.activations_known:
+            yield changed, Change(text, other.memory.peak.total, peak - other.memory.peak.total, other.fits)
 
 
 def _together(request: Request, most: int = 6) -> Change | None:
@@ -64,6 +97,7 @@ def _together(request: Request, most: int = 6) -> Change | None:
     The optimizer stays: another one is another training.
     """
     texts: list[str] = []
+    before = row(request).memory.peak.total
     for _ in range(most):
         possible = [(r, c) for r, c in _tried(request) if r.optimizer == request.optimizer]
         if not possible:
@@ -71,7 +105,8 @@ def _together(request: Request, most: int = 6) -> Change | None:
         request, change = min(possible, key=lambda each: each[1].peak_bytes)
         texts.append(change.text)
         if change.fits:
-            return Change(" and ".join(_last_of_each(texts)), change.peak_bytes, True)
+            saved = before - change.peak_bytes
+            return Change(" and ".join(_last_of_each(texts)), change.peak_bytes, saved, True)
     return None
 
 
@@ -117,14 +152,11 @@ def _other_loads(request: Request) -> Iterator[tuple[str, Request]]:
         half = request.batch_size // 2
         text = f"--batch-size {half}, accumulating twice as often"
         yield text, replace(request, batch_size=half)
+    if request.loss is not Loss.FUSED:
+        yield "--loss fused (a fused or chunked loss in the script)", replace(request, loss=Loss.FUSED)
     if request.optimizer in {"adam", "adamw"}:
         yield "--optimizer adafactor (another optimizer)", replace(request, optimizer="adafactor")
 
 
 def _fsdp(config: Config, **update: Any) -> Config:
     return config.model_copy(update={"fsdp": config.fsdp.model_copy(update=update)})
-
-
-def suggest_from(rows: list[Row], device: Device) -> tuple[ShardingStrategy, str]:
-    """`suggest` for rows."""
-    return suggest({r.strategy: r.estimate for r in rows}, device)

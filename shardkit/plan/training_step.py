@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,8 +36,11 @@ def tracked_step(
     make_optimizer: OptimizerFactory,
     loss: Loss,
     has_buckets: bool,
-) -> MemoryTracker:
+    stateless: Collection[str] = (),
+) -> tuple[MemoryTracker, tuple[str, ...]]:
     """The tracker after one steady step: optimizer state is there, the last of its micro-batches is in `moments`.
+    Beside it the names of trained parameters that got no gradient: optimizers make no state for these, so the step is
+    to be tracked again with them in `stateless`.
 
     `loss(model)` runs forward and gives what the script holds until the end of the step, and the loss.
     """
@@ -50,14 +53,15 @@ def tracked_step(
     stepper = local_step.stepper_of(optimizer)
     tracker = MemoryTracker()
     with tracker:
-        _make_states(optimizer, stepper, trained, tracker)
+        has_state = [p for name, p in parallel.named_parameters() if p.requires_grad and name not in stateless]
+        _make_states(optimizer, stepper, has_state, tracker)
         tracker.count([*parallel.parameters(), *parallel.buffers()], "parameters")
         tracker.count((value for state in optimizer.state.values() for value in state.values()), "optimizer_state")
         if config.mode != "fsdp":
             _hold_gradients(trained, tracker, has_buckets)
         _mark(parallel, config, tracker)
-        _run(parallel, optimizer, stepper, config, loss, tracker)
-    return tracker
+        unused = _run(parallel, optimizer, stepper, config, loss, tracker)
+    return tracker, unused
 
 
 def _make_states(
@@ -78,8 +82,9 @@ def _run(
     config: Config,
     loss: Loss,
     tracker: MemoryTracker,
-) -> None:
-    """Two micro-batches stand for any larger number: the second finds what the first leaves behind."""
+) -> tuple[str, ...]:
+    """Two micro-batches stand for any larger number: the second finds what the first leaves behind. Gives the names of
+    trained parameters without a gradient."""
     steps = config.shardkit.gradient_accumulation_steps
     earlier: dict[str, int] = {}
     for is_last in (False, True) if steps > 1 else (True,):
@@ -95,12 +100,14 @@ def _run(
             earlier = {kind: size * (steps - 1) for kind, size in tracker.payload_bytes.items()}
     for kind, size in earlier.items():
         tracker.payload_bytes[kind] = tracker.payload_bytes.get(kind, 0) + size
+    unused = tuple(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
     tracker.enter("optimizer")
     with tracker.in_optimizer():
         stepper.step()
     tracker.enter("end")
     optimizer.zero_grad()
     del output, value
+    return unused
 
 
 def _hold_gradients(trained: list[nn.Parameter], tracker: MemoryTracker, has_buckets: bool) -> None:

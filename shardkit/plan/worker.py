@@ -28,7 +28,9 @@ from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers, error_text, where
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import batches, fake_world, repeats
+from shardkit.plan.allocator import replay, two_steps
 from shardkit.plan.closed_form import Moment
+from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.plan.training_step import tracked_step
 
 
@@ -46,14 +48,20 @@ class Job:
     batch_size: int
     seq_len: int | None
     is_exact: bool
+    loss: str = "held"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One simulated step: its moments and what its collectives carry."""
+    """One simulated step: its moments, what its collectives carry, and the trained parameters without a gradient.
+
+    `reserved`: what CUDA's allocator would reserve, by how it works ("segments", "expandable"); known of whole steps.
+    """
 
     moments: list[Moment]
     payload_bytes: dict[str, int]
+    unused: tuple[str, ...] = ()
+    reserved: dict[str, int] | None = None
 
 
 def main() -> None:
@@ -71,7 +79,8 @@ def main() -> None:
 
 def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     """The step of the whole model, and a remark where something was done otherwise than usual."""
-    if job.is_exact:
+    every = config.shardkit.recompute_every if config.fsdp.activation_checkpointing else 1
+    if job.is_exact or every > 1:  # blocks that are treated differently do not repeat
         return _step(job, config, [], []), None
     tree = _tree(job)
     runs = repeats.runs_of(tree)
@@ -88,7 +97,7 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
         moments = None
     if moments is None:
         return _step(job, config, [], []), "Every layer was simulated: the model does not run with fewer."
-    return Step(moments, _grown_payload(runs, short, longer)), None
+    return Step(moments, _grown_payload(runs, short, longer), short.unused), None
 
 
 def _grown_payload(runs: list[repeats.Run], short: Step, longer: list[Step]) -> dict[str, int]:
@@ -136,15 +145,19 @@ def _shape(job: Job) -> gpt.GptShape:
 
 
 def _built(job: Job) -> nn.Module:
-    """The whole model, its tensors fake. A constructor that reads values of tensors gets the meta device and real
-    tensors beside it, as when the model was described."""
+    """The whole model, its tensors fake. A constructor that reads values of tensors, or moves modules (PEFT does),
+    gets the meta device and real tensors beside it, as when the model was described."""
     build = build_transformers if job.kind == "transformers" else build_factory
     try:
         return build(job.spec)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        with unset_fake_temporarily(), torch.device("meta"):
-            model = build(job.spec)
-        return fake_world.with_fake_tensors(model)
+        pass
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):  # nn.Module._apply on fake parameters that something refers to weakly
+            raise
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = build(job.spec)
+    return fake_world.with_fake_tensors(model)
 
 
 def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
@@ -160,6 +173,12 @@ def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
 
 
 def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) -> Step:
+    """One step; a second time where some parameters turn out to have no gradient, and so no optimizer state."""
+    found = _tracked(job, config, runs, kept, ())
+    return _tracked(job, config, runs, kept, found.unused) if found.unused else found
+
+
+def _tracked(job: Job, config: Config, runs: list[repeats.Run], kept: list[int], stateless: tuple[str, ...]) -> Step:
     # Rank 0's values and the compiler's kernels change nothing in what a step holds.
     fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
     section = config.shardkit.model_copy(update={"compile": False})
@@ -168,35 +187,67 @@ def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) ->
         model = _shortened(job, runs, kept)
         fake_world.keep_in_place(model)
         loss = _loss(job, model)
+        if job.loss == "dropped":
+            loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
         factory = batches.optimizer_factory(job.optimizer)
-        tracker = tracked_step(model, config, mesh, process, factory, loss, has_buckets)
-        step = Step(tracker.moments, tracker.payload_bytes)
+        tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless)
+        reserved = None if runs else _reserved(tracker)
+        step = Step(tracker.moments, tracker.payload_bytes, unused, reserved)
         del model, loss, tracker
     gc.collect()
     return step
 
 
+def _reserved(tracker: MemoryTracker) -> dict[str, int]:
+    steps = list(two_steps(tracker.before, tracker.events, tracker.optimizer_at))
+    return {
+        "segments": replay(steps).reserved_bytes,
+        "expandable": replay(steps, is_expandable=True).reserved_bytes,
+    }
+
+
 def _loss(job: Job, model: nn.Module) -> batches.Loss:
+    is_fused = job.loss == "fused"
+    if is_fused and (job.batch is not None or not batches.fuse_loss(model)):
+        what = "with --batch the model computes its loss itself" if job.batch else "the model's head is not known"
+        raise UsageError(f"--loss fused: {what} (got {job.spec}); use --loss dropped.")
     if job.batch is not None:
         found = batches.named(job.batch)
         return batches.given_loss(found() if callable(found) else found)
     if job.kind == "gpt":
         shape = _shape(job)
-        return batches.next_token_loss(job.batch_size, job.seq_len or shape.seq, shape.vocab)
+        tokens = torch.zeros(job.batch_size, job.seq_len or shape.seq, dtype=torch.long)
+        return batches.given_loss(tokens) if is_fused else batches.next_token_loss(tokens, shape.vocab)
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
-        return batches.given_loss(batches.transformers_batch(model, job.batch_size, job.seq_len))
+        batch = batches.transformers_batch(model, job.batch_size, job.seq_len)
+        if is_fused:
+            batch.pop("labels", None)
+        return batches.given_loss(batch)
     raise UsageError(
         f"--simulate: what goes into the model {job.spec}? (got no --batch); "
         "add --batch module:function, a function that returns one micro-batch."
     )
 
 
+def _unused_remark(unused: tuple[str, ...]) -> list[str]:
+    if not unused:
+        return []
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in unused)
+    first = next(iter(modules))
+    others = " and others" if len(modules) > 1 else ""
+    return [
+        f"No gradient in the simulated step, and so no optimizer state: {first}{others}. Where your batch uses them, "
+        "give it: --batch module:function."
+    ]
+
+
 def _to_json(step: Step, remark: str | None) -> dict[str, Any]:
     return {
         "moments": [[m.phase, m.unit, list(asdict(m.memory).values())] for m in step.moments],
         "payload_bytes": step.payload_bytes,
-        "remark": remark,
+        "reserved": step.reserved,
+        "remarks": [*([remark] if remark else []), *_unused_remark(step.unused)],
     }
 
 

@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
 
-def checkpoint_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Change the blocks in place. Their names stay: only `forward` is replaced, no module is put around them."""
-    for block in blocks:
-        _checkpoint(block)
+# Attention's kernels, on every kind of device, and the products of matrices: what is dear to compute again.
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention", "flex_attention")
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def checkpoint_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], recompute: Literal["blocks", "operators"] = "blocks", every: int = 1
+) -> None:
+    """Change every n-th of the blocks in place, counted in the order of the model's modules. Their names stay: only
+    `forward` is replaced, no module is put around them.
+
+    With `operators`, what attention and every other product of matrices gave is kept, and the rest is computed again:
+    half of the products, for about half of the memory that whole blocks save.
+    """
+    chosen = {id(block) for block in blocks}
+    ordered = [module for module in model.modules() if id(module) in chosen]
+    contexts = _keeping_products if recompute == "operators" else noop_context_fn
+    for block in ordered[::every]:
+        _checkpoint(block, contexts)
     _forget_cache(model)
 
 
-def _checkpoint(block: nn.Module) -> None:
+def _keeping_products() -> Any:
+    """The contexts of one forward and of its recomputation, which count products alike."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if any(name in str(function) for name in _ATTENTION):
+            return CheckpointPolicy.MUST_SAVE
+        if function in _PRODUCTS:
+            counts[context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if counts[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _checkpoint(block: nn.Module, contexts: Callable[[], Any]) -> None:
     forward = block.forward
 
     @wraps(forward)
@@ -30,14 +65,17 @@ def _checkpoint(block: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # The random state is kept, or dropout would draw another mask the second time: wrong gradients, silently.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)
 
     block.forward = recomputing
 
 
 def _forget_cache(model: nn.Module) -> None:
-    """A key-value cache would grow a second time when a Transformers block computes again."""
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
+    """A key-value cache would grow a second time when a Transformers block computes again. The parts of a model may
+    have configurations of their own: an encoder-decoder's decoder has a copy."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    caching = {id(config): config for config in configs if getattr(config, "use_cache", False)}
+    for config in caching.values():
         config.use_cache = False  # type: ignore[union-attr]
+    if caching:
         log.info("activation checkpointing: set use_cache to false in the model's config.")

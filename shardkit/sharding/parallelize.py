@@ -63,7 +63,7 @@ def distribute(
         same_everywhere(model)
         fill_from_rank0(model, process.device)
     if config.fsdp.activation_checkpointing:
-        checkpoint_blocks(model, blocks)
+        checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
     if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
         compile_blocks(blocks)
     if mesh is None:

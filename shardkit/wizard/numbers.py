@@ -9,15 +9,18 @@ from shardkit.errors import ShardkitError
 from shardkit.model.blocks import BlockClass
 from shardkit.model.describe import Description
 from shardkit.plan import devices
+from shardkit.plan.answer import fits
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
 from shardkit.plan.devices import Device
-from shardkit.plan.suggest import suggest
+from shardkit.plan.suggest import Candidate, suggest
 from shardkit.sizes import in_words
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 
 GIB = 2**30
 HEAD = f"{'memory':>11}  {'fits':<4}  traffic a step"
+TOKENS = 2048
+"""The wizard asks for no batch: memory is shown with the activations of one sequence of as many tokens, or fewer."""
 LABEL_WIDTH = 24
 """Blanks before the table's head: number, longest strategy name, and the gaps between."""
 
@@ -46,7 +49,7 @@ def estimates(s: Situation) -> dict[ShardingStrategy, Estimate]:
 def cells(found: Estimate, device: Device) -> str:
     """One strategy's cells of the table, as wide as `HEAD`."""
     peak, sent = found.memory.peak.total, found.traffic
-    fits = {None: "-", True: "yes", False: "NO"}[device.fits(peak)]
+    fits = {None: "-", True: "yes", False: "NO"}[_fits(found, device)]
     unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (2**20, "MiB")
     between = f" + {sent.between_bytes / unit:,.1f}" if sent.between_bytes else ""
     return f"{in_words(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
@@ -58,7 +61,7 @@ def strategy_lines(s: Situation) -> Sequence[str]:
         return () if s.on_tpu else ("With a model (--model), memory and traffic are shown for each strategy.",)
     device = device_of(s)
     has = f" (it has {in_words(device.memory_bytes)})" if device.memory_bytes else ""
-    what = f"Memory of one rank{has}: weights, gradients, AdamW state, gathered units; NOT activations."
+    what = f"Memory of one rank{has}: weights, gradients, AdamW state, gathered units; {_of_activations(s.model)}."
     kept = f" {in_words(device.reserve_bytes)} are reserved for the driver." if has and device.reserve_bytes else ""
     between = " Traffic + traffic between machines." if s.machines > 1 else ""
     return (what + kept + between, " " * LABEL_WIDTH + HEAD)
@@ -66,10 +69,23 @@ def strategy_lines(s: Situation) -> Sequence[str]:
 
 def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
     """The strategy to begin with, and why, as `shardkit plan` says it."""
-    found = {strategy: one for strategy, one in estimates(s).items() if strategy in possible}
-    if not found:
-        return ShardingStrategy.FULL_SHARD, "least memory, the safe choice while the model is not known"
-    return suggest(found, device_of(s))
+    found = [Candidate(each, one.memory, one.traffic) for each, one in estimates(s).items() if each in possible]
+    strategy, reason = suggest(found, device_of(s)) if found else (None, "")
+    if strategy is None:
+        what = "model is" if not found else "model's activations are"
+        return ShardingStrategy.FULL_SHARD, f"least memory, the safe choice while the {what} not known"
+    return strategy, reason
+
+
+def _tokens(model: Description) -> int | None:
+    """Tokens of the one sequence whose activations are counted; None where these are not known."""
+    facts = model.facts
+    return min(facts.seq_len or TOKENS, TOKENS) if facts and not facts.gaps else None
+
+
+def _of_activations(model: Description) -> str:
+    tokens = _tokens(model)
+    return f"activations of {tokens:,} tokens" if tokens else "NO activations"
 
 
 def suggest_offload(s: Situation) -> tuple[bool, str]:
@@ -109,7 +125,8 @@ def review_lines(s: Situation, config: Config) -> Sequence[str]:
     has = f" of {in_words(device.memory_bytes)}" if device.memory_bytes else ""
     kind = f" ({device.name})" if s.planned_device else ""
     lines = [
-        f"Memory of each rank: {in_words(peak)}{has}{kind}, without activations (an estimate, as in shardkit plan)."
+        f"Memory of each rank: {in_words(peak)}{has}{kind}, with {_of_activations(s.model)} "
+        "(an estimate, as in shardkit plan)."
     ]
     if device.fits(peak) is False:
         lines.append("! This does not fit. Use more machines, a strategy that shards more, or CPU offload.")
@@ -119,7 +136,7 @@ def review_lines(s: Situation, config: Config) -> Sequence[str]:
 
 
 def _fits(found: Estimate, device: Device) -> bool | None:
-    return device.fits(found.memory.peak.total)
+    return fits(device, found.memory)
 
 
 def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
@@ -216,6 +233,7 @@ def _suggested_classes(model: _Model) -> list[str]:
 @lru_cache(maxsize=256)
 def _estimated(model: _Model, config_json: str, world_size: int, per_machine: int) -> Estimate | None:
     config = Config.model_validate_json(config_json)
+    tokens = _tokens(model.description)
     try:
         return estimate(
             model.description.tree,
@@ -223,6 +241,8 @@ def _estimated(model: _Model, config_json: str, world_size: int, per_machine: in
             world_size=world_size,
             ranks_per_machine=per_machine,
             facts=model.description.facts,
+            batch_size=1 if tokens else None,
+            seq_len=tokens,
         )
     except ShardkitError:
         return None

@@ -48,7 +48,7 @@ def where(s: Situation) -> Sequence[Option]:
 
 def gpus(s: Situation) -> Sequence[Option]:
     """The devices that `shardkit plan` knows, and any other by its memory."""
-    known = {key: device for key, device in devices.DEVICES.items() if key not in {"cpu", "tpu-v5e"}}
+    known = {key: device for key, device in devices.DEVICES.items() if key.split("-")[0] not in {"cpu", "tpu"}}
     listed = [
         Option(key, device.name, f"{in_words(device.memory_bytes or 0)} of memory") for key, device in known.items()
     ]
