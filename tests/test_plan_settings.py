@@ -20,6 +20,8 @@ SIMULATED = {"forward_prefetch", "ddp_find_unused_parameters"}
 WITHOUT_EFFECT = {
     *("version", "state_dict_type", "cpu_ram_efficient_loading", "sync_module_states", "use_orig_params"),
     *("limit_all_gathers", "init_scale", "seed", "checkpoint", "launch", "precision", "mesh"),
+    *("growth_factor", "growth_interval", "backoff_factor", "data", "end_window_with_data", "log_speed", "profile"),
+    "ddp",  # a hook that sends 16 bits lowers traffic; the plan counts what is sent without one
 }
 
 

@@ -3,15 +3,14 @@
 import gc
 from typing import Any
 
-import torch
+from shardkit.distributed import accelerators
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
     """Gives back memory that nothing refers to."""
     if garbage_collection:
         gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    accelerators.empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.distributed import accelerators
 from shardkit.errors import UsageError
 from shardkit.sharding import init
 
@@ -135,8 +136,8 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, int]:
     """Free bytes by device: numbers of GPUs, and cpu; or what is given, in bytes."""
     if max_memory is not None:
         return {key: convert_file_size_to_int(value) for key, value in max_memory.items()}
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found: dict[Any, int] = {number: torch.cuda.mem_get_info(number)[0] for number in range(count)}
+    numbers = range(accelerators.count())
+    found: dict[Any, int] = {number: torch.accelerator.get_memory_info(number)[0] for number in numbers}
     return found | {"cpu": _free_memory()}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardkit.compat.kinds import DistributedType
 from shardkit.compat.plugins import FullyShardedDataParallelPlugin
-from shardkit.distributed import collectives, process
+from shardkit.distributed import accelerators, collectives, process
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import settings, turns
@@ -191,7 +191,7 @@ class PartialState(_Turns):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that this machine trains on."""
-        return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device(accelerators.kind() or "cpu")
 
     def set_device(self) -> None:
         """Nothing to do: the device was chosen when the ranks were joined."""

@@ -33,6 +33,13 @@ def take(index: int) -> torch.device:
     return device
 
 
+def is_used() -> bool:
+    """Whether this process has begun to use its accelerator, which processes forked from it cannot share then."""
+    found = kind()
+    begun = getattr(_module(torch.device(found)), "is_initialized", None) if found else None
+    return bool(begun is not None and begun())
+
+
 def backend_for(device: torch.device) -> str:
     """What joins ranks on this kind of device: gloo for the CPU side, and the device's own backend beside it.
 

@@ -9,6 +9,7 @@ from torch import multiprocessing
 
 from shardkit import env
 from shardkit.config.schema import read_precision
+from shardkit.distributed import accelerators
 from shardkit.errors import UsageError
 from shardkit.launch.addresses import listen
 from shardkit.log import get_logger
@@ -31,12 +32,12 @@ def notebook_launcher(
     already, or has a process group of its own; and what a rank raised, with its traceback.
     """
     _refuse_others(others)
-    number = num_processes or torch.cuda.device_count() or 1
+    number = num_processes or accelerators.count() or 1
     settings = {} if read_precision(mixed_precision) == "no" else {"mixed_precision": mixed_precision}
-    if torch.cuda.is_available() and torch.cuda.is_initialized() and number > 1:
+    if number > 1 and accelerators.is_used():
         raise UsageError(
-            "notebook_launcher: this process has used the GPU already, which forked ranks cannot share (got CUDA "
-            "initialized); restart the notebook, and touch the GPU inside the function only."
+            "notebook_launcher: this process has used the GPU already, which forked ranks cannot share (got "
+            f"{accelerators.kind()} initialized); restart the notebook, and touch the GPU inside the function only."
         )
     _launch("notebook_launcher", function, args, number, settings, use_port)
 

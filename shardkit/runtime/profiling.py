@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from shardkit.config.code import with_given
 from shardkit.config.schema import Config, ProfileConfig
@@ -74,8 +73,8 @@ def _folder(run: Run, section: ProfileConfig, of_user: Any) -> Path | None:
 
 
 def _activities(section: ProfileConfig) -> list[ProfilerActivity]:
-    names = [name.lower() for name in section.activities] or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return [{"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}[name] for name in names]
+    names = [name.upper() for name in section.activities]
+    return [getattr(ProfilerActivity, name) for name in names] or list(supported_activities())
 
 
 def _schedule(section: ProfileConfig) -> Any:

@@ -2,10 +2,9 @@
 
 import time
 
-import torch
-
 from shardkit.config.meaning import dtypes
 from shardkit.data.loader import active_loader
+from shardkit.distributed import accelerators
 from shardkit.plan import devices
 from shardkit.runtime import measure
 from shardkit.runtime.run import Run
@@ -67,8 +66,8 @@ class Speed:
     def _peak_flops(self) -> float | None:
         """Peak operations a second of all ranks in the dtype of compute; None where the device is not known."""
         device = self._run.device
-        if device.type != "cuda":
+        if device.type == "cpu":
             return None
-        found = devices.of_hardware(torch.cuda.get_device_name(device), None)
+        found = devices.of_hardware(accelerators.name_of(device), None)
         peak = found.flops.get(dtypes(self._run.config).param or "fp32")
         return None if peak is None else peak * self._run.process.world_size
