@@ -7,6 +7,8 @@ from shardkit import env
 
 
 class _RankFilter(logging.Filter):
+    """Drops what other ranks than 0 tell for information, wherever it would have gone."""
+
     def filter(self, record: logging.LogRecord) -> bool:
         ranks = env.ranks()
         return ranks is None or ranks.rank == 0 or record.levelno >= logging.WARNING
@@ -22,6 +24,13 @@ class _CurrentStderr(logging.StreamHandler):
     def stream(self):
         return sys.stderr
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Unless the script's own logging writes it on the screen, too (logging.basicConfig)."""
+        on_screen = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        root = logging.getLogger()
+        if not any(getattr(handler, "stream", None) in on_screen for handler in root.handlers):
+            super().emit(record)
+
 
 def get_logger(name: str) -> logging.Logger:
     """A logger below "shardkit", set up on first use: INFO and up, to stderr, without propagation twice."""
@@ -29,7 +38,9 @@ def get_logger(name: str) -> logging.Logger:
     if not root.handlers:
         handler = _CurrentStderr()
         handler.setFormatter(logging.Formatter("shardkit: %(message)s"))
-        handler.addFilter(_RankFilter())
         root.addHandler(handler)
         root.setLevel(logging.INFO)
-    return logging.getLogger(name)
+    found = logging.getLogger(name)
+    if not any(isinstance(one, _RankFilter) for one in found.filters):
+        found.addFilter(_RankFilter())
+    return found

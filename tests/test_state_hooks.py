@@ -55,9 +55,8 @@ class Script:
         self.average.load_state_dict(load_file(os.path.join(input_dir, "unet", "deep", "ema.safetensors")))
         while self.pops and models:
             model = models.pop()
-            if model is self.model:
-                saved = load_file(os.path.join(input_dir, "unet", "diffusion.safetensors"))
-                self.accelerator.unwrap_model(model).load_state_dict(saved)
+            if model is self.accelerator.unwrap_model(self.model):  # as it was given, without DDP around it
+                model.load_state_dict(load_file(os.path.join(input_dir, "unet", "diffusion.safetensors")))
 
     def train(self) -> None:
         for batch in self.loader:

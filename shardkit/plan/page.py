@@ -11,7 +11,8 @@ from shardkit.sizes import in_words
 _STYLE = """
 body { font: 14px Helvetica, Arial, sans-serif; margin: 24px; max-width: 1000px }
 table { border-collapse: collapse; margin: 16px 0 } td, th { padding: 4px 10px; border-bottom: 1px solid #ccc }
-td { text-align: right; white-space: nowrap } td:first-child, th:first-child { text-align: left } tr:hover, tr.chosen { background: #eef4fa }
+td { text-align: right; white-space: nowrap }
+td:first-child, th:first-child { text-align: left } tr:hover, tr.chosen { background: #eef4fa }
 input.tab { position: absolute; opacity: 0 } .picture { display: none } svg { max-width: 100%; height: auto }
 label.tab { display: inline-block; padding: 6px 12px; border: 1px solid #aaa; cursor: pointer }
 input.tab:focus + label.tab { outline: 2px solid #0072B2 } pre { background: #f6f6f6; padding: 12px; overflow: auto }

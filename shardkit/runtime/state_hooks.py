@@ -1,9 +1,10 @@
 """The user's code at saves and loads: `register_save_state_pre_hook` and `register_load_state_pre_hook`.
 
 A save hook, `hook(models, weights, output_dir)`, runs on every rank before the state is taken. `models` are the
-prepared models; `weights` has a mapping of names to tensors for each of them, sharing memory, sharded under FSDP. What
-it writes into `output_dir` becomes part of the checkpoint: committed with it, or not at all. A model whose weights it
-removes (`weights.pop()`) it has saved itself, and the checkpoint has no copy of its own; rank 0's list counts.
+prepared models, without the wrappers of DDP and torch.compile; `weights` has a mapping of names to tensors for each of
+them, sharing memory, sharded under FSDP. What it writes into `output_dir` becomes part of the checkpoint: committed
+with it, or not at all. A model whose weights it removes (`weights.pop()`) it has saved itself, and the checkpoint has no
+copy of its own; rank 0's list counts.
 
 A load hook, `hook(models, input_dir)`, runs on every rank when the whole checkpoint has been verified, before anything
 of it is loaded. A model that it removes (`models.pop()`) it has loaded itself; all ranks must remove the same.
@@ -22,6 +23,7 @@ from shardkit.checkpoint.additions import Staging
 from shardkit.checkpoint.attempt import together
 from shardkit.checkpoint.request import Request
 from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 
 SaveHook = Callable[[list[Any], list[Any], str], Any]
@@ -83,7 +85,7 @@ def _run_at_save(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]
     names = [list(one) for one in given]
     weights = list(given)
     for hook in list(hooks.at_save.values()):
-        hook(list(models), weights, str(folder))
+        hook([unwrapped(model) for model in models], weights, str(folder))
     left = {id(one) for one in weights}
     if not left <= {id(one) for one in given} or [list(one) for one in given] != names:
         raise UsageError(
@@ -95,6 +97,7 @@ def _run_at_save(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]
 
 def load(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]:
     """Run the load hooks on this rank: the numbers of the models that they have loaded."""
+    models = [unwrapped(model) for model in models]
     left = list(models)
     for hook in list(hooks.at_load.values()):
         hook(left, str(folder))
