@@ -3,7 +3,7 @@
 A save hook, `hook(models, weights, output_dir)`, runs on every rank before the state is taken. `models` are the
 prepared models, without the wrappers of DDP and torch.compile; `weights` has a mapping of names to tensors for each of
 them, sharing memory, sharded under FSDP. What it writes into `output_dir` becomes part of the checkpoint: committed
-with it, or not at all. A model whose weights it removes (`weights.pop()`) it has saved itself, and the checkpoint has no
+with it, or not at all. A model whose weights it removes (`weights.pop()`) it has saved itself: the checkpoint has no
 copy of its own; rank 0's list counts.
 
 A load hook, `hook(models, input_dir)`, runs on every rank when the whole checkpoint has been verified, before anything
