@@ -72,7 +72,28 @@ def settings(
     ):
         if value is not None:
             found = found.replaced(name, value, f"Accelerator({where}=...)")
+    _warn_of_accelerate_launch(found.config)
     return found
+
+
+def _warn_of_accelerate_launch(config: Config) -> None:
+    """What Accelerate's launcher was told, and this run does not do: its variables are not read."""
+    if env.resolved_config_path() is not None or launched().rank != 0:
+        return
+    precision = env.get("ACCELERATE_MIXED_PRECISION") or "no"
+    steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or "1"
+    asked = [
+        *([f"mixed_precision {precision}"] if precision not in ("no", config.mixed_precision) else []),
+        *([f"{steps} micro-batches"] if steps not in ("1", str(config.shardkit.gradient_accumulation_steps)) else []),
+        *(["FSDP settings"] if env.is_true("ACCELERATE_USE_FSDP") else []),
+        *(["DeepSpeed settings"] if env.is_true("ACCELERATE_USE_DEEPSPEED") else []),
+    ]
+    if asked:
+        log.warning(
+            "settings: accelerate launch was told %s, which is not read here; start with `shardkit launch` (it takes "
+            "Accelerate's file by --config FILE), or say it in shardkit.yaml or in Accelerator(...).",
+            ", ".join(asked),
+        )
 
 
 def check_accumulation(steps: int) -> None:
