@@ -144,7 +144,7 @@ def test_3_an_address_is_shown_whole(folder, size):
 
 @pytest.mark.parametrize("size", [(80, 24), (60, 12), (60, 40), (40, 14)])
 def test_3_option_texts_are_shown_whole(size, monkeypatch):
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size(size))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size(size))
     prompter = QuestionaryPrompter()
     model = replace(describe(SMALL_GPT), spec="my_model:build")
     for given in ({"where": "several"}, {"where": "elsewhere"}, {"where": "tpu"}, {"details": "each"}):
