@@ -24,8 +24,8 @@ Three ways, from the quickest:
    takes settings from objects too, see [settings in code](how-to/settings-in-code.md).
 
 A configuration file of Accelerate's is read as it is: `shardkit launch --config accelerate.yaml train.py`, see
-[configure](how-to/configure.md). A training state that Accelerate saved is converted by `shardkit checkpoint convert`,
-see [checkpoints](how-to/checkpoints.md#go-on-with-a-run-of-accelerate).
+[configure](how-to/configure.md). A training state that Accelerate saved is converted by
+`shardkit checkpoint convert FOLDER`, see [checkpoints](how-to/checkpoints.md#go-on-with-a-run-of-accelerate).
 """
 
 TRAINER = """## The Transformers Trainer

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardkit.log import get_logger
 
@@ -36,9 +31,8 @@ def checkpoint_blocks(
     """
     chosen = {id(block) for block in blocks}
     ordered = [module for module in model.modules() if id(module) in chosen]
-    contexts = _keeping_products if recompute == "operators" else noop_context_fn
     for block in ordered[::every]:
-        _checkpoint(block, contexts)
+        _checkpoint(block, keeps_products=recompute == "operators")
     _forget_cache(model)
 
 
@@ -57,7 +51,7 @@ def _keeping_products() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _checkpoint(block: nn.Module, contexts: Callable[[], Any]) -> None:
+def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
     forward = block.forward
 
     @wraps(forward)
@@ -65,7 +59,11 @@ def _checkpoint(block: nn.Module, contexts: Callable[[], Any]) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # The random state is kept, or dropout would draw another mask the second time: wrong gradients, silently.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts, **kwargs)
+        if not keeps_products:
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=_keeping_products, **kwargs
+        )
 
     block.forward = recomputing
 
