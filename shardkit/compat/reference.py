@@ -25,7 +25,8 @@ Three ways, from the quickest:
 
 A configuration file of Accelerate's is read as it is: `shardkit launch --config accelerate.yaml train.py`, see
 [configure](how-to/configure.md). A training state that Accelerate saved is converted by
-`shardkit checkpoint convert FOLDER NEW_FOLDER`, see [checkpoints](how-to/checkpoints.md#go-on-with-a-run-of-accelerate).
+`shardkit checkpoint convert FOLDER -o checkpoints`, see
+[checkpoints](how-to/checkpoints.md#go-on-with-a-run-of-accelerate).
 """
 
 TRAINER = """## The Transformers Trainer
