@@ -46,7 +46,8 @@ def migration_page(script: Path) -> str:
     change = change.replace(str(script), script.name)
     parts = [HEAD, _differences(), TRAINER, _members(), _arguments(), _refused(), _example(change)]
     remarks = "\n".join(f"- `{line}`" for line in migrate.remarks(found))
-    return "\n".join([*parts, f"Below it, `shardkit migrate` says what an import does not change:\n\n{remarks}\n"])
+    last = f"Below it, `shardkit migrate train.py` says what an import does not change:\n\n{remarks}\n"
+    return "\n".join([*parts, last])
 
 
 def _differences() -> str:
