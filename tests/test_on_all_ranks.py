@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import shardkit
 from shardkit import Accelerator, debug_launcher, find_executable_batch_size, get_logger, notebook_launcher, tqdm
 from shardkit.errors import ConfigError, MachineError, UsageError
+from tests.printed import ROOT
 from tests.test_accelerator import Model, Points
 
 DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
@@ -141,14 +145,26 @@ def a_cell(folder: Path, fails_on: int | None = None) -> None:
     (folder / str(accelerator.process_index)).write_text(json.dumps(facts))
 
 
-def test_forked_ranks(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    debug_launcher(a_cell, (tmp_path,), num_processes=2)
-    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [[2.0, "no", "cpu"]] * 2
+def cells(folder: Path) -> None:
+    """A notebook: a process of its own, in which one cell after another starts ranks."""
+    debug_launcher(a_cell, (folder,), num_processes=2)
+    assert [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)] == [[2.0, "no", "cpu"]] * 2
     with pytest.raises(Exception, match="a mistake in the cell"):
-        notebook_launcher(a_cell, (tmp_path, 1), num_processes=2)
-    notebook_launcher(a_cell, (tmp_path,), num_processes=1, mixed_precision="bf16")  # a cell run again
-    assert json.loads((tmp_path / "0").read_text())[:2] == [1.0, "bf16"]
+        notebook_launcher(a_cell, (folder, 1), num_processes=2)
+    notebook_launcher(a_cell, (folder,), num_processes=1, mixed_precision="bf16")  # a cell run again
+    assert json.loads((folder / "0").read_text())[:2] == [1.0, "bf16"]
+
+
+def test_forked_ranks(tmp_path):
+    code = f"from tests.test_on_all_ranks import *\ncells(Path({str(tmp_path)!r}))"
+    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=where, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_forked_is_refused(monkeypatch):
     with pytest.raises(UsageError, match=r"nothing else \(got num_nodes=2\); use `shardkit launch`"):
         notebook_launcher(a_cell, num_nodes=2, master_addr="127.0.0.1")
     with pytest.raises(UsageError, match=r"num_processes=\.\.\.\): must be 1 or more \(got -1\)"):
