@@ -117,3 +117,10 @@ def test_the_torch_free_modules_do_not_load_torch():
     code = "import sys\n" + "\n".join(f"import {name}" for name in sorted(wanted))
     code += "\nassert 'torch' not in sys.modules, 'torch was loaded'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_script_that_shards_nothing_loads_nothing_for_it():
+    code = "import sys, torch; from shardkit import Accelerator; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    late = {"sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "shardkit.checkpoint.put", "shardkit.compat"}
+    assert not late & set(done.stdout.split())

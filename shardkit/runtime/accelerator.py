@@ -41,12 +41,12 @@ from shardkit.optim import clip
 from shardkit.runtime import (
     boundary,
     given,
+    hooks,
     measure,
     objects,
     prepare,
     settings,
     speed,
-    state_hooks,
     summary,
     turns,
     unsupported,
@@ -423,16 +423,16 @@ class Accelerator(Topology):
 
         return saving.save_state(self._run, output_dir, blocking=blocking)
 
-    def register_save_state_pre_hook(self, hook: state_hooks.SaveHook) -> RemovableHandle:
+    def register_save_state_pre_hook(self, hook: hooks.SaveHook) -> RemovableHandle:
         """Every save_state calls `hook(models, weights, output_dir)` on every rank before it takes the state. What the
         hook writes into `output_dir` is committed with the checkpoint; a model whose entry it removes from `weights` it
         has saved itself (rank 0's list counts). The handle's `remove()` ends it. See `runtime/state_hooks.py`."""
-        return state_hooks.register(self._run.hooks.at_save, hook, "register_save_state_pre_hook")
+        return hooks.register(self._run.hooks.at_save, hook, "register_save_state_pre_hook")
 
-    def register_load_state_pre_hook(self, hook: state_hooks.LoadHook) -> RemovableHandle:
+    def register_load_state_pre_hook(self, hook: hooks.LoadHook) -> RemovableHandle:
         """Every load calls `hook(models, input_dir)` on every rank when the checkpoint is verified, before it is
         loaded. A model that the hook removes from `models` it has loaded itself. The handle's `remove()` ends it."""
-        return state_hooks.register(self._run.hooks.at_load, hook, "register_load_state_pre_hook")
+        return hooks.register(self._run.hooks.at_load, hook, "register_load_state_pre_hook")
 
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True

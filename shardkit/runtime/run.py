@@ -17,11 +17,11 @@ from shardkit.distributed.watch import Watch
 from shardkit.optim import loss_scale, rebind
 from shardkit.runtime import foreign_steps
 from shardkit.runtime.accumulate import Accumulation, Counters
+from shardkit.runtime.hooks import StateHooks
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
 from shardkit.runtime.schedule import AcceleratedScheduler
-from shardkit.runtime.state_hooks import StateHooks
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
 

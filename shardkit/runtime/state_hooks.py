@@ -10,13 +10,8 @@ A load hook, `hook(models, input_dir)`, runs on every rank when the whole checkp
 of it is loaded. A model that it removes (`models.pop()`) it has loaded itself; all ranks must remove the same.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch.utils.hooks import RemovableHandle
 
 from shardkit.checkpoint import additions, put, state
 from shardkit.checkpoint.additions import Staging
@@ -25,26 +20,7 @@ from shardkit.checkpoint.request import Request
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
-
-SaveHook = Callable[[list[Any], list[Any], str], Any]
-LoadHook = Callable[[list[Any], str], Any]
-
-
-@dataclass
-class StateHooks:
-    """What is registered, in the order in which it is called."""
-
-    at_save: "OrderedDict[int, SaveHook]" = field(default_factory=OrderedDict)
-    at_load: "OrderedDict[int, LoadHook]" = field(default_factory=OrderedDict)
-
-
-def register(hooks: "OrderedDict[int, Any]", hook: Any, name: str) -> RemovableHandle:
-    """A handle whose `remove()` ends it. Raises UsageError where the hook cannot be called."""
-    if not callable(hook):
-        raise UsageError(f"{name}: a hook must be callable (got {type(hook).__name__}); give a function.")
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+from shardkit.runtime.hooks import StateHooks
 
 
 def save(

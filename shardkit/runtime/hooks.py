@@ -1,0 +1,33 @@
+"""The hooks that a script registers for saves and loads; `state_hooks.py` says when they are called, and calls them.
+
+They stand apart since every script has a place for hooks, and only one that saves needs what writes checkpoints.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from shardkit.errors import UsageError
+
+SaveHook = Callable[[list[Any], list[Any], str], Any]
+LoadHook = Callable[[list[Any], str], Any]
+
+
+@dataclass
+class StateHooks:
+    """What is registered, in the order in which it is called."""
+
+    at_save: "OrderedDict[int, SaveHook]" = field(default_factory=OrderedDict)
+    at_load: "OrderedDict[int, LoadHook]" = field(default_factory=OrderedDict)
+
+
+def register(hooks: "OrderedDict[int, Any]", hook: Any, name: str) -> RemovableHandle:
+    """A handle whose `remove()` ends it. Raises UsageError where the hook cannot be called."""
+    if not callable(hook):
+        raise UsageError(f"{name}: a hook must be callable (got {type(hook).__name__}); give a function.")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
