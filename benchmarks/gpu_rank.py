@@ -20,9 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from benchmarks.contestants import loss_of
-from shardkit.model import gpt_module
-from shardkit.model.gpt import GptShape
+from benchmarks.contestants import Task, loss_of
 
 WARM_UP = 3
 # What makes the host wait for the device, by its name in a profile.
@@ -30,18 +28,11 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Task):
     """What is trained, in which way, and what is measured: steps, waits or checkpoint."""
 
     task: str
     contestant: str
-    device: str
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    seq: int
-    batch: int
     steps: int
     strategy: int = 1
     precision: str = "bf16"
@@ -49,11 +40,6 @@ class Order:
     compiled: bool = False
     offloaded: bool = False
     checkpointing: bool = False
-
-    def model(self) -> nn.Module:
-        """The model, with equal weights for every contestant, on the CPU."""
-        torch.manual_seed(0)
-        return gpt_module.build(GptShape(self.layers, self.hidden, self.heads, self.vocab, self.seq))
 
 
 @dataclass

@@ -3,7 +3,7 @@
 What it does is `shardkit.runtime.accelerator`'s; here is only what is called otherwise, or shown otherwise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,16 +182,6 @@ class Accelerator(own.Accelerator):
     def save_iteration(self) -> int:
         """As the project says; checkpoints are named by their step."""
         return self.project_configuration.iteration
-
-    # ---- among ranks ----
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function on rank 0; None elsewhere."""
-        return PartialState().on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function on each machine's first rank; None elsewhere."""
-        return PartialState().on_local_main_process(function)
 
     def end_training(self) -> None:
         """As shardkit's; the process group ends with it where a PartialState has started it. Collective."""

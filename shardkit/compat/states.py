@@ -3,8 +3,7 @@
 A PartialState joins the ranks without an Accelerator; an Accelerator fills both. What they show is the newest one's.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -13,12 +12,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardkit.compat.kinds import DistributedType
 from shardkit.compat.plugins import FullyShardedDataParallelPlugin
-from shardkit.distributed import accelerators, collectives, process
+from shardkit.distributed import accelerators, process
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import settings, turns
 from shardkit.runtime.run import Run
 from shardkit.runtime.state import FsdpPlugin
+from shardkit.runtime.turns import Turns
 from shardkit.sharding import precision
 
 log = get_logger(__name__)
@@ -38,89 +38,26 @@ def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType
     return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
 
 
-class _Turns:
+class _Place(Turns):
     """What any state can do with the ranks, given who this one is."""
 
-    num_processes: int
-    process_index: int
-    local_process_index: int
     device: torch.device
     distributed_type: DistributedType
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one rank."""
-        return self.num_processes > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is its machine's first rank."""
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.process_index == self.num_processes - 1
-
-    def wait_for_everyone(self) -> None:
-        """Returns when all ranks have come here. Collective."""
-        collectives.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Rank 0 runs the block before the others. Collective."""
-        return turns.first(self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Each machine's first rank runs the block before the others. Collective."""
-        return turns.first(self.is_local_main_process)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
-        yield turns.part_of(inputs, self.process_index, self.num_processes, apply_padding)
-
-    def print(self, *values: Any, **arguments: Any) -> None:
-        """Prints on each machine's first rank."""
-        if self.is_local_main_process:
-            print(*values, **arguments)
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function on rank 0; None elsewhere."""
-        return _decorated(function, lambda: self.is_main_process)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function on each machine's first rank; None elsewhere."""
-        return _decorated(function, lambda: self.is_local_main_process)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function on the last rank; None elsewhere."""
-        return _decorated(function, lambda: self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
         """The function on one rank; None elsewhere."""
-        return _decorated(function, lambda: self.process_index == process_index)
+        return turns.decorated(function, lambda: self.process_index == process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
         """The function on one rank of each machine; None elsewhere."""
-        return _decorated(function, lambda: self.local_process_index == local_process_index)
+        return turns.decorated(function, lambda: self.local_process_index == local_process_index)
 
 
-def _decorated(function: Callable[..., Any] | None, is_here: Callable[[], bool]) -> Callable[..., Any]:
-    if function is None:
-        return lambda later: turns.only(is_here, later)
-    return turns.only(is_here, function)
-
-
-class PartialState(_Turns):
+class PartialState(_Place):
     """Who this rank is, and on which device; the first one joins the ranks. Collective then: every rank makes one."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -226,7 +163,7 @@ def _text(state: Any) -> str:
     )
 
 
-class AcceleratorState(_Turns):
+class AcceleratorState(_Place):
     """As PartialState, with what the newest Accelerator was made for."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}

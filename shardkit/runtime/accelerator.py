@@ -58,6 +58,7 @@ from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
 from shardkit.runtime.topology import Topology
+from shardkit.runtime.turns import Turns
 from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding import mesh as layout
 from shardkit.sharding.mesh import build_mesh
@@ -69,7 +70,7 @@ __all__ = ["Accelerator", "ProjectConfiguration"]
 log = get_logger(__name__)
 
 
-class Accelerator(Topology):
+class Accelerator(Turns, Topology):
     """The run as this rank sees it: its configuration, its place among the ranks, and what was prepared.
 
     The configuration is the launcher's; without one, `config` (a Config, a dict with the YAML's keys, or a path),
@@ -581,23 +582,6 @@ class Accelerator(Topology):
         self._run.is_triggered = self._run.is_triggered and not found
         return found
 
-    def wait_for_everyone(self) -> None:
-        """Returns when all ranks have come here. Collective."""
-        collectives.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Rank 0 runs the block before the others, for instance to download. Collective."""
-        return turns.first(self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Each machine's first rank runs the block before the others. Collective."""
-        return turns.first(self.is_local_main_process)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
-        yield turns.part_of(inputs, self.process_index, self.num_processes, apply_padding)
-
     def reduce_buffers(self, model: nn.Module, reduction: buffers.Reduction = "mean") -> list[str]:
         """Makes the buffers equal that each rank's forward has updated for itself (running statistics, codebooks): the
         mean over ranks, or rank 0's ("rank0"); their names. Integers take rank 0's. Collective."""
@@ -615,23 +599,6 @@ class Accelerator(Topology):
         """I am alive: the launcher counts `hang_timeout_s` anew. For long work of the script's own, called now and
         then; it costs microseconds. Not collective."""
         progress.post(phase, self.counters.step)
-
-    def print(self, *values: Any, **arguments: Any) -> None:
-        """Prints on each machine's first rank."""
-        if self.is_local_main_process:
-            print(*values, **arguments)
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function on rank 0; None elsewhere."""
-        return turns.only(lambda: self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function on each machine's first rank; None elsewhere."""
-        return turns.only(lambda: self.is_local_main_process, function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function on the last rank; None elsewhere."""
-        return turns.only(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
         """The function on one rank; None elsewhere. Also as `@accelerator.on_process(process_index=1)`."""

@@ -6,7 +6,35 @@ from shardkit.config.schema import DistributedType
 from shardkit.runtime.run import Run
 
 
-class Topology:
+class Place:
+    """What follows from the numbers of a rank, which a subclass holds, or looks up."""
+
+    num_processes: int
+    process_index: int
+    local_process_index: int
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first rank."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process_index == self.num_processes - 1
+
+
+class Topology(Place):
     """The run's ranks, as this one sees them."""
 
     _run: Run
@@ -26,34 +54,19 @@ class Topology:
                 return DistributedType.NO
 
     @property
-    def num_processes(self) -> int:
+    def num_processes(self) -> int:  # type: ignore[override]
         """Ranks in total."""
         return self._run.process.world_size
 
     @property
-    def process_index(self) -> int:
+    def process_index(self) -> int:  # type: ignore[override]
         """This rank."""
         return self._run.process.rank
 
     @property
-    def local_process_index(self) -> int:
+    def local_process_index(self) -> int:  # type: ignore[override]
         """This rank among those of its machine."""
         return self._run.process.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._run.process.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is its machine's first rank."""
-        return self._run.process.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._run.process.rank == self._run.process.world_size - 1
 
     @property
     def device(self) -> torch.device:
@@ -64,11 +77,6 @@ class Topology:
     def mixed_precision(self) -> str:
         """no, fp16 or bf16: what runs."""
         return self._run.config.mixed_precision
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one rank."""
-        return self._run.process.world_size > 1
 
     @property
     def is_fsdp2(self) -> bool:

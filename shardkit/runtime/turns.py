@@ -1,7 +1,7 @@
 """Which rank does what: one first, one only, each its own part."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.errors import UsageError
+from shardkit.runtime.topology import Place
 
 
 @contextmanager
@@ -31,6 +32,51 @@ def only(condition: Callable[[], bool], function: Callable[..., Any]) -> Callabl
         return function(*args, **arguments) if condition() else None
 
     return called
+
+
+def decorated(function: Callable[..., Any] | None, condition: Callable[[], bool]) -> Callable[..., Any]:
+    """As `only`; without a function the decorator that makes it so."""
+    if function is None:
+        return lambda later: only(condition, later)
+    return only(condition, function)
+
+
+class Turns(Place):
+    """What a rank does with the others, given who it is: for an Accelerator and for what shows its state."""
+
+    def wait_for_everyone(self) -> None:
+        """Returns when all ranks have come here. Collective."""
+        wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Rank 0 runs the block before the others, for instance to download. Collective."""
+        return first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Each machine's first rank runs the block before the others. Collective."""
+        return first(self.is_local_main_process)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
+        yield part_of(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def print(self, *values: Any, **arguments: Any) -> None:
+        """Prints on each machine's first rank."""
+        if self.is_local_main_process:
+            print(*values, **arguments)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function on rank 0; None elsewhere."""
+        return decorated(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function on each machine's first rank; None elsewhere."""
+        return decorated(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function on the last rank; None elsewhere."""
+        return decorated(function, lambda: self.is_last_process)
 
 
 def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
