@@ -124,3 +124,14 @@ def test_a_script_that_shards_nothing_loads_nothing_for_it():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
     late = {"sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "shardkit.checkpoint.put", "shardkit.compat"}
     assert not late & set(done.stdout.split())
+
+
+def test_a_launch_loads_what_stands_in_for_accelerate_only_where_it_is_asked_for(tmp_path):
+    (tmp_path / "train.py").write_text("print('here')")
+    code = (
+        "import sys; from shardkit.cli.main import run\n"
+        "code = run(['launch', '-n', '2', '--use-cpu', '--dry-run', 'train.py'])\n"
+        "print(code, *[name for name in sys.modules if name.startswith('shardkit.compat')], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "0"

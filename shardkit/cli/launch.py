@@ -131,9 +131,11 @@ def launch(
 
 def _problems_of_compat(as_accelerate: bool, meaning: list[str], check: bool) -> list[str]:
     """What is wrong with --as-accelerate and the flags that go with it."""
+    flags = [flag for flag, given in (("--check", check), ("--accelerates-meaning", bool(meaning))) if given]
+    if not flags:
+        return []
     from shardkit.compat import differences
 
-    flags = [flag for flag, given in (("--check", check), ("--accelerates-meaning", bool(meaning))) if given]
     problems = []
     if flags and not as_accelerate:
         problems.append(f"launch: {', '.join(flags)}: goes with --as-accelerate; add it, or leave it out.")
@@ -157,10 +159,13 @@ def _compat_variables(meaning: list[str]) -> dict[str, str]:
 
 def _notes_on_schedules(command: list[str], is_module: bool, variables: dict[str, str]) -> list[str]:
     """Where the script stretches a schedule by the number of ranks, as Accelerate's own needs it."""
-    from shardkit.compat import differences, scan
     from shardkit.launch import names
 
-    if names.AROUND_SCRIPT not in variables or "scheduler" in variables.get(differences.VARIABLE, ""):
+    if names.AROUND_SCRIPT not in variables:
+        return []
+    from shardkit.compat import differences, scan
+
+    if "scheduler" in variables.get(differences.VARIABLE, ""):
         return []
     remarks = scan.scan_script(command[0], is_module).remarks
     return [f"note: {one.place}: {one.text}." for one in remarks if one.name == "num_processes"]
