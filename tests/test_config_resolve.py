@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardkit import env
-from shardkit.config import files, hardware, suggested
+from shardkit.config import files, hardware, hardware_defaults
 from shardkit.config.command import command_for, settings_of
 from shardkit.config.hardware import Device, Hardware, parse_nvidia_smi
 from shardkit.config.scheduler import Scheduler, first_host, scheduler
@@ -137,10 +137,10 @@ def gpus(count: int, capability: float = 9.0) -> list[Device]:
 
 def suggestion(found: Hardware, **given) -> dict[str, object]:
     entries = {
-        tuple(name.split("__")): suggested.Entry(value, suggested.Origin("flag", ""), name)
+        tuple(name.split("__")): hardware_defaults.Entry(value, hardware_defaults.Origin("flag", ""), name)
         for name, value in given.items()
     }
-    values = suggested.for_hardware(found, entries)
+    values = hardware_defaults.for_hardware(found, entries)
     return {".".join(path): value for path, value in values.items()}
 
 
