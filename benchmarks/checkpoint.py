@@ -200,7 +200,7 @@ def _accelerate() -> Any:
 
 
 def _save(live: Live, kind: Kind, final: Path, agreed: ControlGroup) -> None:
-    write.save(live, kind, write.Request(final, 1, "benchmark"), agreed)
+    write.save(live, kind, write.SaveRequest(final, 1, "benchmark"), agreed)
 
 
 def _load(live: Live, saved: Path, agreed: ControlGroup) -> None:
@@ -213,7 +213,7 @@ def _async_save(live: Live, final: Path, agreed: ControlGroup) -> Callable[[], f
     def stand_still() -> float:
         """Until save_state would return, and what the next optimizer step still waits for."""
         began = time.perf_counter()
-        beside.start(write.prepare(live, "sharded", write.Request(final, 1, "benchmark"), agreed), live.optimizers)
+        beside.start(write.prepare(live, "sharded", write.SaveRequest(final, 1, "benchmark"), agreed), live.optimizers)
         seconds = time.perf_counter() - began
         live.models[0](torch.randn(2, WIDTH)).sum().backward()
         began = time.perf_counter()

@@ -24,7 +24,7 @@ def background():
 
 
 def begin(live, background, path):
-    request = write.Request(path, 2, "test")
+    request = write.SaveRequest(path, 2, "test")
     background.start(write.prepare(live, "sharded", request, background.beside), live.optimizers)
 
 

@@ -137,7 +137,7 @@ def gpus(count: int, capability: float = 9.0) -> list[Device]:
 
 def suggestion(found: Hardware, **given) -> dict[str, object]:
     entries = {
-        tuple(name.split("__")): hardware_defaults.Entry(value, hardware_defaults.Origin("flag", ""), name)
+        tuple(name.split("__")): hardware_defaults.SettingEntry(value, hardware_defaults.Origin("flag", ""), name)
         for name, value in given.items()
     }
     values = hardware_defaults.for_hardware(found, entries)

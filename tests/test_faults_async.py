@@ -22,7 +22,7 @@ from tests.test_faults_save import KINDS, PUBLISHED, fill, prepared, resumed_ste
 def begin(live, background, agreed, root, step):
     """Fill with a step and begin to save it beside."""
     fill(live, step)
-    request = write.Request(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
+    request = write.SaveRequest(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
     background.start(write.prepare(live, "sharded", request, agreed))
 
 
@@ -104,7 +104,7 @@ def save_for_ever(root, mode):
     live, agreed = prepared(strategy), control.start(60.0)  # one group: making one waits long for a rank that is gone
     for step in range(1, 10_000):
         fill(live, step)
-        request = write.Request(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
+        request = write.SaveRequest(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
         write.save(live, kind, request, agreed)
 
 
