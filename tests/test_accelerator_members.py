@@ -197,7 +197,7 @@ def members(config: dict[str, Any]) -> dict[str, Any]:
     assert accelerator.unwrap_model(compiled, keep_torch_compile=True) is compiled
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     accelerator.even_batches = False
-    with pytest.raises(UsageError, match=r"one answer for each argument \(got 1 for 2\)"):
+    with pytest.raises(UsageError, match=r"needs one value per argument \(got 1 for 2\)"):
         accelerator.prepare(model, optimizer, device_placement=[True])
     with pytest.raises(UsageError, match="every rank reads its own part of the data"):
         accelerator.prepare_data_loader(loader, slice_fn_for_dispatch=len)

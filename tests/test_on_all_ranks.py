@@ -115,7 +115,7 @@ def traces(folder: Path) -> list[str]:
     seen: list[str] = []
     with accelerator.profile(Says({}, lambda profiler: seen.append(str(profiler.key_averages())))):
         torch.ones(3, 3) @ torch.ones(3, 3)
-    with pytest.raises(UsageError, match=r"profile: does not say settings \(got 3\)"), accelerator.profile(3):
+    with pytest.raises(UsageError, match=r"profile: is not a settings object \(got 3\)"), accelerator.profile(3):
         pass
     with pytest.raises(UsageError, match=r"no folder for the traces \(got none\)"), Accelerator(config=DDP).profile():
         pass
@@ -189,6 +189,6 @@ def test_a_second_accelerator_asks_for_what_the_process_has(tmp_path, alone):
     other = whole | {"shardkit": {"launch": {"process_group_timeout_s": 77}}}
     with pytest.raises(ConfigError) as caught:
         Accelerator(config=other)
-    assert "process_group_timeout_s: 77.0 here, but 1800.0 for the process group that is up" in str(caught.value)
+    assert "process_group_timeout_s: 77.0 here, but 1800.0 for the existing process group" in str(caught.value)
     dist.destroy_process_group()
     Accelerator(config=other)

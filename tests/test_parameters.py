@@ -129,7 +129,7 @@ def added_after(strategy: int) -> str:
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_modules_put_into_a_prepared_model_are_refused(ranks, strategy):
     for text in ranks.run(2, added_after, strategy):
-        assert "trains parameters that came into the model after it was prepared" in text
+        assert "trains parameters that were added to the model after it was prepared" in text
         assert "head.weight" in text
 
 

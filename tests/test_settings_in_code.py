@@ -108,7 +108,7 @@ def test_an_object_that_says_nothing_is_refused_in_words():
         "shardkit.compat.FullyShardedDataParallelPlugin, or write its settings into shardkit.yaml under fsdp_config."
     )
     assert "use shardkit.compat.ProfileKwargs" in lines[1]
-    assert "does not say settings (got 1)" in lines[2] and "shardkit_settings() -> {name: value}" in lines[2]
+    assert "is not a settings object (got 1)" in lines[2] and "shardkit_settings() -> {name: value}" in lines[2]
     assert "the class Says" in lines[3]
     with pytest.raises(ConfigError, match=r"use shardkit\.compat\.ProjectConfiguration"):
         accelerator(project_config=Theirs(project_dir="runs"))
@@ -119,7 +119,7 @@ def test_an_object_that_says_nothing_is_refused_in_words():
         def shardkit_settings(self) -> list[str]:
             return []
 
-    with pytest.raises(ConfigError, match="must give a dict of settings by name"):
+    with pytest.raises(ConfigError, match="must return a dict of settings by name"):
         accelerator(kwargs_handlers=[Wrong()])
 
 

@@ -164,7 +164,7 @@ def test_what_cannot_be_tracked_is_said(tmp_path):
         Accelerator(config=ALONE, log_with=["csv", "tensorbord", "aim", Mine, 3])
     assert str(caught.value).splitlines() == [
         "Accelerator(log_with=...): unknown tracker (got tensorbord); did you mean tensorboard?",
-        "Accelerator(log_with=...): aim is not supported; derive a class from shardkit.Tracker, and give an object.",
+        "Accelerator(log_with=...): aim is not supported; subclass shardkit.Tracker, and pass an object.",
         f"Accelerator(log_with=...): unknown tracker (got the class Mine); {ALL}",
         f"Accelerator(log_with=...): unknown tracker (got a int); {ALL}",
     ]
