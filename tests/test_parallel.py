@@ -123,7 +123,7 @@ def test_hybrid_sizes():
     assert mesh_sizes(config_for(8, 4, shardkit={"mesh": {"shard_size": 2}}), 8, 8) == MeshSizes(4, 2)
     assert mesh_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 8}}), 8, 8) == MeshSizes(8, 1)
     assert mesh_sizes(config_for(8, 1), 8, 4) == MeshSizes(1, 8) and mesh_sizes(config_for(8, 3), 8, 4).replicate == 8
-    with pytest.raises(ConfigError, match=r"3 copies x 2 ranks are not the number of ranks \(got 8\)"):
+    with pytest.raises(ConfigError, match=r"3 replicas x 2 ranks is not the world size \(got 8\)"):
         mesh_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 3, "shard_size": 2}}), 8, 8)
 
 

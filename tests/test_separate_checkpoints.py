@@ -489,7 +489,7 @@ def test_a_config_object_passes_the_checks_that_a_file_passes():
     with pytest.raises(ConfigError) as caught:
         Accelerator(config=wrong)
     text = str(caught.value)
-    assert "Accelerator(config=...): fsdp.offload_params: needs a strategy that shards (got NO_SHARD)" in text
+    assert "Accelerator(config=...): fsdp.offload_params: needs a sharding strategy (got NO_SHARD)" in text
     assert "fsdp.ignored_modules: is not a regular expression" in text and "num_processes: is fewer than one" in text
 
 

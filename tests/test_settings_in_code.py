@@ -89,7 +89,9 @@ def test_the_checks_are_those_of_the_file():
     assert "shardkit.precision.growth_factor: is too small (got '0.5'); write more than 1." in text
     assert "shardkit.profile.wait: is part of a schedule, which records no step (got active 0)" in text
     assert "shardkit.profile.activities: is not cpu or cuda (got 'tpu')" in text
-    with pytest.raises(ConfigError, match=r"comm_hook: is not supported .*; torch's own fails in its first step; use"):
+    with pytest.raises(
+        ConfigError, match=r"comm_hook: is not supported .*; torch's implementation fails in its first step; use"
+    ):
         accelerator(kwargs_handlers=[Says(shardkit__ddp__comm_hook="batched_power_sgd")])
     with pytest.raises(ConfigError, match=r"comm_wrapper: is the dtype of power_sgd"):
         accelerator(kwargs_handlers=[Says(shardkit__ddp__comm_wrapper="bf16")])
