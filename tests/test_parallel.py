@@ -263,7 +263,7 @@ def test_ignored_modules_are_a_regular_expression():
     cut = units_of(models.Gpt(), FsdpConfig(ignored_modules=r"blocks\.0|norm"))
     assert set(cut.ignored) == {"blocks.0", "norm"}
     assert "norm.bias" in cut.replicated and "blocks.0" not in [unit.fqn for unit in cut.units]
-    with pytest.raises(ModelError, match=r"no module name matches in full \(got 'block'\)"):
+    with pytest.raises(ModelError, match=r"no module name fully matches \(got 'block'\)"):
         units_of(models.Gpt(), FsdpConfig(ignored_modules="block"))
     with pytest.raises(ModelError, match=r"not a regular expression \(got '\['"):
         units_of(models.Gpt(), FsdpConfig(ignored_modules="["))
@@ -296,7 +296,7 @@ def test_what_cannot_be_parallelized_is_said_in_words(ranks):
     assert twice == "model: it is parallel already (got a FSDPGpt in it); give the bare model, and only once."
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
     assert sparse == "model: 0 makes sparse gradients, which FSDP cannot reduce; build it with sparse=False."
-    assert "ModuleList only holds modules and has no forward of its own, so it cannot be a unit" in container
+    assert "ModuleList is a container without a forward, so it cannot be a unit" in container
 
 
 @pytest.mark.requirement("A2")
