@@ -94,7 +94,7 @@ def test_contradictions_are_refused(text, words):
         ),
         (
             "num_processes: 2\nfsdp_config: {fsdp_sharding_strategy: 4}\n",
-            "a hybrid strategy keeps one copy",
+            "a hybrid strategy has one replica",
         ),
         ("use_cpu: yes\nmixed_precision: fp16\n", "fp16 is slow on a CPU; bf16 needs no loss scaling."),
         ("use_cpu: true\nshardkit: {precision: {param_dtype: fp16}}\n", "fp16 is slow on a CPU"),
@@ -105,7 +105,7 @@ def test_contradictions_are_refused(text, words):
             "num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nrdzv_backend: etcd-v2\n",
             "rdzv_backend: no etcd server is used",
         ),
-        ("num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nsame_network: no\n", "same_network: changes nothing"),
+        ("num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nsame_network: no\n", "same_network: has no effect"),
         ("distributed_type: XLA\nmixed_precision: fp16\n", "TPUs compute in bf16, not in fp16; write bf16."),
         ("distributed_type: MULTI_GPU\nuse_cpu: yes\n", "the ranks train on the CPU, although the type is MULTI_GPU."),
     ],

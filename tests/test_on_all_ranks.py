@@ -165,7 +165,7 @@ def test_forked_ranks(tmp_path):
 
 
 def test_what_cannot_be_forked_is_refused(monkeypatch):
-    with pytest.raises(UsageError, match=r"nothing else \(got num_nodes=2\); use `shardkit launch`"):
+    with pytest.raises(UsageError, match=r"on this machine \(got num_nodes=2\); use `shardkit launch`"):
         notebook_launcher(a_cell, num_nodes=2, master_addr="127.0.0.1")
     with pytest.raises(UsageError, match=r"num_processes=\.\.\.\): must be 1 or more \(got -1\)"):
         debug_launcher(a_cell, num_processes=-1)

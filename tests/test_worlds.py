@@ -159,7 +159,7 @@ def test_tasks_make_their_world_or_refuse():
     *both, (code, refused) = outputs_of(*places, TRAIN_JOB)
     for rank, (ended, said) in enumerate(both):
         assert ended == 0 and f"rank {rank} of 2, sum 3" in said, said
-    assert code != 0 and "ConfigError: launch: this is a single process, but Kubernetes says" in refused, refused
+    assert code != 0 and "ConfigError: launch: this is a single process, but Kubernetes reports" in refused, refused
 
 
 @pytest.mark.slow
