@@ -9,7 +9,7 @@ from shardkit.config import files, hardware, hardware_defaults
 from shardkit.config.command import command_for, settings_of
 from shardkit.config.hardware import Device, Hardware, parse_nvidia_smi
 from shardkit.config.scheduler import Scheduler, first_host, scheduler
-from shardkit.config.schema import Config
+from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ConfigError, UsageError
 
 
@@ -91,6 +91,14 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(project
     assert (origins["debug"].kind, origins["debug"].where) == ("flag", "--set debug")
     assert origins["fsdp.offload_params"].where == "--set fsdp_config.fsdp_offload_params"
     assert origins["rdzv_backend"].kind == "default"
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp_sharding_strategy", "fsdp_config.fsdp_sharding_strategy", "fsdp.sharding_strategy"]
+)
+def test_a_setting_is_set_by_the_name_that_it_has_in_the_file(project, name):
+    resolved = files.resolve(settings={"distributed_type": "FSDP", name: "2"}, folder=project)
+    assert resolved.config.fsdp.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
 
 
 def test_problems_of_all_sources_are_told_at_once(project, monkeypatch):

@@ -23,13 +23,13 @@ _REPLICATE = ("shardkit", "mesh", "replicate_size")
 
 
 def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
-    """The configuration that the layer describes, and where each value comes from. Adds to the layer's notes and
-    problems; a value that is wrong counts as not given, so that what else is wrong is found too."""
+    """The layer's configuration, and the origin of each value. Adds to the layer's notes and problems. An invalid value
+    counts as unset, so that other problems are found too."""
     settle(layer)
     entries = {path: entry for path, entry in layer.entries.items() if not _is_absent(path, entry)}
     config, broken = _validated(entries, layer)
     if ("num_processes",) not in entries:
-        broken.add("num_processes")  # the machine says it later; no rule may judge by the schema's default
+        broken.add("num_processes")  # set from the hardware later; checks must not use the schema's default
     layer.problems += [
         _located(layer, finding) for finding in checks.problems(config) if not broken & set(finding.keys)
     ]
@@ -39,8 +39,8 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
 
 
 def built_in_python(config: Config, where: str) -> tuple[Config, list[str]]:
-    """A configuration that code made, settled and checked as one that was read, and its notes. Raises ConfigError with
-    everything that is wrong; `where` stands before each line. Its number of processes is the world's."""
+    """A configuration built in Python, normalized and checked like a file, and its notes. Raises ConfigError with all
+    problems, each prefixed with `where`. `num_processes` must be the world size."""
     config = settled(config)
 
     def lines(findings: list[checks.Finding]) -> list[str]:
@@ -53,8 +53,8 @@ def built_in_python(config: Config, where: str) -> tuple[Config, list[str]]:
 
 
 def settled(config: Config) -> Config:
-    """A configuration built in Python, with `reshard_after_forward` told by `sharding_strategy` alone, as in one that
-    was read. Raises ConfigError where the two contradict each other."""
+    """A configuration built in Python, with `reshard_after_forward` merged into `sharding_strategy`, as for a file.
+    Raises ConfigError where the two contradict each other."""
     reshards, strategy = config.fsdp.reshard_after_forward, config.fsdp.sharding_strategy
     if reshards is None:
         return config

@@ -61,7 +61,7 @@ def _line(
         return Line(key, "refused", text, str(document.place_of(node, name)))
     found = {path: entry for path, entry in written.items() if _stands_at(entry, node)}
     if not found:
-        return Line(key, "left out", _joined("says nothing", remark))
+        return Line(key, "left out", _joined("empty", remark))
     note = _said_about(key, node, layer.notes, name)
     becomes = "; ".join(_as_written(path, config) for path in found)
     same = all(_is_same(path, entry, key, config) for path, entry in found.items())

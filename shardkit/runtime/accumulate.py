@@ -49,7 +49,7 @@ class Accumulation:
     ) -> None:
         self.steps = steps
         self.ends_with_data = ends_with_data
-        """Whether the last batch of a loader ends a window early; else the window goes on in the next loop."""
+        """Whether the last batch of a loader ends a window early; else the window continues in the next loop."""
         self.models = models
         self.counters = counters
         self.backward_calls = 0

@@ -38,7 +38,7 @@ def fsdp(
 ) -> nn.Module:
     """The model, parallelized over all launched ranks, or in this process alone.
 
-    `auto_wrap` makes each `TransformerBlock` (or, with None, each repeated block) a unit of its own. `mp` is fp32,
+    `auto_wrap` makes each `TransformerBlock` (or, with None, each repeated block) a separate unit. `mp` is fp32,
     bf16 or fp16; with fp16 scale the loss yourself: `torch.amp.GradScaler`. `shard_strat` is NO_SHARD (DDP),
     SHARD_GRAD, FULL_SHARD, or a hybrid strategy. Build the optimizer from the parameters of the returned model.
     Collective: every rank must call it.

@@ -1,6 +1,6 @@
-"""The hooks that a script registers for saves and loads; `state_hooks.py` says when they are called, and calls them.
+"""The hooks that a script registers for saves and loads; `state_hooks.py` calls them.
 
-A module of its own, so that a script that never saves does not import the checkpoint writer.
+A separate module, so that a script that never saves does not import the checkpoint writer.
 """
 
 from collections import OrderedDict
