@@ -72,7 +72,7 @@ def test_every_key_of_a_version_1_file_is_accounted_for(tmp_path):
     )
     assert lines["fsdp_config.fsdp_wrap_polcy"][0] == "refused"
     assert "Accelerate ignores it silently" in lines["fsdp_config.fsdp_wrap_polcy"][1]
-    assert lines["deepspeed_config"] == ("left out", "says nothing")
+    assert lines["deepspeed_config"] == ("left out", "empty")
     assert conversion.config.fsdp.sharding_strategy.value == "SHARD_GRAD_OP"
     assert "8 kept, 1 changed, 1 left out, 1 refused" in in_words(conversion)
 

@@ -146,7 +146,7 @@ def a_cell(folder: Path, fails_on: int | None = None) -> None:
 
 
 def cells(folder: Path) -> None:
-    """A notebook: a process of its own, in which one cell after another starts ranks."""
+    """A notebook: a separate process in which one cell after another starts ranks."""
     debug_launcher(a_cell, (folder,), num_processes=2)
     assert [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)] == [[2.0, "no", "cpu"]] * 2
     with pytest.raises(Exception, match="a mistake in the cell"):

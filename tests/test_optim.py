@@ -101,7 +101,7 @@ def test_an_optimizer_built_before_goes_on(ranks, warm, tied, strategy, world):
 
 
 class RowMeans(torch.optim.SGD):
-    """An optimizer of somebody's own, with state of another shape than its parameters."""
+    """A custom optimizer whose state has a different shape than its parameters."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)

@@ -431,7 +431,7 @@ def test_frozen_and_trained_parameters_share_a_unit(ranks):
 
 
 class OneOfTwo(nn.Module):
-    """Each rank uses a branch of its own."""
+    """Each rank uses a different branch."""
 
     def __init__(self) -> None:
         super().__init__()

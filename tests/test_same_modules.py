@@ -50,7 +50,7 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, number: int, goes
 
 
 def different_branches(strategy: int, first: int) -> tuple[int, str]:
-    """The step in which ranks that take different branches from step `first` on are told, and what they are told."""
+    """The step in which ranks that take different branches from step `first` on get an error, and the error."""
     accelerator = Accelerator(config=config(strategy))
     torch.manual_seed(0)
     model = Branches(inside=True)

@@ -1,4 +1,4 @@
-"""A script with our Accelerator that `accelerate launch` starts: what that was told is not lost silently."""
+"""A script with our Accelerator started by `accelerate launch`: settings of the latter are not lost silently."""
 
 import pytest
 

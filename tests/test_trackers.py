@@ -108,7 +108,7 @@ def in_own_world(function: Callable, *args: Any) -> Any:
 
 
 def trained(folder: Path, steps: int, resumes: bool, log_with: str = "csv") -> None:
-    """Steps of training, with a checkpoint at step 2; or a run that goes on from it."""
+    """Steps of training, with a checkpoint at step 2; or a run that resumes from it."""
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(config=ALONE, project_config=project, log_with=log_with)
     model, optimizer, _, _ = parts(4, 2)
