@@ -13,6 +13,7 @@ from shardkit.errors import ConfigError
 WIDE = {"float64", "complex64", "complex128"}
 
 _IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+_XLA_DTYPES: dict[str, Dtype] = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -76,5 +77,18 @@ def reshards_after_forward(fsdp: FsdpConfig) -> bool:
 def dtypes(config: Config) -> Dtypes:
     """The dtypes that the configuration asks for; outputs of mixed precision and reduction are fp32 unless chosen."""
     section = config.shardkit.precision
-    param = section.param_dtype or _IMPLIED[config.mixed_precision]
+    param = section.param_dtype or _IMPLIED[config.mixed_precision] or _but_fp32(xla_compute_dtype(config))
     return Dtypes(param, section.reduce_dtype or "fp32", section.output_dtype or ("fp32" if param else None))
+
+
+def xla_compute_dtype(config: Config) -> Dtype | None:
+    """The `compute_dtype` of PyTorch/XLA's own settings; None where there is none, or it is none that TPUs have."""
+    if config.mode != "xla":
+        return None
+    name = str(config.xla_fsdp_settings.get("compute_dtype", "")).removeprefix("torch.").lower()
+    return _XLA_DTYPES.get(name)
+
+
+def _but_fp32(dtype: Dtype | None) -> Dtype | None:
+    """What parameters in fp32 have to be cast to."""
+    return None if dtype == "fp32" else dtype
