@@ -9,6 +9,8 @@ TORCH_newest := 2.15.*
 TORCH_xla := 2.9.*
 # For `make gpu` on a machine without a network: a folder of wheels of the small dependencies. torch is the machine's own.
 WHEELS ?=
+# Where Python cannot make environments (no python3-venv) or has all of these: make gpu GPU_PYTHON=python3
+GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
 .PHONY: demo test test-fast test-faults test-loops test-compat test-oldest test-newest test-xla gpu lint format docs clean
 
@@ -60,9 +62,9 @@ test-xla: .venv-xla/.ready
 	touch $@
 
 gpu: export PYTHONPATH := $(CURDIR)
-gpu: .venv-gpu/.ready
-	.venv-gpu/bin/python -m pytest -m gpu tests/test_gpu.py
-	.venv-gpu/bin/python -m benchmarks.gpu --output gpu.json --table gpu.md
+gpu: $(if $(filter .venv-gpu/%,$(GPU_PYTHON)),.venv-gpu/.ready)
+	$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu.py
+	$(GPU_PYTHON) -m benchmarks.gpu --output gpu.json --table gpu.md
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ Losses are compared with those of plain torch in one process, which the same env
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -268,29 +269,30 @@ def test_a_state_goes_from_the_devices_to_a_process_and_back(tmp_path, way):
     assert all("devices=" in layout for layout in again["spread"]["parameters"])
 
 
-def losses_of(text: str) -> list[float]:
-    return [float(line.split("loss")[1]) for line in text.splitlines() if "loss" in line and "step" in line]
-
-
-def launch(folder: Path, *arguments: str) -> list[float]:
-    """The losses that the template prints."""
-    command = [sys.executable, "-m", "shardkit", "launch", *arguments, str(ROOT / "templates" / "train.py")]
-    command += ["--steps", "6", "--log-every", "1", "--save-every", "3", "--global-batch", "8"]
+def launch(folder: Path, steps: int, *arguments: str) -> dict[int, float]:
+    """The losses that the template prints, by step, where it goes on with what is in the folder."""
+    command = [sys.executable, "-m", "shardkit", "launch", "--resume", "auto", *arguments]
+    command += [str(ROOT / "templates" / "train.py"), "--steps", str(steps), "--log-every", "1", "--save-every", "2"]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=variables)
+    done = subprocess.run(
+        [*command, "--global-batch", "8"], capture_output=True, text=True, timeout=280, cwd=folder, env=variables
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return losses_of(done.stdout)
+    found = re.findall(r"step +(\d+)  loss ([\d.]+)", done.stdout)
+    return {int(step): float(loss) for step, loss in found}
 
 
 @pytest.mark.requirement("A10")
 @pytest.mark.parametrize("_", [on_xla(None)])
-def test_launch_trains_the_template_as_gloo_ranks_do(tmp_path, _):
+def test_launch_trains_the_template_from_devices_to_gloo_ranks_and_back(tmp_path, _):
     tpu = ("--config", str(ROOT / "templates" / "tpu.yaml"), "--cpu", "-n", "4", "--mixed-precision", "no")
-    found = launch(tmp_path, *tpu)
-    ddp, other = ("--set", "distributed_type=MULTI_CPU", "-n", "2", "--cpu"), tmp_path / "gloo"
-    other.mkdir()
-    assert len(found) == 6 and found == pytest.approx(launch(other, *ddp), abs=2e-3)
-    assert (tmp_path / "runs" / "gpt" / "checkpoints").is_dir() and (tmp_path / "runs" / "gpt" / "export").is_dir()
+    ranks = ("--set", "distributed_type=MULTI_CPU", "-n", "2", "--cpu")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    found = launch(parts, 2, *tpu) | launch(parts, 4, *ranks) | launch(parts, 6, *tpu)
+    assert [*found] == [1, 2, 3, 4, 5, 6] and found == pytest.approx(launch(whole, 6, *ranks), abs=2e-3)
+    assert (parts / "runs" / "gpt" / "export").is_dir()
 
 
 @pytest.mark.parametrize("_", [on_xla(None)])

@@ -41,7 +41,7 @@ def launch(
     main: Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")] = False,
     mixed_precision: Annotated[
-        str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16 or bf16.")
+        str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16, bf16, fp8 or mxfp8.")
     ] = None,
     fsdp: Annotated[
         str | None, typer.Option("--fsdp", help='Strategy and options in the Trainer\'s words: "full shard auto_wrap".')

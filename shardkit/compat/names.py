@@ -168,7 +168,7 @@ _DISPATCH = (
 )
 _DEEPSPEED = "shardkit does not run DeepSpeed; ZeRO 2 is SHARD_GRAD_OP and ZeRO 3 is FULL_SHARD under fsdp_config"
 _MEGATRON = "shardkit does not run Megatron-LM; use FSDP"
-_FP8 = "shardkit does not train in fp8; use mixed_precision bf16"
+_FP8 = "shardkit converts models itself, with torchao; use mixed_precision fp8"
 _BNB = "shardkit quantizes nothing; load the model quantized by Transformers, and train adapters"
 _AXES = "shardkit splits neither tensors inside a layer nor sequences; use replicate and shard sizes"
 _LAUNCHED = "shardkit launch starts ranks, and says how"

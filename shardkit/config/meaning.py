@@ -5,6 +5,7 @@ engine runs is `Config.mode`.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig
 from shardkit.errors import ConfigError
@@ -12,7 +13,7 @@ from shardkit.errors import ConfigError
 # Gradients of these are added up as they are, whatever the configuration says.
 WIDE = {"float64", "complex64", "complex128"}
 
-_IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+_IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "mxfp8": "bf16"}
 _XLA_DTYPES: dict[str, Dtype] = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16"}
 
 
@@ -79,6 +80,11 @@ def dtypes(config: Config) -> Dtypes:
     section = config.shardkit.precision
     param = section.param_dtype or _IMPLIED[config.mixed_precision] or _but_fp32(xla_compute_dtype(config))
     return Dtypes(param, section.reduce_dtype or "fp32", section.output_dtype or ("fp32" if param else None))
+
+
+def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:
+    """What Linear layers inside of blocks multiply in, where that is less than the compute dtype."""
+    return config.mixed_precision if config.mixed_precision in ("fp8", "mxfp8") else None
 
 
 def xla_compute_dtype(config: Config) -> Dtype | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-MixedPrecision = Literal["no", "fp16", "bf16"]
+MixedPrecision = Literal["no", "fp16", "bf16", "fp8", "mxfp8"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 RendezvousBackend = Literal["static", "c10d", "etcd-v2", "etcd"]
@@ -504,7 +504,7 @@ class Config(Section):
     """How ranks share the work: FSDP (see fsdp_config), MULTI_GPU or MULTI_CPU (DDP), XLA (TPU), NO (one process)."""
 
     mixed_precision: Annotated[MixedPrecision, BeforeValidator(read_precision)] = "no"
-    """Compute dtype: no (fp32), fp16 (with loss scaling), bf16."""
+    """Compute dtype: no (fp32), fp16 (with loss scaling), bf16; fp8, mxfp8: bf16, Linear layers in 8 bits (torchao)."""
 
     num_machines: Count = Field(1, ge=1, le=100_000)
     """Number of machines."""

@@ -4,7 +4,7 @@ drives all devices of a machine is SPMD; shardkit trains on TPUs in no other way
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from shardkit.config.meaning import reshards_after_forward, xla_compute_dtype
+from shardkit.config.meaning import eight_bits, reshards_after_forward, xla_compute_dtype
 from shardkit.config.schema import Config, ShardingStrategy
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD)
@@ -44,6 +44,8 @@ def _refused(config: Config) -> Iterator[str]:
         yield "fsdp_offload_params: parameters stay on the devices (got true); leave it out."
     if "fp16" in (config.mixed_precision, config.shardkit.precision.param_dtype):
         yield "mixed_precision: fp16 and its loss scaling are not for TPUs (got fp16); write bf16."
+    if eight_bits(config):
+        yield f"mixed_precision: {config.mixed_precision} is for GPUs (got XLA); write bf16."
     if config.shardkit.precision.reduce_dtype not in (None, "fp32"):
         yield (
             "shardkit.precision.reduce_dtype: the compiler reduces gradients in the dtype that they have "

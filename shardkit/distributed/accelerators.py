@@ -65,6 +65,12 @@ def name_of(device: torch.device) -> str:
     return str(tell(device)) if tell is not None else device.type
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None where the device has none, or does not tell."""
+    tell = getattr(_module(device), "get_device_capability", None) if device.type == "cuda" else None
+    return None if tell is None else tell(device)
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most that tensors on the device took so far; 0 with XLA, whose devices act as one that does not tell."""
     if device.type == "xla":

@@ -177,13 +177,19 @@ def like(host: torch.Tensor, example: torch.Tensor | None) -> torch.Tensor:
 
 
 def replace_(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """Gives a tensor on the devices the values of one in host memory of its shape and dtype. Its layout, which `copy_`
-    loses, stays."""
-    was_spread = is_spread(tensor)
+    """Gives a tensor on the devices (itself, and no alias of it) the values of one in host memory of its shape and
+    dtype. Its layout stays, which `copy_` would lose."""
+    _replace(tensor, like(host, tensor))
+
+
+def spread_again_(tensor: torch.Tensor) -> None:
+    """Spreads a parameter whose layout a `copy_` from host memory has lost, in place, by way of host memory."""
+    _replace(tensor, send(tensor.detach().cpu(), shard_spec(tensor.shape)))
+
+
+def _replace(tensor: torch.Tensor, by: torch.Tensor) -> None:
     with torch.no_grad():
-        tensor.copy_(like(host, tensor))
-    if was_spread:
-        lay_out(tensor, shard_spec(tensor.shape))
+        import_module("_XLAC")._replace_xla_tensor(tensor, by)
 
 
 def optimization_barrier(module: torch.nn.Module) -> None:

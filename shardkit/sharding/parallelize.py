@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config import xla as xla_settings
-from shardkit.config.meaning import dtypes
+from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.distributed import control
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
-from shardkit.sharding import precision
+from shardkit.sharding import float8, precision
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
@@ -90,6 +90,8 @@ def distribute(
     shard(model, units, config, mesh, offloads=home != process.device)
     _fill(model, units, config, weights, process.device, home)
     finish(model, units, carried, config, blocks if config.shardkit.compile else [])
+    if eight_bits(config) == "fp8" and home == process.device:
+        float8.gather_in_fp8(model)
 
 
 def refuse_old(version: str) -> None:
@@ -126,6 +128,8 @@ def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
         log.info("mixed precision: %d trainable 16-bit parameters are kept in fp32.", len(changed))
     units, blocks = None, []
     try:
+        if (kind := eight_bits(config)) is not None:
+            float8.convert(blocks_of(model, config.fsdp), kind)
         is_cut = config.mode == "fsdp" or xla_settings.shards(config)
         units = units_of(model, config.fsdp, dtypes(config).param) if is_cut else one_unit(model)
         if config.fsdp.activation_checkpointing or config.shardkit.compile or xla_settings.recomputes(config):

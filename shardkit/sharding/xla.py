@@ -55,7 +55,7 @@ def _move(model: nn.Module, replicated: set[int]) -> None:
         for mine in (module._parameters, module._buffers):
             for name, tensor in mine.items():
                 if tensor is not None:
-                    mine[name] = moved(tensor)  # type: ignore[assignment]
+                    mine[name] = moved(tensor)
 
 
 def _on_devices(tensor: torch.Tensor, is_spread: bool) -> torch.Tensor:
@@ -82,7 +82,7 @@ def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
 def _spread_what_was_loaded(model: nn.Module, _: Any) -> None:
     """`load_state_dict` copies whole values, and with them their layout."""
     for parameter in vars(model)["_shardkit_spread"]:
-        xla.lay_out(parameter, xla.shard_spec(parameter.shape))
+        xla.spread_again_(parameter)
 
 
 def _recompute(block: nn.Module) -> None:
