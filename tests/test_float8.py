@@ -25,7 +25,7 @@ from shardkit.sharding import float8, precision
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from shardkit.wizard import options
-from shardkit.wizard.draft import settle
+from shardkit.wizard.answers import settle
 from shardkit.wizard.situation import Situation
 from tests import models
 

@@ -57,7 +57,7 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
     """A part that FSDP gathers in fp8 is torchao's tensor around the values: those."""
     module = sys.modules.get("torchao.float8.fsdp_utils")
     kind = getattr(module, "WeightWithDynamicFloat8CastTensor", ())
-    return local._tensor if isinstance(local, kind) else local  # type: ignore[attr-defined]
+    return local._tensor if isinstance(local, kind) else local
 
 
 def whole(tensor: DTensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from torch import nn
 
 from shardkit.config.hardware import EIGHT_BITS
 from shardkit.distributed import accelerators
-from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 
@@ -116,15 +115,16 @@ def gather_in_fp8(model: nn.Module) -> int:
 
     To be called when all parameters have their values. Weights that the ranks cannot split evenly are left out.
     """
-    count = 0
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if hasattr(module, "linear_mm_config") and is_dtensor(weight) and _is_even(weight):
-            kind = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
-            dtype = module.config.cast_config_weight.target_dtype  # type: ignore[union-attr]
-            weight._local_tensor = kind(weight._local_tensor, module.linear_mm_config, dtype)
-            count += 1
-    return count
+    from shardkit.sharding import fsdp_unit
+
+    kind = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+    layers = {id(module.weight): module for module in model.modules() if hasattr(module, "linear_mm_config")}
+    chosen = [p for p in fsdp_unit.parameters_of(model) if id(p.sharded_param) in layers and _is_even(p.sharded_param)]
+    for parameter in chosen:
+        layer: Any = layers[id(parameter.sharded_param)]
+        dtype = layer.config.cast_config_weight.target_dtype
+        fsdp_unit.gather_by(parameter, lambda part, layer=layer, dtype=dtype: kind(part, layer.linear_mm_config, dtype))
+    return len(chosen)
 
 
 def _is_even(weight: Any) -> bool:
