@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from shardkit import Accelerator
 from shardkit.config import checks, hardware
 from shardkit.config.files import read
 from shardkit.config.meaning import dtypes, eight_bits
@@ -21,7 +23,7 @@ from shardkit.distributed.tensors import is_dtensor, local_part, whole
 from shardkit.errors import ConfigError, MachineError, ModelError
 from shardkit.optim.local_step import stepper_of
 from shardkit.plan import roofline
-from shardkit.sharding import float8, precision
+from shardkit.sharding import float8, fsdp_unit, precision
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from shardkit.wizard import options
@@ -135,7 +137,9 @@ def trained(kind: str, strategy: int, steps: int = 4) -> dict[str, Any]:
         losses.append(mean.item() / world)
     float8.EMULATES = False
     weight = model.blocks[0].up.weight
+    gathered = {p._param_fqn: p for p in fsdp_unit.parameters_of(model)} if strategy != 3 else {}
     return {
+        "gathered": {name: str(p.all_gather_outputs[0].dtype) for name, p in gathered.items()},
         "losses": losses,
         "changed": sorted(name for name, module in model.named_modules() if type(module) is not before[name]),
         "local": type(weight._local_tensor).__name__ if is_dtensor(weight) else "",
@@ -158,6 +162,8 @@ def test_sharded_training_in_8_bits_is_near_to_bf16(ranks, kind):
     assert two[0]["names"] == sorted(models.Gpt(width=64, layers=2).state_dict())
     assert two[0]["plain"] == "Tensor"
     if kind == "fp8":
+        carried = two[0]["gathered"]
+        assert carried["blocks.0.up.weight"] == "torch.float8_e4m3fn" and carried["head.weight"] == "torch.bfloat16"
         assert two[0]["local"] == "WeightWithDynamicFloat8CastTensor"
         assert any(name.endswith("blocks.0.up") for name in two[0]["changed"])
         assert not any("head" in name or "embed" in name for name in ddp["changed"])
@@ -169,6 +175,45 @@ def trained_in_bf16() -> list[float]:
 
 def trained_plainly(kind: str) -> list[float]:
     return trained(kind, 1)["losses"]
+
+
+def saved_and_loaded(folder: str) -> list[float]:
+    """Sums of the parameters of a model trained in fp8, of one that loads its state, and of the export."""
+    float8.EMULATES = True
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "fp8"})
+
+    def fresh() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = models.Gpt(width=64, layers=2)
+        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    model, optimizer = fresh()
+    start = sums(accelerator.get_state_dict(model))
+    tokens = torch.randint(0, 19, (2, 33), generator=torch.Generator().manual_seed(accelerator.process_index))
+    accelerator.backward(models.next_token_loss(model, tokens))
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    found = [start, sums(accelerator.get_state_dict(model))]
+    accelerator.save_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.free_memory()
+    again, _ = fresh()
+    accelerator.load_state(f"{folder}/state")
+    found.append(sums(accelerator.get_state_dict(again)))
+    found.append(sums(load_file(f"{folder}/model/model.safetensors")))
+    float8.EMULATES = False
+    return found
+
+
+def sums(state: dict[str, torch.Tensor]) -> float:
+    return sum(value.double().abs().sum().item() for value in state.values())
+
+
+@NEEDS_TORCHAO
+def test_what_is_saved_has_the_dtype_of_the_parameters(ranks, tmp_path):
+    start, trained_to, loaded, exported = ranks.run(2, saved_and_loaded, str(tmp_path))[0]
+    assert start != trained_to == loaded == exported
 
 
 @NEEDS_TORCHAO

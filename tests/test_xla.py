@@ -100,6 +100,7 @@ def test_what_torch_xla_reads_of_the_environment():
     assert xla.variables(on_cpu, {}) == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_DOWNCAST_BF16": "1"}
     assert xla.variables(config(), {}) == {"PJRT_DEVICE": "TPU"}
     assert xla.variables(config(), {"PJRT_DEVICE": "CPU"}) == {}
+    assert xla.variables(config(use_cpu=True), {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}) == {}
 
 
 # ---- pods ----

@@ -102,11 +102,9 @@ def versions_problem(torch: str | None, torch_xla: str | None) -> str | None:
 
 def variables(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
     """What torch_xla reads of the environment before it starts, for this configuration; what is `inherited` stays."""
-    found = {}
+    found = {"PJRT_DEVICE": "TPU"}
     if config.use_cpu:
         found = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.processes_per_machine)}
-    elif "PJRT_DEVICE" not in inherited:
-        found = {"PJRT_DEVICE": "TPU"}
     if config.downcast_bf16:
         found["XLA_DOWNCAST_BF16"] = "1"
-    return found
+    return {name: value for name, value in found.items() if name not in inherited}

@@ -43,7 +43,7 @@ class Devices:
 
 
 _started: list[Devices] = []
-"""The devices, once they are started: for good, as long as the process lives."""
+"""The devices, once they are started: for good, as long as the process lives. A later start may arrange them anew."""
 
 
 def is_started() -> bool:
@@ -66,9 +66,8 @@ def start(config: Config, processes: int) -> Devices:
         raise MachineError(problem)
     if problems := settings.problems(config):
         raise ConfigError(problems)
-    if _started:
-        return _started[0]
-    env.update(settings.variables(config, env.copy()))
+    if not _started:
+        env.update(settings.variables(config, env.copy()))
     runtime = import_module("torch_xla.runtime")
     runtime.use_spmd()
     device, count = import_module("torch_xla").device(), runtime.global_runtime_device_count()
@@ -80,7 +79,7 @@ def start(config: Config, processes: int) -> Devices:
     replicate, shard = _sizes(config, count, processes)
     numpy = import_module("numpy")
     mesh = import_module("torch_xla.distributed.spmd").Mesh(numpy.arange(count), (replicate, shard), BATCH)
-    _started.append(Devices(device, mesh, replicate, shard, processes))
+    _started[:] = [Devices(device, mesh, replicate, shard, processes)]
     return _started[0]
 
 

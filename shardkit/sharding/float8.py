@@ -35,6 +35,8 @@ EMULATES = False
 
 def problem(kind: Kind, device: torch.device) -> str | None:
     """Why this rank cannot compute in it, in words; None where it can. Nothing else is computed instead."""
+    if EMULATES:
+        return missing(kind)
     found, needed = accelerators.capability(device), EIGHT_BITS[kind]
     if found is None or found[0] + found[1] / 10 < needed:
         has = device.type if found is None else f"{accelerators.name_of(device)}, {found[0]}.{found[1]}"
