@@ -200,7 +200,6 @@ def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
             "shardkit.yaml:5:1: dynamo_config: this backend is not supported (got aot_eager); use INDUCTOR.",
             "shardkit.yaml:7:22: compute_environment: is not supported (got 'AMAZON_SAGEMAKER'); SageMaker jobs are",
             "shardkit.yaml:8:19: distributed_type: is not supported (got 'MULTI_XPU'); this kind of device is not",
-            "shardkit.yaml:9:18: mixed_precision: is not supported (got 'fp8'); fp8 is not supported; use",
             "shardkit.yaml:10:1: region: SageMaker jobs are not started here",
             "shardkit.yaml:12:25: fsdp_config.fsdp_state_dict_type: is not supported (got 'LOCAL_STATE_DICT'); it only",
         ]

@@ -16,7 +16,7 @@ from shardkit.config.meaning import MeshSizes, mesh_sizes
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
-from shardkit.errors import ConfigError, ModelError
+from shardkit.errors import ConfigError, MachineError, ModelError
 from shardkit.sharding import fsdp_unit
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.activation import checkpoint_blocks
@@ -674,6 +674,15 @@ def memory_is_given_back() -> int:
 
 def test_nothing_keeps_the_whole_parameters(ranks):
     assert ranks.run(2, memory_is_given_back) == [0, 0]
+
+
+def test_a_torch_without_all_of_fsdp2_is_refused():
+    for version in ("2.11.0", "2.13.0+cpu", "2.15.0a0+git1234"):
+        engine.refuse_old(version)
+    with pytest.raises(
+        MachineError, match=r"FSDP: needs torch 2\.11 or newer \(got 2\.9\.0\+cu128, which is enough for"
+    ):
+        engine.refuse_old("2.9.0+cu128")
 
 
 def test_a_torch_that_nobody_has_tried_is_said_once(caplog):

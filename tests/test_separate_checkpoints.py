@@ -541,8 +541,8 @@ def test_code_replaces_the_file_and_the_table_says_so(tmp_path, capsys):
     assert any(line.strip() == "Accelerator(mixed_precision=...): mixed_precision no" for line in lines)
     assert any(f"{path}:" in line for line in lines) and any("use_cpu True (line 2)" in line for line in lines)
     assert "mixed_precision: no from Accelerator(mixed_precision=...) replaces bf16 from" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"unknown precision \(got 'fp8'\); use no, fp16 or bf16"):
-        Accelerator(mixed_precision="fp8", config=path)
+    with pytest.raises(ConfigError, match=r"unknown precision \(got 'fp4'\); use no, fp16, bf16, fp8"):
+        Accelerator(mixed_precision="fp4", config=path)
     with pytest.raises(ConfigError, match=r"must be an integer of at least 1 \(got 0\)"):
         accelerator.gradient_accumulation_steps = 0
 

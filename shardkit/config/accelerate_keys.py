@@ -25,7 +25,6 @@ class Translation:
 INSTEAD = {
     "deepspeed_config": "DeepSpeed is not run here; use fsdp_config (ZeRO 2 is SHARD_GRAD_OP, ZeRO 3 is FULL_SHARD)",
     "megatron_lm_config": "Megatron-LM is not run here; use fsdp_config",
-    "fp8_config": "fp8 is not supported; use mixed_precision: bf16",
     "mpirun_config": "MPI is not used here; start several CPU processes with `shardkit launch --cpu -n 2 SCRIPT.py`",
     "ipex_config": "Intel's extension is not used here; plain torch has bf16 on the CPU: mixed_precision: bf16",
 }
@@ -51,7 +50,6 @@ REFUSED_VALUES: dict[Path, dict[str, str]] = {
         "torch's implementation fails in its first step; use power_sgd",
     ),
     ("compute_environment",): {"AMAZON_SAGEMAKER": INSTEAD["region"]},
-    ("mixed_precision",): {"fp8": INSTEAD["fp8_config"]},
     ("fsdp", "state_dict_type"): {
         "LOCAL_STATE_DICT": "it only loads on the same number of ranks; use SHARDED_STATE_DICT, which loads on any"
     },
@@ -111,6 +109,21 @@ def _mpirun(key: str, value: Any) -> Translation:
     """Accelerate writes `mpirun_ccl: '1'` next to a default host file."""
     hosts = value.get("mpirun_hostfile") if isinstance(value, Mapping) else value
     return _refuse(key, hosts)
+
+
+def _fp8(key: str, value: Any) -> Translation:
+    """How Accelerate computes in fp8. shardkit does it with torchao (AO), by the recipe that has all-gathers in fp8."""
+    if _is_empty(value):
+        return Translation()
+    settings = {str(name).lower(): inner for name, inner in (value if isinstance(value, Mapping) else {}).items()}
+    backend = str(settings.pop("backend", None) or value).upper()
+    if backend not in ("AO", "TORCHAO"):
+        text = "fp8 is computed with torchao here; write backend: AO, or mixed_precision: bf16"
+        return Translation(problems=[_refusal(text, backend if isinstance(value, Mapping) else value)])
+    settings.pop("enable_fsdp_float8_all_gather", None)
+    chosen = [name for name, inner in settings.items() if not _is_empty(inner)]
+    text = f"{', '.join(chosen)} cannot be chosen here; leave it out"
+    return Translation(problems=[_refusal(text, settings[chosen[0]])] if chosen else [])
 
 
 def _half_precision(key: str, value: Any) -> Translation:
@@ -177,6 +190,7 @@ _TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Translation]]] = {
     (): {
         **dict.fromkeys(INSTEAD, _refuse),
         "mpirun_config": _mpirun,
+        "fp8_config": _fp8,
         "fp16": _half_precision,
         "bf16": _half_precision,
         "parallelism_config": _parallelism,

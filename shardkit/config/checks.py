@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardkit.config.meaning import dtypes, given_sizes
+from shardkit.config.meaning import dtypes, eight_bits, given_sizes
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ConfigError
 
@@ -24,7 +24,7 @@ class Finding:
 
 def problems(config: Config) -> list[Finding]:
     """Problems: the configuration cannot run."""
-    rules = (_processes, _type_and_processes, _mesh, _offload, _gpus, _names, _texts, _ddp, _profile)
+    rules = (_processes, _type_and_processes, _mesh, _offload, _eight_bits, _gpus, _names, _texts, _ddp, _profile)
     return [finding for rule in rules for finding in rule(config)]
 
 
@@ -76,6 +76,12 @@ def _offload(config: Config) -> Iterator[Finding]:
     if config.fsdp.offload_params and config.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
         keys = ("fsdp.offload_params", "fsdp.sharding_strategy")
         yield Finding(keys, "needs a sharding strategy (got NO_SHARD); write FULL_SHARD, or turn offload off.")
+
+
+def _eight_bits(config: Config) -> Iterator[Finding]:
+    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+    if on_cpu and (kind := eight_bits(config)):
+        yield Finding(("mixed_precision", "use_cpu"), f"{kind} needs a GPU (got a run on the CPU); write bf16.")
 
 
 def _gpus(config: Config) -> Iterator[Finding]:

@@ -13,6 +13,8 @@ from shardkit.config.scheduler import Scheduler, scheduler
 _CGROUP = Path("/sys/fs/cgroup")
 # bf16 needs an NVIDIA GPU of compute capability 8.0 or newer (CUDA C++ Programming Guide, arithmetic instructions).
 _BF16_CAPABILITY = 8.0
+EIGHT_BITS = {"fp8": 8.9, "mxfp8": 10.0}
+"""The same for products of matrices in fp8, and in fp8 with a scale for each 32 numbers (PTX ISA, mma and tcgen05)."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Device:
     @property
     def has_bf16(self) -> bool:
         return self.capability is None or self.capability >= _BF16_CAPABILITY
+
+    def multiplies_in(self, dtype: str) -> bool | None:
+        """Whether it multiplies matrices in fp8 or mxfp8; None where that is not known."""
+        return None if self.capability is None else self.capability >= EIGHT_BITS[dtype]
 
 
 @dataclass(frozen=True)

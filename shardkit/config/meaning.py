@@ -5,6 +5,7 @@ Pure functions of a Config (and the world size where needed), used by checks, la
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig
 from shardkit.errors import ConfigError
@@ -12,7 +13,8 @@ from shardkit.errors import ConfigError
 # Gradients of these dtypes are accumulated without a cast, regardless of the configuration.
 WIDE = {"float64", "complex64", "complex128"}
 
-_IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+_IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "mxfp8": "bf16"}
+_XLA_DTYPES: dict[str, Dtype] = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -76,5 +78,23 @@ def reshards_after_forward(fsdp: FsdpConfig) -> bool:
 def dtypes(config: Config) -> Dtypes:
     """The configured dtypes; outputs under mixed precision and reduction are fp32 unless set."""
     section = config.shardkit.precision
-    param = section.param_dtype or _IMPLIED[config.mixed_precision]
+    param = section.param_dtype or _IMPLIED[config.mixed_precision] or _but_fp32(xla_compute_dtype(config))
     return Dtypes(param, section.reduce_dtype or "fp32", section.output_dtype or ("fp32" if param else None))
+
+
+def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:
+    """What Linear layers inside of blocks multiply in, where that is less than the compute dtype."""
+    return config.mixed_precision if config.mixed_precision in ("fp8", "mxfp8") else None
+
+
+def xla_compute_dtype(config: Config) -> Dtype | None:
+    """The `compute_dtype` of PyTorch/XLA's own settings; None where there is none, or it is none that TPUs have."""
+    if config.mode != "xla":
+        return None
+    name = str(config.xla_fsdp_settings.get("compute_dtype", "")).removeprefix("torch.").lower()
+    return _XLA_DTYPES.get(name)
+
+
+def _but_fp32(dtype: Dtype | None) -> Dtype | None:
+    """What parameters in fp32 have to be cast to."""
+    return None if dtype == "fp32" else dtype

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-MixedPrecision = Literal["no", "fp16", "bf16"]
+MixedPrecision = Literal["no", "fp16", "bf16", "fp8", "mxfp8"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 RendezvousBackend = Literal["static", "c10d", "etcd-v2", "etcd"]
@@ -507,13 +507,13 @@ class Config(Section):
     """How ranks share the work: FSDP (see fsdp_config), MULTI_GPU or MULTI_CPU (DDP), XLA (TPU), NO (one process)."""
 
     mixed_precision: Annotated[MixedPrecision, BeforeValidator(read_precision)] = "no"
-    """Compute dtype: no (fp32), fp16 (with loss scaling), bf16."""
+    """Compute dtype: no (fp32), fp16 (with loss scaling), bf16; fp8, mxfp8: bf16, Linear layers in 8 bits (torchao)."""
 
     num_machines: Count = Field(1, ge=1, le=100_000)
     """Number of machines."""
 
     num_processes: Count = Field(1, ge=1, le=1_000_000)
-    """Number of ranks in total, over all machines."""
+    """Number of ranks in total, over all machines; on TPU of devices, those of a machine being one rank's."""
 
     machine_rank: Count = Field(0, ge=0)
     """This machine's number, from 0; usually given at launch: --machine-rank."""
@@ -543,7 +543,7 @@ class Config(Section):
     """Name of the script's training function; used on TPU only."""
 
     downcast_bf16: Bool = False
-    """On TPU: compute both double and float in bf16."""
+    """On TPU: keep every float in bf16, parameters and optimizer state too (XLA_DOWNCAST_BF16), instead of fp32."""
 
     enable_cpu_affinity: Bool = False
     """Pin each rank to the cores next to its GPU."""
@@ -555,13 +555,13 @@ class Config(Section):
     """Settings that Accelerate does not have."""
 
     xla: Bool = False
-    """On TPU: train with PyTorch/XLA's FSDP."""
+    """On TPU: spread parameters over all devices, as FSDP does; false: a whole model on each."""
 
     xla_fsdp_v2: Bool = False
-    """On TPU: use the SPMD version of PyTorch/XLA's FSDP."""
+    """For Accelerate: which of PyTorch/XLA's two FSDPs. shardkit always trains with SPMD, the second."""
 
     xla_fsdp_settings: dict[str, Any] = Field(default_factory=dict)
-    """On TPU: PyTorch/XLA's own FSDP settings, passed through."""
+    """On TPU: of PyTorch/XLA's own FSDP settings, compute_dtype; the others have no meaning in SPMD."""
 
     xla_fsdp_grad_ckpt: Bool = False
     """On TPU: recompute activations in backward."""
@@ -573,10 +573,10 @@ class Config(Section):
     """Zone of the TPU."""
 
     tpu_use_cluster: Bool = False
-    """Whether the TPU is a pod of several machines."""
+    """Whether `launch` starts the run on all machines of a TPU pod, with gcloud, from where it is typed."""
 
     tpu_use_sudo: Bool = False
-    """Whether commands on the TPU's machines need sudo."""
+    """Whether training on a pod's machines is started with sudo."""
 
     tpu_env: Lines = Field(default_factory=list)
     """Environment variables for the TPU's machines, as NAME=value."""
@@ -585,7 +585,7 @@ class Config(Section):
     """Names of the TPU's machines."""
 
     commands: Lines = Field(default_factory=list)
-    """Commands that run on the TPU's machines before training."""
+    """Commands that run on a pod's machines before training."""
 
     command_file: Text = None
     """File with such commands."""

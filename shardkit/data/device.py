@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed import xla
+
 
 def to_device(value: Any, device: torch.device | None) -> Any:
-    """The same structure of dicts, lists, tuples and objects with `.to`, with every tensor on the device."""
+    """The same nesting of dicts, lists, tuples and objects with `.to`, every tensor on the device: on XLA
+    devices each with its part of the batch."""
     if device is None:
         return value
     if isinstance(value, torch.Tensor):
+        if device.type == "xla" and value.device.type == "cpu":
+            return xla.spread_batch(value)
         return value.to(device, non_blocking=value.device.type == "cpu" and value.is_pinned())
     if callable(getattr(value, "to", None)):
         return value.to(device)

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.distributed import xla
+
 # Devices on which torch has no collectives: one process.
 ALONE = ("mps",)
 
 
 def kind() -> str | None:
-    """The accelerator's name as a device type (`cuda`, `xpu`, `npu`, ...); None where this machine has none."""
+    """The accelerator's name as a device type (`cuda`, `xpu`, `npu`, ...); None where this machine has none.
+    PyTorch/XLA is an accelerator once it is started: a process computes on nothing else then."""
+    if xla.is_started():
+        return "xla"
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
@@ -36,6 +41,8 @@ def take(index: int) -> torch.device:
 def is_used() -> bool:
     """Whether this process has initialized its accelerator, so that forked processes cannot use it."""
     found = kind()
+    if found == "xla":
+        return True
     begun = getattr(_module(torch.device(found)), "is_initialized", None) if found else None
     return bool(begun is not None and begun())
 
@@ -45,19 +52,29 @@ def backend_for(device: torch.device) -> str:
 
     torch also finds a backend that an extension has registered for its device.
     """
-    if device.type == "cpu" or device.type in ALONE:
+    if device.type in ("cpu", "xla") or device.type in ALONE:
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def name_of(device: torch.device) -> str:
     """The hardware's name, where the device module has one; else the device type."""
+    if device.type == "xla":
+        return xla.name_of_hardware()
     tell = getattr(_module(device), "get_device_name", None) if device.type != "cpu" else None
     return str(tell(device)) if tell is not None else device.type
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None where the device has none, or does not tell."""
+    tell = getattr(_module(device), "get_device_capability", None) if device.type == "cuda" else None
+    return None if tell is None else tell(device)
+
+
 def peak_bytes(device: torch.device) -> int:
     """Peak memory of tensors on the device so far."""
+    if device.type == "xla":
+        return 0
     return torch.accelerator.max_memory_allocated(device)
 
 
@@ -69,17 +86,22 @@ def empty_cache() -> None:
 
 def can_pin() -> bool:
     """Whether host memory can be pinned for faster copies to the accelerator."""
-    return kind() not in (None, *ALONE)
+    return kind() not in (None, "xla", *ALONE)
 
 
 def random_state() -> tuple[str, torch.Tensor] | None:
     """(the accelerator's kind, its generator state); None without one."""
     found = kind()
+    if found == "xla":
+        return found, xla.random_state()
     return None if found is None else (found, _module(torch.device(found)).get_rng_state())
 
 
 def set_random_state(state: torch.Tensor) -> None:
     """Sets the state of the accelerator's generator; the state must come from the same kind of device."""
+    if kind() == "xla":
+        xla.set_random_state(state)
+        return
     _module(torch.device(kind() or "cpu")).set_rng_state(state)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardkit.distributed import accelerators, control
+from shardkit.distributed import accelerators, control, xla
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 
@@ -146,8 +146,13 @@ def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
 
 
+def _is_of_all(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is that of all ranks together already: the only rank's, or one on XLA devices."""
+    return world_size() == 1 or xla.is_xla(tensor)
+
+
 def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
-    if world_size() == 1:
+    if _is_of_all(tensor):
         return tensor
     placed = _placed(tensor)
     parts = [torch.empty_like(_bytes(placed)) for _ in range(world_size())]
@@ -162,16 +167,17 @@ def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Ten
         value = value.to(torch.int64)
     if reduction == "mean" and not value.is_floating_point() and not value.is_complex():
         value = value.to(torch.get_default_dtype())
+    if _is_of_all(tensor):
+        return value * scale if scale != 1.0 else value.clone()
     value = _placed(value).clone()
-    if world_size() > 1:
-        dist.all_reduce(value, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM))
+    dist.all_reduce(value, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM))
     if reduction == "mean":
         value = value / world_size()
     return (value * scale if scale != 1.0 else value).to(tensor.device)
 
 
 def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
-    if world_size() == 1:
+    if _is_of_all(tensor):
         return tensor
     moved = _bytes(_placed(tensor.detach())).clone()
     dist.broadcast(moved, src=from_process)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardkit import env
 from shardkit.config import tasks
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import accelerators, control, same_config, stores
+from shardkit.distributed import accelerators, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
@@ -77,12 +77,14 @@ def _script() -> str:
 
 
 def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
-    """The configuration with the launched number of ranks.
+    """The configuration with the launched number of ranks; on TPUs with the number of devices, which are started.
 
     `chosen`: the explicitly set keys, and where. Raises ConfigError where one contradicts the launch; only warns where
     the script was started without a launcher, as for debugging.
     """
     ranks = launched()
+    if config.mode == "xla":
+        return _with_devices(config, chosen, ranks)
     if ranks.world_size == 1 and env.ranks() is None and (text := tasks.left_alone(env.copy())):
         log.warning("%s", text)
     if config.num_processes != ranks.world_size and "num_processes" in chosen:
@@ -95,11 +97,6 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
         log.warning(
             "%s, but this script was started without a launcher; start it with: shardkit launch %s", text, _script()
         )
-    if config.mode == "xla":
-        raise MachineError(
-            "distributed_type: XLA: the Accelerator trains on CPU and CUDA (got XLA); use FSDP here, or train on the "
-            "TPU with PyTorch/XLA itself."
-        )
     config = config.model_copy(update={"num_processes": ranks.world_size})
     if config.mode == "single" and "distributed_type" not in chosen and ranks.world_size > 1:
         config = config.model_copy(update={"distributed_type": DistributedType.FSDP})
@@ -109,6 +106,18 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
             "use FSDP, MULTI_GPU or MULTI_CPU, or launch one process."
         )
     return config
+
+
+def _with_devices(config: Config, chosen: Mapping[str, str], ranks: env.Ranks) -> Config:
+    """The configuration with as many processes as there are XLA devices: Accelerate's word for those. ConfigError
+    where somebody has chosen another number."""
+    found = xla.start(config, ranks.world_size).count
+    if "num_processes" in chosen and config.num_processes != found:
+        raise ConfigError(
+            f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for (got {found} XLA devices); on "
+            "a TPU it is the number of all its devices."
+        )
+    return config.model_copy(update={"num_processes": found})
 
 
 def start(config: Config) -> Process:
@@ -169,6 +178,8 @@ def leave() -> None:
 
 def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]:
     """(the problem or None, the device of this rank)."""
+    if config.mode == "xla":
+        return None, xla.devices().device
     cpu, kind = torch.device("cpu"), accelerators.kind()
     if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or kind is None:
         return None, cpu

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardkit.distributed import accelerators
+from shardkit.distributed import accelerators, xla
 
 
 def capture(rank: int) -> dict[str, Any]:
@@ -77,6 +77,7 @@ def derive(seed: int, step: int, rank: int) -> None:
     number = int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:8], "big") >> 1
     random.seed(number)
     torch.manual_seed(number)
+    xla.seed(number)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(number % 2**32)

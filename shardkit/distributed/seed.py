@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed import xla
 from shardkit.distributed.collectives import rank
 
 
@@ -22,3 +23,4 @@ def set_seed(seed: int, device_specific: bool = False) -> None:
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**64)
+    xla.seed(seed)

@@ -50,7 +50,19 @@ def clean_name(name: str) -> str:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded tensor, or the plain tensor; detached, sharing its memory."""
     with torch.no_grad():  # else every call would build an autograd node
-        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        return _plain(tensor.to_local()) if is_dtensor(tensor) else tensor.detach()
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    """A part that FSDP gathers in fp8 is torchao's tensor around the values: those."""
+    module = sys.modules.get("torchao.float8.fsdp_utils")
+    kind = getattr(module, "WeightWithDynamicFloat8CastTensor", ())
+    return local._tensor if isinstance(local, kind) else local
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """All ranks' parts of a sharded tensor together, on every rank. Collective."""
+    return sharded_like(local_part(tensor), tensor).full_tensor()
 
 
 def local_rows(tensor: DTensor) -> slice:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
+from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like, whole
 from shardkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(parameter):
         return parameter
     with torch.no_grad():
-        value = parameter.full_tensor().detach()
+        value = whole(parameter)
         value.grad = parameter.grad.full_tensor() if is_dtensor(parameter.grad) else parameter.grad
     return value
 

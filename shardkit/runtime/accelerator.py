@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile as profiler
 from torch.utils.hooks import RemovableHandle
 
+from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
 from shardkit.data import loader as data
 from shardkit.data import padding
@@ -675,9 +676,9 @@ class Accelerator(ProcessControl, Topology):
         return self.is_main_process
 
     @property
-    def fp8_backend(self) -> None:
-        """None: fp8 is not supported."""
-        return
+    def fp8_backend(self) -> str | None:
+        """AO (torchao) where Linear layers are computed in 8 bits, else None."""
+        return "AO" if eight_bits(self.config) else None
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return prepare.own_parameters(self._run, parameters)

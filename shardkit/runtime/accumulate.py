@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardkit.data.loader import PreparedLoader, active_loader
-from shardkit.distributed import progress
+from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
 from shardkit.sharding.gradient_sync import deferred, finish_deferred
 from shardkit.sharding.mixed_losses import keep_plain
@@ -130,6 +130,7 @@ class Accumulation:
                 yield
         finally:
             self.is_inside = False
+        xla.flush()
         if self._is_full:
             self.counters.micro_step = 0
 
@@ -218,6 +219,7 @@ class Accumulation:
 
     def note_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
         """Counts steps: the first optimizer that steps begins a step, and one that steps again begins the next."""
+        xla.flush()
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
         self._samples_since_step = 0
@@ -274,6 +276,7 @@ class Accumulation:
         collective and no window is open. (A loop that rank 0 runs alone must not wait for the others.)
         """
         progress.post("data", self.counters.step)
+        xla.flush()
         met, self._have_ranks_met = self._have_ranks_met, False
         if self._boundary_is_due and loader is self._boundary_loader:
             self._boundary_is_due = False

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from shardkit.checkpoint import paths
 from shardkit.distributed.control import words
-from shardkit.distributed.tensors import is_dtensor
+from shardkit.distributed.tensors import is_dtensor, whole
 from shardkit.errors import CheckpointSaveError, UsageError
 
 
@@ -21,7 +21,7 @@ def prepared(value: Any) -> Any:
     """The object with sharded tensors gathered. Collective where there are any."""
     if isinstance(value, Mapping):
         return {key: prepared(item) for key, item in value.items()}
-    return value.full_tensor() if is_dtensor(value) else value
+    return whole(value) if is_dtensor(value) else value
 
 
 def save(value: Any, path: str | Path) -> None:

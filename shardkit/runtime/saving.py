@@ -21,6 +21,7 @@ from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
 from shardkit.distributed.tensors import is_dtensor
+from shardkit.distributed.tensors import whole as all_of
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import state_hooks
@@ -361,7 +362,7 @@ def get_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name, tensor in state.model_tensors(model).items():
-        full = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        full = all_of(tensor) if is_dtensor(tensor) else tensor
         if rank == 0:
             whole[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
     return whole

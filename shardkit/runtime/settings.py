@@ -189,7 +189,8 @@ def _set_names(section: BaseModel, prefix: str = "") -> list[str]:
 def _check_arguments(mixed_precision: str | None, gradient_accumulation_steps: int | None) -> None:
     if mixed_precision is not None and read_precision(mixed_precision) not in get_args(MixedPrecision):
         raise ConfigError(
-            f"Accelerator(mixed_precision=...): unknown precision (got {mixed_precision!r}); use no, fp16 or bf16."
+            f"Accelerator(mixed_precision=...): unknown precision (got {mixed_precision!r}); "
+            "use no, fp16, bf16, fp8 or mxfp8."
         )
     if gradient_accumulation_steps is not None:
         check_accumulation(gradient_accumulation_steps)

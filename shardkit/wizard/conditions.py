@@ -115,3 +115,9 @@ def gpu_without_bf16(s: Situation) -> str | None:
     if s.on_tpu or s.where == ELSEWHERE:
         return None
     return next((device.name for device in s.hardware.devices if not device.has_bf16), None)
+
+
+def has_eight_bits(s: Situation, dtype: str) -> bool:
+    """Whether all GPUs that will be used multiply in fp8 or mxfp8."""
+    devices = s.hardware.devices
+    return not s.on_cpu and bool(devices) and all(device.multiplies_in(dtype) for device in devices)

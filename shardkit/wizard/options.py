@@ -9,11 +9,15 @@ from shardkit.model.describe import count_text
 from shardkit.plan import devices
 from shardkit.sizes import in_words
 from shardkit.wizard import defaults, numbers
-from shardkit.wizard.conditions import gpu_without_bf16, why_not
+from shardkit.wizard.conditions import gpu_without_bf16, has_eight_bits, why_not
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import show
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
 
+EIGHT_BIT_TEXTS = {
+    "fp8": "bf16 with Linear layers and their all-gathers in fp8 (torchao); large layers are faster",
+    "mxfp8": "bf16 with Linear layers in fp8, a scale for each 32 numbers (torchao)",
+}
 STRATEGY_TEXTS = {
     ShardingStrategy.FULL_SHARD: "parameters, gradients and optimizer state sharded; least memory",
     ShardingStrategy.SHARD_GRAD_OP: "as 1, but parameters stay gathered until backward; less traffic",
@@ -64,10 +68,16 @@ def precision(s: Situation) -> Sequence[Option]:
     reason = "needs a GPU" if (s.on_cpu or s.on_tpu) and said != "fp16" else ""
     old = gpu_without_bf16(s)
     no_bf16 = f"{old} does not support it" if old and not s.on_cpu and said != "bf16" else ""
+    eight_bits = [
+        Option(name, name, text)
+        for name, text in EIGHT_BIT_TEXTS.items()
+        if said == name or (not s.on_tpu and s.where != ELSEWHERE and has_eight_bits(s, name))
+    ]
     return (
         Option("bf16", "bf16", "same range as fp32, no loss scaling", disabled=no_bf16),
         Option("fp16", "fp16", "for GPUs without bf16; the loss is scaled for you", disabled=reason),
         Option("no", "no", "fp32 throughout: most memory, slowest"),
+        *eight_bits,
     )
 
 
