@@ -8,7 +8,7 @@ TORCH_newest := 2.15.*
 # For `make gpu` on a machine without a network: a folder of wheels of the small dependencies. torch is the machine's own.
 WHEELS ?=
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
-.PHONY: demo test test-fast test-faults test-loops test-compat test-oldest test-newest gpu lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops test-compat test-slurm test-ray test-oldest test-newest gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -20,10 +20,10 @@ demo: .venv/.ready
 	$(BIN)/python templates/demo.py
 
 test: .venv/.ready lint
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat"
+	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not slurm and not ray"
 
 test-fast: .venv/.ready
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not slow"
+	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not slurm and not ray and not slow"
 
 test-faults: .venv/.ready
 	$(BIN)/python -m pytest -m faults
@@ -34,6 +34,12 @@ test-loops: .venv/.ready
 test-compat: .venv/.ready
 	$(BIN)/python -m pytest -m compat
 
+test-slurm: .venv/.ready
+	$(BIN)/python -m pytest -m slurm tests/test_slurm.py
+
+test-ray: .venv/.ready
+	$(BIN)/python -m pytest -m ray tests/test_ray.py
+
 .venv-oldest/.ready .venv-newest/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_$(patsubst .venv-%,%,$(@D)))'
@@ -41,7 +47,7 @@ test-compat: .venv/.ready
 	touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat"
+	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat and not slurm and not ray"
 
 .venv-gpu/.ready: pyproject.toml
 	$(PYTHON) -m venv --system-site-packages .venv-gpu

@@ -44,12 +44,14 @@ def _skypilot(variables: Mapping[str, str]) -> Scheduler | None:
     if "SKYPILOT_NODE_RANK" not in variables:
         return None
     addresses = variables.get("SKYPILOT_NODE_IPS", "").split()
+    job = variables.get("SKYPILOT_TASK_ID")
     return Scheduler(
         "SkyPilot",
         number(variables, "SKYPILOT_NUM_NODES") or len(addresses) or 1,
         number(variables, "SKYPILOT_NODE_RANK"),
         addresses[0] if addresses else None,
-        variables.get("SKYPILOT_TASK_ID"),
+        job,
+        port_of(job) if job else None,
         ranks_per_machine=number(variables, "SKYPILOT_NUM_GPUS_PER_NODE") or None,
     )
 
