@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.checkpoint.verify import verify
 from shardkit.cli.main import run
 from shardkit.config import files
 from shardkit.ray import configuration_for
@@ -89,7 +88,7 @@ def test_reported_checkpoints_bring_a_failed_run_back(folder):
     reported = sorted((folder / "ray" / "dies").glob("step-*"))
     assert [path.name for path in reported] == ["step-00000004", "step-00000008", "step-00000012"]
     for path in reported:
-        assert not verify(path).problems
+        assert run(["checkpoint", "verify", str(path)]) == 0
 
 
 @needs_ray

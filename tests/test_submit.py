@@ -380,7 +380,7 @@ def ssh(tmp_path) -> str:
     program = tmp_path / "ssh here"
     program.write_text(
         '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\necho "$1" >> "$0.hosts"\n'
-        'cd / && exec setsid --wait bash -c "$2"\n'
+        'cd / && exec setsid --wait env --default-signal=TERM,HUP,INT bash -c "$2"\n'
     )
     program.chmod(0o755)
     return shlex.join([str(program), "-o"])
