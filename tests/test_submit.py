@@ -250,7 +250,7 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train.py"], "--to: which engine? (got none); add --to slurm, or another of kubeflow|slurm, kubeflow"),
+        (["train.py"], "--to: which engine? (got none); add --to slurm, or one of kubeflow"),
         (["--to", "slurm"], "submit: no script is named; write: shardkit submit --to ENGINE SCRIPT.py"),
         (
             ["--to", "slurm", *IMAGE, "train.py"],

@@ -82,8 +82,8 @@ def _check_pods(variables: Mapping[str, str]) -> None:
     if "LOCAL_RANK" not in variables and each > 1 and variables.get("WORLD_SIZE") != "1":
         raise ConfigError(
             f"launch: this pod should have {each} ranks (PET_NPROC_PER_NODE), and this is one process "
-            f"(got no LOCAL_RANK, RANK={variables.get('RANK')!r}, WORLD_SIZE={variables.get('WORLD_SIZE')!r}); start it "
-            "with `shardkit launch` in each pod."
+            f"(got no LOCAL_RANK, RANK={variables.get('RANK')!r}, WORLD_SIZE={variables.get('WORLD_SIZE')!r}); start "
+            "it with `shardkit launch` in each pod."
         )
 
 

@@ -1,5 +1,6 @@
 """The engines by name: how each renders a job, what it refuses, and the program that takes its file."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -87,6 +88,9 @@ def find(name: str) -> Engine:
     """The engine of that name. UsageError where there is none."""
     if name in ENGINES:
         return ENGINES[name]
+    if not name:
+        first, *rest = ENGINES
+        raise UsageError(f"--to: which engine? (got none); add --to {first}, or one of {', '.join(rest)}.")
     near = get_close_matches(name, ENGINES, 1)
     hint = f"did you mean {near[0]}?" if near else f"use {', '.join(ENGINES)}."
     raise UsageError(f"--to: no such engine (got {name!r}); {hint}")
@@ -95,6 +99,8 @@ def find(name: str) -> Engine:
 def problems(engine: Engine, job: Job, flags: set[str]) -> list[str]:
     """What is wrong with a job for this engine. `flags`: those that were given, of those that not every engine has."""
     found = []
+    if re.search(r"[^A-Za-z0-9_.-]", job.name):
+        found.append(f"--name: is made of letters, digits, dots and dashes (got {job.name!r}); give another --name.")
     for flag in sorted(flags - engine.flags):
         able = ", ".join(one.name for one in ENGINES.values() if flag in one.flags)
         found.append(f"{flag}: means nothing to {engine.name} (it is for {able}); leave it out.")

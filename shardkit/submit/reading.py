@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardkit.errors import ConfigError, UsageError
+from shardkit.errors import UsageError
+from shardkit.plan.devices import read_bytes
 from shardkit.submit.job import Volume
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -25,8 +26,10 @@ def seconds(text: str) -> int:
     return total
 
 
-def hosts(path: Path, ranks: int | None) -> tuple[str, ...]:
+def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
     """The hosts of a file, one a line, `name slots=8`; `#` begins a comment. `ranks`: of each machine, if known."""
+    if path is None:
+        raise UsageError("--hosts: on which hosts? (got none); add --hosts FILE with a host on each line.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -90,6 +93,9 @@ def options(words: Sequence[str]) -> dict[str, str]:
     return {key.strip().lstrip("-"): value.strip() for key, _, value in (word.partition("=") for word in words)}
 
 
-def lines_of(error: ConfigError | UsageError) -> list[str]:
-    """The problems of an error, one a line."""
-    return str(error).splitlines()
+def size(text: str) -> int:
+    """`500GiB` in bytes."""
+    found = read_bytes(text)
+    if found is None:
+        raise UsageError(f"--memory: not a size (got {text!r}); write 500GiB.")
+    return found

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.model.sources import describe
-from shardkit.plan.answer import Request, configured_strategy, row
+from shardkit.plan.answer import PlanRequest, configured_strategy, row
 from shardkit.plan.devices import Device
 from shardkit.sizes import in_words
 
@@ -31,7 +31,7 @@ def sized(
     config: Config, model: str, device: Device, batch_size: int | None, seq_len: int | None, steps: int | None
 ) -> Sizes:
     """The plan for a configuration, in closed form with AdamW. Raises what the model's description raises."""
-    request = Request(
+    request = PlanRequest(
         description=describe(model),
         config=config,
         world_size=config.num_processes,
