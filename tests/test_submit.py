@@ -411,6 +411,15 @@ def test_ssh_starts_a_launch_on_each_host_and_passes_a_signal_on(ssh, tmp_path):
     )
 
 
+def test_a_wish_to_stop_is_passed_on(tmp_path):
+    Path("waits.sh").write_text("trap 'echo told; exit 75' TERM\necho ready\nwhile :; do sleep 0.05; done\n")
+    code = "import sys; from shardkit.submit.sending import _code_of; sys.exit(_code_of(['bash', 'waits.sh']))"
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None and running.stdout.readline() == "ready\n"
+    running.send_signal(signal.SIGTERM)
+    assert running.communicate(timeout=60)[0] == "told\n" and running.returncode == 75
+
+
 @pytest.mark.slow
 def test_a_host_that_fails_ends_the_job_of_all_with_its_code(ssh):
     Path("fails.py").write_text(

@@ -1,8 +1,10 @@
 """What is done with a finished file: checked without starting anything, or handed to the engine's program."""
 
 import shutil
+import signal
 import subprocess
 import tempfile
+from collections.abc import Callable
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,18 +73,35 @@ def submit(engine: Engine, text: str, path: Path | None) -> None:
             "the file with --output and take it there."
         )
     if "FILE" not in engine.submit:
-        code = subprocess.run(engine.submit, input=text, text=True, check=False).returncode
+        code = _code_of(list(engine.submit), text)
     elif path is not None:
-        code = subprocess.run(_words(engine, path), check=False).returncode
+        code = _code_of(_words(engine, path))
     else:
         with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
             path = Path(folder) / "job.yaml"
             path.write_text(text, encoding="utf-8")
-            code = subprocess.run(_words(engine, path), check=False).returncode
+            code = _code_of(_words(engine, path))
     if code:
         raise RankFailure(
             f"submit: {program} ended with code {code}; what it said is above.", code if code > 0 else 128 - code
         )
+
+
+def _code_of(words: list[str], text: str | None = None) -> int:
+    """What a program ends with. A wish to stop is passed on and its end awaited: over ssh the ranks may be saving."""
+    process = subprocess.Popen(words, stdin=None if text is None else subprocess.PIPE, text=True)
+    passed: dict[int, Callable[[int, Any], object]] = {
+        signal.SIGINT: lambda number, frame: None,  # the terminal has sent it to the program too
+        signal.SIGTERM: lambda number, frame: process.send_signal(number),
+        signal.SIGHUP: lambda number, frame: process.send_signal(number),
+    }
+    found = {number: signal.signal(number, handler) for number, handler in passed.items()}
+    try:
+        process.communicate(text)
+    finally:
+        for number, before in found.items():
+            signal.signal(number, before)
+    return process.returncode
 
 
 def _words(engine: Engine, path: Path) -> list[str]:
