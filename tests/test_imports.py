@@ -22,6 +22,7 @@ PLAN_WITHOUT_TORCH = [
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
     [f"shardkit.{name}" for name in ("bars", "leaving", "log", "sizes", "templates", "waiting")],
+    ["shardkit.storage"],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],
     PLAN_WITHOUT_TORCH,

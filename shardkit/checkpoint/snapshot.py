@@ -10,7 +10,6 @@ wait      before the next save and at the end of the run: tells what came of it
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from shardkit.checkpoint.request import Prepared
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
+from shardkit.storage.url import Place
 
 logger = get_logger(__name__)
 
@@ -44,7 +44,7 @@ class Background:
     _is_copied: threading.Event = field(default_factory=threading.Event)
     _step_hooks: list[RemovableHandle] = field(default_factory=list)
     _problem: str | None = None
-    _where: Path | None = None
+    _where: Place | None = None
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def start(

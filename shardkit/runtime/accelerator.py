@@ -53,7 +53,7 @@ from shardkit.runtime import (
 )
 from shardkit.runtime.accumulate import Counters
 from shardkit.runtime.optimizer import AcceleratedOptimizer
-from shardkit.runtime.project import ProjectConfiguration, project_of
+from shardkit.runtime.project import ProjectConfiguration, problem_of, project_of
 from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
@@ -62,6 +62,7 @@ from shardkit.runtime.turns import Turns
 from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding import mesh as layout
 from shardkit.sharding.mesh import build_mesh
+from shardkit.storage.url import Url
 from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
 
@@ -123,14 +124,16 @@ class Accelerator(Turns, Topology):
         selected = trackers.chosen(log_with)
         launched = process.check_world(chosen.config, chosen.chosen)
         place = process.start(launched)
-        place.control.agree(trackers.missing(selected) if place.is_main else None, error=UsageError)
+        project = project_of(project_dir, project_config)
+        missing = trackers.missing(selected) if place.is_main else None
+        place.control.agree(missing or problem_of(project), error=UsageError)
         supported = precision.supported(launched, place.device)
         self._run = Run(
             config=supported,
             origins=chosen.chosen,
             process=place,
             mesh=build_mesh(supported, place),
-            project=project_of(project_dir, project_config),
+            project=project,
             loops=Loops(step_scheduler_with_optimizer, device_placement),
             handlers=handlers,
             selected_trackers=selected,
@@ -412,7 +415,7 @@ class Accelerator(Turns, Topology):
         safe_serialization: bool = True,
         *,
         blocking: bool | None = None,
-    ) -> Path:
+    ) -> Path | Url:
         """Writes the whole training state; the folder. Without `output_dir` a new one in the project, named by step.
 
         With `blocking` False (by default as the configuration says) training goes on while the files are written; the
@@ -437,7 +440,7 @@ class Accelerator(Turns, Topology):
 
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
-    ) -> Path:
+    ) -> Path | Url:
         """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective.
 
         CheckpointError on all ranks, and nothing changed; or StateIncomplete where a disk failed half-way."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
+from shardkit.checkpoint import folder, in_store, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.read import Loaded, Unfinished
 from shardkit.checkpoint.request import Prepared, Request
@@ -26,6 +26,7 @@ from shardkit.log import get_logger
 from shardkit.runtime import state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.session import Session
+from shardkit.storage.url import Place, Url, place_of
 
 logger = get_logger(__name__)
 
@@ -56,7 +57,7 @@ def met(run: Run, call: str, phase: str, error: type[CheckpointError] = Checkpoi
     return session
 
 
-def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | None = None) -> Path:
+def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | None = None) -> Place:
     """The folder with the whole training state. Collective; CheckpointSaveError on all ranks where one fails.
 
     Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole, and
@@ -65,6 +66,8 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     fails, the next call raises on every rank, unless it says `blocking` True.
     """
     final = _final(run, output)
+    if isinstance(final, Url):
+        _refuse_for_store(run, final)
     session = met(run, "save_state", "save", CheckpointSaveError)
     _settle(run, is_last_chance=blocking is True)
     request = _request(run, session, final, output)
@@ -85,6 +88,20 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
         _save_beside(run, session, request, prepared)
     progress.post("saved", request.step)
     return final
+
+
+def _refuse_for_store(run: Run, final: Url) -> None:
+    """UsageError where this run's state cannot be saved into a store of objects."""
+    if run.hooks.at_save:
+        raise UsageError(
+            f"save_state: {final}: save hooks write files into a folder, which a store of objects has not; save into a "
+            "folder on a disk, or remove the hooks."
+        )
+    if state_kind(run) == "full":
+        raise UsageError(
+            f"save_state: {final}: a full state is one file that all ranks write into, which a store of objects has "
+            "not; use SHARDED_STATE_DICT, and `shardkit checkpoint merge` for whole files."
+        )
 
 
 def _settle(run: Run, is_last_chance: bool) -> None:
@@ -170,16 +187,17 @@ def forget(run: Run) -> None:
     session.unfinished = Unfinished()
 
 
-def _final(run: Run, output: str | Path | None) -> Path:
+def _final(run: Run, output: str | Path | None) -> Place:
     """Where the checkpoint is to lie."""
     if output is None:
         return folder.step_folder(root_of(run), run.counters.step)
     final = paths.named(output, "save_state")
-    paths.refuse_working_folder(final, "save_state", output)
+    if isinstance(final, Path):
+        paths.refuse_working_folder(final, "save_state", output)
     return final
 
 
-def _request(run: Run, session: Session, final: Path, output: str | Path | None) -> Request:
+def _request(run: Run, session: Session, final: Place, output: str | Path | None) -> Request:
     section, project = run.config.shardkit.checkpoint, run.project
     loaders = run.loaders
     return Request(
@@ -206,8 +224,11 @@ def _request(run: Run, session: Session, final: Path, output: str | Path | None)
 def _nothing() -> None: ...
 
 
-def _claim(session: Session, root: Path) -> None:
+def _claim(session: Session, root: Place) -> None:
     """One run a folder. On rank 0; CheckpointSaveError where another run holds it."""
+    if isinstance(root, Url):
+        session.claim = in_store.claim(root, session.run_id, session.claim)
+        return
     if session.lock is not None and session.lock.path.parent == root:
         return
     root.mkdir(parents=True, exist_ok=True)
@@ -231,7 +252,7 @@ def state_kind(run: Run) -> Any:
     return "full" if run.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT else "sharded"
 
 
-def root_of(run: Run) -> Path:
+def root_of(run: Run) -> Place:
     """The project's folder of checkpoints; UsageError where the script names none."""
     project = run.project
     if project.project_dir is None or not project.automatic_checkpoint_naming:
@@ -239,7 +260,8 @@ def root_of(run: Run) -> Path:
             "checkpoint: no folder is given (got None); give one, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
-    return Path(project.project_dir).expanduser() / locate.SERIES
+    place = place_of(project.project_dir)
+    return (place.expanduser() if isinstance(place, Path) else place) / locate.SERIES
 
 
 def _warn_of_open_window(run: Run) -> None:
@@ -270,7 +292,7 @@ def live_of(run: Run) -> Live:
     )
 
 
-def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Path:
+def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Place:
     """The folder of the state that the run now has: `path`, and no other; or the project's newest valid checkpoint.
 
     Collective. CheckpointError on all ranks, and nothing changed, where it is damaged or does not fit.
@@ -282,11 +304,20 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
         if found is None:
             raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
         return found
-    path = paths.named(path, "load_state")
+    place = paths.named(path, "load_state")
     session = _begin_load(run, "load_state")
-    _refuse_series(path, session)
+    _refuse_hooks(run, place)
+    _refuse_series(place, session)
     how = _how(run, session, data_position, strict)
-    return _loaded(run, session, read.load(live_of(run), path, session.control, **how))
+    return _loaded(run, session, read.load(live_of(run), place, session.control, **how))
+
+
+def _refuse_hooks(run: Run, place: Place) -> None:
+    if isinstance(place, Url) and run.hooks.at_load:
+        raise UsageError(
+            f"load_state: {place}: load hooks read files from a folder, which a store of objects has not; copy the "
+            "checkpoint to a disk and load that, or remove the hooks."
+        )
 
 
 def resume(run: Run) -> bool:
@@ -298,8 +329,9 @@ def resume(run: Run) -> bool:
     return _load_newest(run, "resume", root_of(run)) is not None
 
 
-def _load_newest(run: Run, call: str, root: Path, data_position: bool = True, strict: bool = True) -> Path | None:
+def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
     session = _begin_load(run, call)
+    _refuse_hooks(run, root)
     how = _how(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, **how)
     return None if loaded is None else _loaded(run, session, loaded)
@@ -316,16 +348,24 @@ def _begin_load(run: Run, call: str) -> Session:
     return session
 
 
-def _refuse_series(path: Path, session: Session) -> None:
+def _refuse_series(path: Place, session: Session) -> None:
     """A folder of checkpoints, or the project's folder around it, is not one of them: say which there are."""
-    is_one = session.control.rank != 0 or (path / manifest.NAME).exists()
-    found = [] if is_one else folder.steps(path) or folder.steps(path / locate.SERIES)
-    newest = session.control.share(str(found[0].path) if found else None)
+
+    def look() -> str | None:
+        if session.control.rank != 0 or manifest.is_here(path):
+            return None
+        found = folder.steps(path) or folder.steps(path / locate.SERIES)
+        return str(found[0].path) if found else None
+
+    attempt = session.control.attempt(look, tell=lambda newest: newest, judge=lambda told: told[0])
+    if attempt.failure:
+        raise CheckpointError(f"checkpoint: {path}: {attempt.failure}.")
+    newest = attempt.verdict
     if newest is not None:
         raise CheckpointError(f"checkpoint: {path}: a folder of checkpoints; name one of them, such as {newest}.")
 
 
-def _loaded(run: Run, session: Session, loaded: Loaded) -> Path:
+def _loaded(run: Run, session: Session, loaded: Loaded) -> Place:
     record = loaded.checkpoint.manifest
     session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
     for optimizer in run.optimizers:
@@ -345,7 +385,8 @@ def save_model(
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
-    path = paths.named(folder, "save_model")
+    advice = "save into a folder on a disk, or save_state(url) and `shardkit checkpoint merge`"
+    path = paths.on_disk(folder, "save_model", advice)
     session = met(run, "save_model", "save", CheckpointSaveError)
     if session.unfinished.parts:
         raise CheckpointSaveError(
