@@ -17,7 +17,7 @@ from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retent
 from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
-from shardkit.checkpoint.request import Prepared
+from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import words
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
@@ -26,7 +26,7 @@ from shardkit.storage.url import Place, Url
 logger = get_logger(__name__)
 
 
-def commit(prepared: Prepared, written: list[dict[str, list[Any]]]) -> None:
+def commit(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> None:
     """On rank 0: give the folder its manifest and then its name; in a store the manifest alone."""
     temporary, final = prepared.temporary, prepared.request.final
     record = _manifest(prepared, written)
@@ -67,7 +67,7 @@ def _commit_on_disk(temporary: Path, final: Path, record: Manifest) -> None:
         disk.publish(temporary, final)
 
 
-def after_commit(prepared: Prepared, record: Manifest, started: float) -> None:
+def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> None:
     """On rank 0: LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
     request = prepared.request
     try:
@@ -108,7 +108,7 @@ def is_taken(final: Path) -> bool:
     return final.exists() and (not final.is_dir() or any(final.iterdir()))
 
 
-def _manifest(prepared: Prepared, written: list[dict[str, list[Any]]]) -> Manifest:
+def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Manifest:
     request, index = prepared.request, prepared.index
     config = request.config_text
     return Manifest(

@@ -31,7 +31,7 @@ PlaceKind = TypeVar("PlaceKind", Path, Url)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A folder that bears a checkpoint's name. Whether it is one, `manifest.read` tells."""
 
     step: int
@@ -39,7 +39,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedFolder:
     """A checkpoint that cannot be used, and why."""
 
     step: int
@@ -61,7 +61,7 @@ def temporary_folder(final: PlaceKind, save_id: str) -> PlaceKind:
     return final.with_name(f".tmp-{final.name}-{save_id}")
 
 
-def steps(root: Place) -> list[Found]:
+def steps(root: Place) -> list[FoundCheckpoint]:
     """Everything in a folder that bears a checkpoint's full name, newest step first. Links do not count."""
     try:
         paths = _in_store(root) if isinstance(root, Url) else _on_disk(root)
@@ -69,7 +69,7 @@ def steps(root: Place) -> list[Found]:
         raise CheckpointError(
             f"checkpoint: {root}: cannot be read ({error.strerror}); see to its permissions."
         ) from error
-    found = [Found(int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name))]
+    found = [FoundCheckpoint(int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name))]
     return sorted(found, key=lambda item: item.step, reverse=True)
 
 
@@ -86,7 +86,7 @@ def _in_store(root: Url) -> list[Url]:
     return [root / name for name in listed | ({latest} if latest else set()) if manifest.is_here(root / name)]
 
 
-def candidates(root: Place) -> list[Found]:
+def candidates(root: Place) -> list[FoundCheckpoint]:
     """As `steps`, in the order in which a resume tries them: the one committed last first, whatever its step.
 
     A run that went back to an earlier step, and on from there, leaves higher steps of the line it gave up. What has no
@@ -120,7 +120,7 @@ def inspect(path: Place) -> Manifest:
     return found
 
 
-def newest_valid(root: Place) -> tuple[Found | None, list[Skipped]]:
+def newest_valid(root: Place) -> tuple[FoundCheckpoint | None, list[SkippedFolder]]:
     """The newest checkpoint that is whole by manifest and sizes, and the newer ones that are not. Reads no tensor."""
     skipped = []
     for found in candidates(root):
@@ -129,7 +129,7 @@ def newest_valid(root: Place) -> tuple[Found | None, list[Skipped]]:
         except (CheckpointError, OSError) as error:
             if isinstance(root, Url) and isinstance(error, OSError):
                 raise
-            skipped.append(Skipped(found.step, found.path, str(error)))
+            skipped.append(SkippedFolder(found.step, found.path, str(error)))
         else:
             return found, skipped
     return None, skipped

@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.manifest import Manifest
-from shardkit.checkpoint.request import Request
+from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 from shardkit.storage import objects
@@ -56,7 +56,7 @@ def files_of(final: Url, save_id: str) -> Url:
     return final / save_id
 
 
-def begin(request: Request) -> Attempt:
+def begin(request: SaveRequest) -> Attempt:
     """On rank 0: leave a mark, and clean up after the dead. FileExistsError where the name is taken."""
     final, root = request.final, request.final.parent
     assert isinstance(final, Url) and isinstance(root, Url)
@@ -82,7 +82,7 @@ def _warn_of_no_condition(root: Url) -> None:
     )
 
 
-def _refuse_taken(request: Request, final: Url, before: Seen | None) -> None:
+def _refuse_taken(request: SaveRequest, final: Url, before: Seen | None) -> None:
     if before is not None and not request.replace:
         raise FileExistsError(17, "a checkpoint of this name exists, and is never written again", str(final))
     if before is None:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardkit.checkpoint import disk, folder, in_store, manifest
-from shardkit.checkpoint.folder import Found, PlaceKind
+from shardkit.checkpoint.folder import FoundCheckpoint, PlaceKind
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage import objects
@@ -41,7 +41,7 @@ def expendable(
     keep_every: int = 0,
     protected: Container[str] = (),
     is_good: Callable[[Any], bool] = lambda path: True,
-) -> list[Found]:
+) -> list[FoundCheckpoint]:
     """Checkpoints that retention would delete, oldest first.
 
     Kept are: the newest `keep_last` that are whole, multiples of `keep_every` steps, pinned ones, those whose save_id
@@ -112,7 +112,7 @@ def apply(root: Place, keep_last: int, keep_every: int = 0, protected: Container
     return delete(expendable(root, keep_last, keep_every, protected))
 
 
-def delete(going: Iterable[Found]) -> list[Place]:
+def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
     """Delete these; the folders deleted. A failure to delete is a warning, never an error."""
     removed: list[Place] = []
     for found in going:
