@@ -198,7 +198,7 @@ def test_a_checkpoint_may_be_copied_to_a_disk_and_from_one(tmp_path, root, live)
     save_step(live, root, 1)
     record = locate.checkpoint(root).manifest
     assert (record.version, record.data) == (4, record.save_id)
-    there, here = str(root).removeprefix("objects://"), tmp_path / "copies"
+    there, here = "/" + str(root).removeprefix("objects://"), tmp_path / "copies"
     shutil.copytree(there, here)
     assert verify.damages(locate.checkpoint(here)) == [] and resumed_step(here) == 1
     checkpoints.save(live, here / "step-00000007", 7)

@@ -2,19 +2,27 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from shardkit import env
 from shardkit.checkpoint import folder, in_store, locate, manifest, retention, verify
+from shardkit.cli import main
 from shardkit.errors import CheckpointSaveError
 from shardkit.storage import objects, upload
 from shardkit.storage.url import place_of
 from tests import checkpoints, forked, test_storage
+from tests.test_accelerator import parts, plain
 
 pytest.importorskip("s3fs", reason="needs s3fs; make test-storage installs it")
 moto = pytest.importorskip("moto.server", reason="needs moto[server]; make test-storage installs it")
@@ -27,6 +35,7 @@ KEYS |= {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
+SCRIPT = Path(__file__).parent / "accelerator_script.py"
 WIDTH = 150_000  # of an embedding of 25 rows: 14 MiB in fp32, three parts of 5 MiB
 
 
@@ -96,7 +105,7 @@ def save_and_go_on(strategy):
 def test_killed_in_the_middle_of_an_upload(endpoint):
     outcomes = forked.run(2, use, endpoint, save_large, "part:1:kill")
     assert outcomes[1].exit_code == -signal.SIGKILL and "part.1" in outcomes[1].marks
-    assert "rank 1" in outcomes[0].value and "failed" in outcomes[0].value
+    assert "failed: write: a rank died or did not answer" in outcomes[0].value
     root = place_of(ROOT)
     assert [found.step for found in folder.steps(root)] == [1]
     assert verify.damages(locate.checkpoint(root)) == []
@@ -187,9 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                 self.send_header(name, value)
-        self.send_header(
-            "Content-Length", answer.getheader("Content-Length", "0") if self.command == "HEAD" else len(data)
-        )
+        size = answer.getheader("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", size)
+        self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 
@@ -244,10 +253,75 @@ def test_wrong_credentials_and_no_bucket_are_said_in_words(endpoint, monkeypatch
     assert "is refused" in objects.problem(place_of(ROOT)) and "credentials" in objects.problem(place_of(ROOT))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
     forget()
-    urlopen(Request(f"{endpoint}/moto-api/reset-auth", data=b"0", method="POST"), timeout=60).read()
+    allow_without_auth(endpoint, "0")
     try:
         assert "is refused" in objects.problem(place_of(ROOT)) and "credentials" in objects.problem(place_of(ROOT))
         with pytest.raises(CheckpointSaveError, match="see to the credentials"):
             checkpoints.save(test_storage.prepared("plain"), f"{ROOT}/step-00000001", 1)
     finally:
-        urlopen(Request(f"{endpoint}/moto-api/reset-auth", data=b"inf", method="POST"), timeout=60).read()
+        allow_without_auth(endpoint, "inf")
+
+
+def allow_without_auth(endpoint, requests):
+    """From now on the server looks at keys, once there were so many requests."""
+    plain = {"Content-Type": "text/plain"}
+    url = f"{endpoint}/moto-api/reset-auth"
+    urlopen(Request(url, data=requests.encode(), headers=plain, method="POST"), timeout=60).read()
+
+
+def launched(endpoint, folder, stop_at, *flags):
+    """The script of the launched tests on two ranks, its project in the bucket."""
+    command = [sys.executable, "-m", "shardkit", "launch", "-n", "2", "--cpu", "--logs", str(folder / "logs"), *flags]
+    return subprocess.run(
+        [*command, str(SCRIPT), str(folder), str(stop_at), "s3://bucket/gpt"],
+        env=env.copy() | {"PYTHONPATH": str(SCRIPT.parent.parent), **KEYS, "AWS_ENDPOINT_URL": endpoint},
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
+
+
+def test_a_launched_run_stops_and_resumes_in_the_store(endpoint, tmp_path):
+    (tmp_path / "shardkit.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 2\n")
+    stopped = launched(endpoint, tmp_path, 3)
+    assert stopped.returncode == 75, stopped.stdout
+    assert "saved in s3://bucket/gpt/checkpoints/step-" in stopped.stdout
+    newest = folder.steps(place_of("s3://bucket/gpt/checkpoints"))[0]
+    finished = launched(endpoint, tmp_path, 99, "--resume", str(newest.path))
+    assert finished.returncode == 0, finished.stdout
+    assert f"resumed True at step {newest.step}" in finished.stdout
+    weights = load_file(tmp_path / "weights.safetensors")
+    expected = dict(zip(dict(parts(8, 4)[0].named_parameters()), plain(56, 8, 2, 2)["weights"], strict=True))
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name])
+    refused = launched(endpoint, tmp_path, 99, "--resume", "s3://bucket/gpt/checkpoints/step-00000099")
+    assert refused.returncode == 2 and "there is nothing of this name" in refused.stdout, refused.stdout
+    refused = launched("http://127.0.0.1:9", tmp_path, 99, "--set", "shardkit.checkpoint.resume=auto")
+    assert "storage: s3://bucket/gpt: nothing can be saved here" in refused.stdout, refused.stdout
+    assert not [path for path in tmp_path.rglob("*") if "s3:" in path.name]
+
+
+def test_commands_read_the_store(endpoint, tmp_path, capsys):
+    live = test_storage.prepared("plain")
+    for step in (1, 2, 3):
+        test_storage.save_step(live, ROOT, step)
+    capsys.readouterr()
+    for command, said in {
+        "list s3://bucket/run": "2 checkpoints",
+        "inspect s3://bucket/run": "step      3",
+        "verify s3://bucket/run": "whole",
+        f"merge s3://bucket/run -o {tmp_path}/merged": "step 3",
+        f"diff {ROOT}/step-00000002 {ROOT}/step-00000003": "not.",
+        f"pin {ROOT}/step-00000002": "pinned",
+        "prune s3://bucket/run --keep-last 1": "0 checkpoints",
+        f"pin --undo {ROOT}/step-00000002": "no longer pinned",
+        "prune s3://bucket/run --keep-last 1 --dry-run": "would delete s3://bucket/run/checkpoints/step-00000002",
+    }.items():
+        code = main.run(["checkpoint", *command.split()])
+        told = capsys.readouterr()
+        assert code in (0, 1) and said in told.out, (command, told)
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+    assert main.run(["checkpoint", "merge", ROOT, "-o", "s3://bucket/merged"]) == 2
+    assert "a store of objects has no folders" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
-from shardkit.storage.url import Place
+from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
 
@@ -68,6 +68,8 @@ class AsyncSave:
             self._step_hooks = [item.register_step_pre_hook(lambda *_: self.wait_until_copied()) for item in optimizers]
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
         self._thread = threading.Thread(target=self._run, args=(prepared, uncopied, on_commit), name="shardkit-save")
+        if isinstance(self._where, Url):
+            _end_before_executors(self._thread)
         self._thread.start()
 
     def _copy_first(self, prepared: PreparedSave, may_leave: bool) -> list[_Uncopied]:
@@ -157,6 +159,14 @@ class AsyncSave:
 def _has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether torch wrapped its step, as Optimizer.__init__ does; some that wrap an optimizer leave that out."""
     return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def _end_before_executors(thread: threading.Thread) -> None:
+    """At the end of the program, wait for the thread before concurrent.futures takes no more work: the packages behind
+    s3:// and others look names up in it. The last registered is called first, and there is no public way in."""
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(thread.join)
 
 
 def _first(problems: list[str | None]) -> str | None:

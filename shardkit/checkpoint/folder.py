@@ -141,11 +141,16 @@ def write_latest(root: Place, final: Place, record: Manifest) -> None:
 
 
 def read_latest(root: Place) -> str | None:
-    """The folder name that LATEST gives, None where it says nothing usable. A hint only."""
+    """The folder name that LATEST gives, None where it says nothing usable. A hint only. OSError where a store does not
+    answer, since it may name what a listing does not show."""
     try:
         value = disk.from_json(disk.read_small(root, LATEST), str(root / LATEST))
         return value["dir"] if STEP.fullmatch(value["dir"]) else None
-    except (CheckpointError, OSError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError):
+        return None
+    except OSError:
+        if isinstance(root, Url):
+            raise
         return None
 
 

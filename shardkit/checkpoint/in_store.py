@@ -17,15 +17,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from shardkit.checkpoint import disk, folder, manifest
 from shardkit.checkpoint.manifest import Manifest
-from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 from shardkit.storage import objects
 from shardkit.storage.objects import Seen
 from shardkit.storage.url import Url
+
+if TYPE_CHECKING:
+    from shardkit.checkpoint.save_request import SaveRequest
 
 # A save that has taken so long commits no more. Both times are measured on one clock each: the process's; the store's.
 SAVE_LIMIT_S = 12 * 3600.0
@@ -56,7 +59,7 @@ def files_of(final: Url, save_id: str) -> Url:
     return final / save_id
 
 
-def begin(request: SaveRequest) -> Attempt:
+def begin(request: "SaveRequest") -> Attempt:
     """On rank 0: leave a mark, and clean up after the dead. FileExistsError where the name is taken."""
     final, root = request.final, request.final.parent
     assert isinstance(final, Url) and isinstance(root, Url)
@@ -82,7 +85,7 @@ def _warn_of_no_condition(root: Url) -> None:
     )
 
 
-def _refuse_taken(request: SaveRequest, final: Url, before: Seen | None) -> None:
+def _refuse_taken(request: "SaveRequest", final: Url, before: Seen | None) -> None:
     if before is not None and not request.replace:
         raise FileExistsError(17, "a checkpoint of this name exists, and is never written again", str(final))
     if before is None:

@@ -1,6 +1,8 @@
 """Finds the checkpoint that a path means: a project folder, a folder of checkpoints, or a checkpoint itself."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardkit.checkpoint import folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
@@ -35,7 +37,7 @@ def _is_checkpoint(path: Place) -> bool:
 
 def checkpoint(path: Place) -> Checkpoint:
     """The checkpoint at a path, or the newest whole one of a folder of them; CheckpointError with the reason."""
-    try:
+    with _in_words(path):
         if _is_checkpoint(path):
             return open_checkpoint(path)
         root = series(path)
@@ -43,6 +45,21 @@ def checkpoint(path: Place) -> Checkpoint:
         if found is None:
             raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is whole: {skipped[0].reason}")
         return open_checkpoint(found.path)
+
+
+def checkpoints(path: Place) -> list[Place]:
+    """The checkpoint at a path alone, or all of a folder of them, oldest first."""
+    with _in_words(path):
+        if _is_checkpoint(path):
+            return [path]
+        return [found.path for found in reversed(folder.steps(series(path)))]
+
+
+@contextmanager
+def _in_words(path: Place) -> Iterator[None]:
+    """What the file system or the store refuses is a CheckpointError."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(
             f"checkpoint: {path}: cannot be read ({error.strerror}); see to its permissions."
@@ -50,10 +67,3 @@ def checkpoint(path: Place) -> Checkpoint:
     except CheckpointError as error:
         text = str(error)
         raise type(error)(text if text.startswith("checkpoint: ") else f"checkpoint: {text}") from None
-
-
-def checkpoints(path: Place) -> list[Place]:
-    """The checkpoint at a path alone, or all of a folder of them, oldest first."""
-    if _is_checkpoint(path):
-        return [path]
-    return [found.path for found in reversed(folder.steps(series(path)))]

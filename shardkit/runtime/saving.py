@@ -357,7 +357,7 @@ def _refuse_series(path: Place, session: SaveSession) -> None:
         found = folder.steps(path) or folder.steps(path / locate.SERIES)
         return str(found[0].path) if found else None
 
-    attempt = session.control.attempt(look, tell=lambda newest: newest, judge=lambda told: told[0])
+    attempt = session.control.attempt(look, answer=lambda newest: newest, judge=lambda answers: answers[0])
     if attempt.failure:
         raise CheckpointError(f"checkpoint: {path}: {attempt.failure}.")
     newest = attempt.verdict

@@ -58,6 +58,8 @@ def place_of(given: Any) -> Place:
     if isinstance(given, Url):
         return given
     text = os.fspath(given)
+    if "::" in text and "://" in text:
+        raise UsageError(f"{text}: URLs in one another are not read (got ::); name the store itself.")
     found = _URL.match(text)
     if found is None:
         return Path(text)
@@ -67,8 +69,6 @@ def place_of(given: Any) -> Place:
     if scheme in _DISK:
         return Path(("/" if len(slashes) != 2 else "") + rest)
     parts = tuple(part for part in rest.split("/") if part)
-    if "::" in text:
-        raise UsageError(f"{text}: URLs in one another are not read (got ::); name the store itself.")
     if not parts or {".", ".."} & {*parts}:
         raise UsageError(f"{text}: names no place in a store; write it as {scheme}://bucket/folder.")
     return Url(scheme, parts)
