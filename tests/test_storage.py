@@ -8,9 +8,12 @@ import torch.distributed as dist
 
 from shardkit.checkpoint import folder, in_store, locate, manifest, retention, verify
 from shardkit.errors import CheckpointError, CheckpointSaveError, CheckpointUnreachable, UsageError
+from shardkit.runtime import saving
 from shardkit.storage import objects
 from shardkit.storage.url import Url, place_of
 from tests import checkpoints, forked, stores
+from tests.ranks import RankError
+from tests.test_checkpoint_facade import in_parts, run_of, train, uninterrupted
 from tests.test_faults_save import fill, prepared, resumed_step, values_in
 
 
@@ -69,6 +72,48 @@ def test_two_ranks_save_and_load_what_one_rank_reads(tmp_path, root, ranks):
     assert not [name for name in names_in(root) if ".tmp-" in name or "step-00000001" in name]
     assert not (tmp_path / "objects:").exists()
     assert verify.damages(locate.checkpoint(root.parent)) == []
+
+
+def facade(url):
+    """A run whose project is a URL: to the bit as one on a disk; what cannot be is refused; beside training, too."""
+    objects.PAUSE_S = 0.0
+    seen = in_parts(url, (2, 3), 0)
+    run = run_of(url)
+    accelerator = run[0]
+    assert accelerator.logging_dir is None
+    accelerator.load_state(f"{url}/checkpoints/step-00000002")
+    again = train(run, 3)
+    final = accelerator.save_state(f"{url}/best", blocking=False)
+    saving.wait(accelerator._run)
+    assert accelerator.load_state(final) == final == place_of(f"{url}/best")
+    for refused, call in {
+        "a store of objects has not": lambda: accelerator.save_model(run[1], f"{url}/export"),
+        "give a file on a disk": lambda: accelerator.save({"a": 1}, f"{url}/a.json"),
+        "a folder of checkpoints; name one of them": lambda: accelerator.load_state(url),
+    }.items():
+        with pytest.raises((UsageError, CheckpointError), match=refused):
+            call()
+    hook = accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="save hooks write files"):
+        accelerator.save_state()
+    hook.remove()
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    with pytest.raises(UsageError, match="use SHARDED_STATE_DICT"):
+        accelerator.save_state()
+    accelerator.end_training()
+    return seen, again
+
+
+def test_a_run_whose_project_is_a_url(tmp_path, ranks):
+    url = stores.made(tmp_path) + "/run"
+    (seen, again), _ = ranks.run(2, facade, url)
+    expected = ranks.run(2, uninterrupted, tmp_path / "disk", 5)[0]
+    assert seen == expected and again == expected[2:]
+    with pytest.raises(RankError, match="no such kind of store"):
+        ranks.run(1, run_of, "nosuch://bucket/run")
+    stores.misbehave(tmp_path, "refused", ".probe", 1)
+    with pytest.raises(RankError, match=r"nothing can be saved here: writing is refused .* see to the credentials"):
+        ranks.run(1, run_of, url)
 
 
 # ---- one rank ----
