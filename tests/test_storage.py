@@ -74,7 +74,7 @@ def test_two_ranks_save_and_load_what_one_rank_reads(tmp_path, root, ranks):
     assert verify.damages(locate.checkpoint(root.parent)) == []
 
 
-def facade(url):
+def facade(url, disk):
     """A run whose project is a URL: to the bit as one on a disk; what cannot be is refused; beside training, too."""
     objects.PAUSE_S = 0.0
     seen = in_parts(url, (2, 3), 0)
@@ -87,12 +87,14 @@ def facade(url):
     saving.wait(accelerator._run)
     assert accelerator.load_state(final) == final == place_of(f"{url}/best")
     for refused, call in {
-        "a store of objects has not": lambda: accelerator.save_model(run[1], f"{url}/export"),
         "give a file on a disk": lambda: accelerator.save({"a": 1}, f"{url}/a.json"),
         "a folder of checkpoints; name one of them": lambda: accelerator.load_state(url),
     }.items():
         with pytest.raises((UsageError, CheckpointError), match=refused):
             call()
+    for size in ("5GB", "1KB"):
+        for place in (f"{url}/export", disk):
+            accelerator.save_model(run[1], place, size)
     hook = accelerator.register_save_state_pre_hook(lambda *_: None)
     with pytest.raises(UsageError, match="save hooks write files"):
         accelerator.save_state()
@@ -106,14 +108,23 @@ def facade(url):
 
 def test_a_run_whose_project_is_a_url(tmp_path, ranks):
     url = stores.made(tmp_path) + "/run"
-    (seen, again), _ = ranks.run(2, facade, url)
+    (seen, again), _ = ranks.run(2, facade, url, tmp_path / "export")
     expected = ranks.run(2, uninterrupted, tmp_path / "disk", 5)[0]
     assert seen == expected and again == expected[2:]
+    assert same_export(place_of(url) / "export", tmp_path / "export")
     with pytest.raises(RankError, match="no such kind of store"):
         ranks.run(1, run_of, "nosuch://bucket/run")
     stores.misbehave(tmp_path, "refused", ".probe", 1)
     with pytest.raises(RankError, match=r"nothing can be saved here: writing is refused .* see to the credentials"):
         ranks.run(1, run_of, url)
+
+
+def same_export(url, folder):
+    """Whether both hold the same names and bytes, but for the end of names that were taken."""
+    both = [{name: objects.read(url / name, 1 << 20) for name in objects.names(url)}]
+    both.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert all("model.safetensors.index.json" in one and len(one) > 2 for one in both)
+    return both[0] == both[1]
 
 
 # ---- one rank ----

@@ -71,9 +71,7 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
     """On rank 0: LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
     request = prepared.request
     try:
-        if prepared.attempt is not None:
-            in_store.tidy(prepared.attempt)
-        elif isinstance(prepared.temporary, Path) and prepared.temporary.exists():
+        if isinstance(prepared.temporary, Path) and prepared.temporary.exists():
             assert isinstance(request.final, Path)
             _remove_replaced(prepared.temporary, request.final, request.save_id)
         if request.in_series:
@@ -83,6 +81,8 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
             if request.keep_last:
                 kept = {request.save_id, *([request.parent] if request.parent else [])}
                 retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
+        if prepared.attempt is not None:
+            in_store.tidy(prepared.attempt)
     except OSError as error:
         logger.warning("checkpoint: step %d is saved, but: %s.", request.step, words(error))
     seconds = time.monotonic() - started

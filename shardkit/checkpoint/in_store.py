@@ -180,7 +180,7 @@ def dead(root: Url, name: str | None, now: Url) -> list[tuple[Url, Url]]:
             continue
         try:
             age_s = (objects.modified(now) - objects.modified(root / listed)).total_seconds()
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
             logger.debug("checkpoint: %s: its age is not known (%s).", root / listed, error)
             continue
         if age_s > DEAD_AFTER_S:

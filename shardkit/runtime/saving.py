@@ -23,7 +23,7 @@ from shardkit.distributed.long_work import LongWork
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import state_hooks
+from shardkit.runtime import in_url, state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
 from shardkit.storage.url import Place, Url, place_of
@@ -66,8 +66,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     fails, the next call raises on every rank, unless it says `blocking` True.
     """
     final = _final(run, output)
-    if isinstance(final, Url):
-        _refuse_for_store(run, final)
+    in_url.refuse_save(run, final, state_kind(run))
     session = met(run, "save_state", "save", CheckpointSaveError)
     _settle(run, is_last_chance=blocking is True)
     request = _request(run, session, final, output)
@@ -88,20 +87,6 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
         _save_beside(run, session, request, prepared)
     progress.post("saved", request.step)
     return final
-
-
-def _refuse_for_store(run: Run, final: Url) -> None:
-    """UsageError where this run's state cannot be saved into a store of objects."""
-    if run.hooks.at_save:
-        raise UsageError(
-            f"save_state: {final}: save hooks write files into a folder, which a store of objects has not; save into a "
-            "folder on a disk, or remove the hooks."
-        )
-    if state_kind(run) == "full":
-        raise UsageError(
-            f"save_state: {final}: a full state is one file that all ranks write into, which a store of objects has "
-            "not; use SHARDED_STATE_DICT, and `shardkit checkpoint merge` for whole files."
-        )
 
 
 def _settle(run: Run, is_last_chance: bool) -> None:
@@ -306,18 +291,10 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
         return found
     place = paths.named(path, "load_state")
     session = _begin_load(run, "load_state")
-    _refuse_hooks(run, place)
+    in_url.refuse_load(run, place)
     _refuse_series(place, session)
     how = _how(run, session, data_position, strict)
     return _loaded(run, session, read.load(live_of(run), place, session.control, **how))
-
-
-def _refuse_hooks(run: Run, place: Place) -> None:
-    if isinstance(place, Url) and run.hooks.at_load:
-        raise UsageError(
-            f"load_state: {place}: load hooks read files from a folder, which a store of objects has not; copy the "
-            "checkpoint to a disk and load that, or remove the hooks."
-        )
 
 
 def resume(run: Run) -> bool:
@@ -331,7 +308,7 @@ def resume(run: Run) -> bool:
 
 def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
     session = _begin_load(run, call)
-    _refuse_hooks(run, root)
+    in_url.refuse_load(run, root)
     how = _how(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, **how)
     return None if loaded is None else _loaded(run, session, loaded)
@@ -385,8 +362,7 @@ def save_model(
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
-    advice = "save into a folder on a disk, or save_state(url) and `shardkit checkpoint merge`"
-    path = paths.on_disk(folder, "save_model", advice)
+    path = paths.named(folder, "save_model")
     session = met(run, "save_model", "save", CheckpointSaveError)
     if session.unfinished.parts:
         raise CheckpointSaveError(

@@ -148,9 +148,8 @@ def _seen(told: dict[str, Any]) -> Seen:
 
 
 def modified(url: Url) -> datetime:
-    """When an object was written, by the store's clock. NotImplementedError where the store does not tell."""
-    store, name = file_system(url)
-    return store.modified(name)
+    """When an object was written, by the store's clock. OSError where the store does not tell."""
+    return _ask(url, "telling when it was written", lambda store, name: store.modified(name))
 
 
 def read(url: Url, limit_bytes: int) -> bytes:
