@@ -327,7 +327,7 @@ class CheckpointConfig(Section):
     """How long ranks wait for one another in a save or load, in seconds."""
 
     resume: str = "never"
-    """"never", "auto" (the newest valid checkpoint of the project folder), or the path of one."""
+    """"never", "auto" (the newest valid checkpoint of the project folder), or the path or URL of one."""
 
     max_shard_size: str = "5GB"
     """Largest file of a full export."""

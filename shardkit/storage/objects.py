@@ -333,6 +333,7 @@ def problem(folder: Url) -> str | None:
     """What would keep a run from saving there, found by writing, reading and deleting an object; None: nothing."""
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
+        file_system(folder)  # what is wrong with it names the folder, alike on all ranks
         put(probe, b"probe")
         found = read(probe, 5)
         remove(probe)
