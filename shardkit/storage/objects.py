@@ -95,6 +95,8 @@ def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int =
         except Exception as error:
             if (trouble := refusal(url, what, error)) is not None:
                 raise trouble from error
+            if tries == 1:
+                raise failure(url, what, error) from error
             if number == tries:
                 raise NoAnswer(number_of(error), f"{what} failed {tries} times ({words(error)})", str(url)) from error
             pause = PAUSE_S * 2 ** (number - 1)
@@ -269,6 +271,10 @@ def _settle(url: Url, data: bytes, before: Seen | None, write: Callable[[Any, st
             return
         except PermissionError:
             raise
+        except FileNotFoundError as error:  # the bucket; or the object that was to be replaced
+            if before is None:
+                raise
+            failed = error
         except OSError as error:  # FileExistsError too: it may be our own, of which the answer was lost
             failed = error
         try:
