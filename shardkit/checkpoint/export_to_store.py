@@ -69,7 +69,8 @@ def _cast(piece: torch.Tensor, target: torch.dtype) -> Iterator[memoryview]:
     flat = piece.detach().contiguous().view(-1)
     at_once = disk.BLOCK_BYTES // max(flat.element_size(), target.itemsize)
     for low in range(0, flat.numel(), at_once):
-        yield tensors.memory(flat[low : low + at_once].to("cpu", target))
+        block = flat[low : low + at_once].to("cpu", target)  # has a name: the view does not keep it
+        yield tensors.memory(block)
 
 
 class _Piece(NamedTuple):
