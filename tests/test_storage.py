@@ -103,6 +103,7 @@ def facade(url, disk):
     return seen, again
 
 
+@pytest.mark.slow
 def test_a_run_whose_project_is_a_url(tmp_path, ranks):
     url = stores.made(tmp_path) + "/run"
     (seen, again), _ = ranks.run(2, facade, url, tmp_path / "export")
@@ -138,6 +139,7 @@ def live():
     return prepared("plain")
 
 
+@pytest.mark.slow
 def test_a_save_that_is_cut_off_leaves_the_one_before_and_is_cleaned_up_when_it_is_dead(
     tmp_path, root, live, monkeypatch
 ):
