@@ -229,7 +229,7 @@ def _refuse_full(index: Index) -> None:
     if index.kind == "full":
         raise CheckpointError(
             "a full state is one file that all ranks write into, which a store of objects has not; save as "
-            "SHARDED_STATE_DICT, and make whole files with `shardkit checkpoint merge`"
+            "SHARDED_STATE_DICT, and make whole files with `shardkit checkpoint merge URL -o FOLDER`"
         )
 
 

@@ -17,7 +17,7 @@ def refuse_save(run: Run, final: Place, kind: str) -> None:
     if kind == "full":
         raise UsageError(
             f"save_state: {final}: a full state is one file that all ranks write into, which a store of objects has "
-            "not; use SHARDED_STATE_DICT, and save_model or `shardkit checkpoint merge` for whole files."
+            "not; use SHARDED_STATE_DICT, and for whole files save_model or `shardkit checkpoint merge URL -o FOLDER`."
         )
 
 
