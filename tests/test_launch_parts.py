@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ from shardkit.config import files
 from shardkit.config.command import settings_from
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
-from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
+from shardkit.launch import diagnosis, environment, failure, flags, folders, ports, preflight, stacks
 from shardkit.launch.diagnosis import Outcome
 from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines
@@ -331,6 +333,54 @@ def test_lines_are_whole_and_bars_are_known():
     assert lines.unfinished() == ("20%", True)
     assert lines.feed(b"100%\nnext\r\n") == [("100%", True), ("next", False)]
     assert lines.feed(b"\xff\xfe\n") == [("\\xff\\xfe", False)]
+
+
+def test_of_a_line_that_is_very_long_the_beginning_is_taken_between_characters():
+    lines = Lines()
+    text = "\u20ac" * 500_000
+    assert lines.feed(text.encode()[:-1]) == []
+    beginning = lines.beginning()
+    assert beginning == text[:-1]
+    assert lines.beginning() is None
+    assert lines.feed(text.encode()[-1:] + b"!\n") == [("\u20ac!", False)]
+    assert lines.feed(b"10%\r" * 500_000 + b"20%\r") == []  # a bar: what it was before is over
+    assert lines.beginning() is None
+    assert lines.unfinished() == ("20%", True)
+
+
+# folders
+
+
+def test_folders_for_logs_are_private_and_what_stands_in_the_way_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [folders.make_log_dir(None), folders.make_log_dir(None), folders.make_log_dir("given/deep")]
+    assert len(set(made)) == 3
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="log folder file is a file; give another one with --logs DIR"):
+        folders.make_log_dir("file")
+    (tmp_path / "given" / "config.yaml").symlink_to("/dev/full")
+    says = r"log folder given cannot be written \(No space left on device\); give another one with --logs DIR"
+    with pytest.raises(MachineError, match=says), folders.writable(Path("given")):
+        folders.write(tmp_path / "given" / "config.yaml", "x")
+
+
+def test_the_temporary_folders_of_killed_launches_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "from shardkit.launch import folders\nwith folders.temporary() as path: print(path, flush=True); input()"
+    words, variables = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        left = Path(other.stdout.readline().strip())
+        with folders.temporary() as ours:
+            assert left.is_dir() and ours.is_dir() and left.parent == ours.parent == tmp_path
+        assert not ours.exists()
+        other.kill()
+    assert left.is_dir()
+    (tmp_path / "shardkit-somebody").mkdir()
+    with folders.temporary():
+        assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["shardkit-somebody"]
 
 
 # diagnosis
