@@ -520,6 +520,7 @@ ASKS = Seen(stacks.Stack("train.py:4", True), moves=True, is_in_collective=True)
 PASSES = Seen(stacks.Stack("train.py:4", True), moves=True, uses_cpu=True, is_in_collective=True)
 NATIVE = Seen(stacks.Stack("train.py:5", False, is_in_backward=True))
 DEBUGGED = Seen(stacks.Stack("train.py:6", False, is_debugged=True))
+DEVICE = Seen(stacks.Stack("train.py:7", False), uses_cpu=True, waits_for_device=True)
 STOPPED = Seen(None)
 
 
@@ -536,6 +537,8 @@ STOPPED = Seen(None)
         ((WAITS, ASKS), Verdict.HANG, Verdict.HANG),
         ((WAITS, PASSES), Verdict.SLOW, Verdict.SLOW),
         ((WAITS, DEBUGGED), Verdict.WORK, Verdict.WORK),
+        ((DEVICE, DEVICE), Verdict.SLOW, Verdict.SLOW),
+        ((DEVICE, MOVES), Verdict.SLOW, Verdict.SLOW),
         ((WORKS, WORKS), Verdict.SLOW, Verdict.WORK),
         ((WORKS, STANDS), Verdict.SLOW, Verdict.WORK),
         ((STANDS, STANDS), Verdict.HANG, Verdict.SLOW),
@@ -548,7 +551,21 @@ def test_nobody_is_ended_who_works_or_for_whom_nobody_waits(seen, posted, plain)
     silent = {number: rank(number, 1.0, watched=False, phase="starting") for number in (0, 1)}
     assert judge(silent, by_rank, 5.0, 20.0) is plain
     out_of_patience = judge(watched, by_rank, 5.0, 28.0)
-    assert out_of_patience is (Verdict.HANG if posted is Verdict.SLOW and seen[0] is WAITS else posted)
+    assert out_of_patience is (Verdict.HANG if posted is Verdict.SLOW and seen[0] in (WAITS, DEVICE) else posted)
+
+
+def test_a_rank_that_asks_its_device_for_a_value_may_wait_for_its_peers(tmp_path):
+    train = tmp_path / "train.py"
+    train.write_text("loss = model(x)\nprint(loss.item())\ntorch.cuda.synchronize()\ny = torch.linalg.svd(x)\n")
+    stack = 'Thread 0x1 (most recent call first):\n  File "{}", line {} in step\n  File "{}", line 9 in <module>\n'
+    waits = {line: stacks.parse(stack.format(train, line, train)).is_at_device_wait for line in (1, 2, 3, 4)}
+    assert waits == {1: False, 2: True, 3: True, 4: False}
+    ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
+    said = warning(ranks, {0: DEVICE, 1: WORKS}, 5.0, 20.0)
+    assert "  Rank 0 waits for its device, and the run is ended after 15 s without progress." in said
+    table = render(rows_of(ranks, {0: DEVICE, 1: WORKS}, 20.0), 5.0, "logs")
+    assert "at train.py:7, waiting for its device" in table
+    assert "First to stop: rank 1." in table
 
 
 def test_what_is_said_of_slow_ranks():

@@ -166,7 +166,8 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
     from shardkit.launch.line import Lost
 
     limits = spec.launch
-    watch = Watch(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, spec.num_machines > 1)
+    has_others, has_device = spec.num_machines > 1, spec.device != "cpu"
+    watch = Watch(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, has_others, has_device)
     try:
         with signals_to(watch):
             machines.begin(ranks.name_of(restart))
