@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardkit.errors import MachineError
-from shardkit.launch.records import private
+from shardkit.launch.rank_files import private
 
 PREFIX = "shardkit-"
 IN_USE = "in-use"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from shardkit.launch import records
+from shardkit.launch import rank_files
 from shardkit.launch.names import log_path
 from shardkit.sizes import in_words
 
@@ -157,7 +157,7 @@ class Output:
         except BlockingIOError:
             return
         if stream.rank < 0:
-            places = records.read_places(self._folder).values()
+            places = rank_files.read_progress(self._folder).values()
             stream.rank = next(place.rank for place in places if place.local_rank == stream.local_rank)
         stream.read_s = time.monotonic()
         self._keep(stream.rank, piece)
@@ -172,7 +172,7 @@ class Output:
         try:
             if rank not in self._logs:
                 path = log_path(self._log_dir, rank)
-                self._logs[rank] = open(path, "ab", buffering=0, opener=records.private)  # noqa: SIM115
+                self._logs[rank] = open(path, "ab", buffering=0, opener=rank_files.private)  # noqa: SIM115
             while rest:
                 rest = rest[self._logs[rank].write(rest) :]
         except OSError as error:
