@@ -29,7 +29,7 @@ LAYERS = [
     ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding", "shardkit.tracking"],
     ["shardkit.wizard"],
     ["shardkit.runtime"],
-    ["shardkit.plan", "shardkit.compat"],
+    ["shardkit.plan", "shardkit.compat", "shardkit.doctor"],
     ["shardkit.cli"],
     ["shardkit.__main__"],
 ]

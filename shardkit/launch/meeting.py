@@ -1,0 +1,179 @@
+"""How the machines of a run agree: a store on machine 0, and a thread on each machine that talks to it.
+
+    machine 0   hosts the store for all attempts, collects what each machine says, and publishes it
+    the others  say, and read what was published
+
+What is said is JSON, and is never executed; with $SHARDKIT_SECRET it is signed. The ranks meet in another store, a new
+one for each attempt. One machine alone has that one only, on its loopback address.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import Store
+
+from shardkit import env
+from shardkit.errors import ConfigError, MachineError
+from shardkit.launch import addresses, connectivity, stores
+from shardkit.launch.spec import LaunchSpec
+from shardkit.launch.store_client import POLL_S, Alarm, StoreClient
+from shardkit.launch.stores import Announcement, Say
+
+
+@dataclass
+class Meeting:
+    """One machine's side. For a single machine there is no `line`: it agrees with itself.
+
+    `address` and `port`: where the ranks meet; `listens_on`: what machine 0 opens for them.
+    """
+
+    machine: int
+    machines: int
+    address: str
+    listens_on: tuple[str, int]
+    line: "StoreClient | None" = None
+    hosts: list[str] = field(default_factory=list)
+    places: dict[int, Any] = field(default_factory=dict)
+    port: int = 0
+    _store: Store | None = None
+
+    def begin(self, name: str) -> None:
+        """Wait until all machines begin an attempt, with a store of its own for the ranks: none sees older keys."""
+        self._store = None  # a configured port is free again
+        if self.machine == 0:
+            self._store = stores.hosted(*self.listens_on)
+            self.port = self._store.port
+        self.port = self.gather(f"{name}-start", self.port)[0]
+        if self.line is not None:
+            self._reach_store(name)
+
+    def _reach_store(self, name: str) -> None:
+        """Raises MachineError, on all machines, where one does not reach the store: its ranks would wait for ever."""
+        address = addresses.resolve(self.address) or self.address
+        problem = addresses.answers(address, self.port, connectivity.CONNECT_S) if self.machine else None
+        problems = self.gather(f"{name}-store", problem)
+        texts = [
+            f"launch: {self.name_of(machine)} does not reach the ranks' store, on {self.name_of(0)} at "
+            f"{address}:{self.port} ({problem}); it listens on a free port, another one for each start of the ranks: "
+            "let the machines of the run reach one another on all ports."
+            for machine, problem in sorted(problems.items())
+            if problem
+        ]
+        if texts:
+            raise MachineError("\n".join(texts))
+
+    def gather(self, name: str, value: Any, waits: Callable[[float, list[int]], None] | None = None) -> dict[int, Any]:
+        """What every machine says under this name, by machine. `waits(seconds, missing)` is called meanwhile.
+
+        Raises Lost where a machine is gone; ConfigError or MachineError with the words of a machine that refuses.
+        """
+        if self.line is None:
+            return {0: value}
+        self.line.say(name, value)
+        started_s = time.monotonic()
+        while (found := self.line.heard(name)) is None:
+            if waits is not None:
+                waits(time.monotonic() - started_s, self.line.missing(name))
+            time.sleep(POLL_S / 2)
+        return found
+
+    def raise_alarm(self, name: str, alarm: Alarm) -> None:
+        """Let the other machines know that this attempt has failed."""
+        if self.line is not None:
+            self.line.raise_alarm(name, alarm)
+
+    def hears_alarm(self, name: str) -> Alarm | None:
+        """What some machine has raised first; None where there is nothing."""
+        return self.line.hears_alarm(name) if self.line is not None else None
+
+    def name_of(self, machine: int) -> str:
+        """The machine's number and, once known, its name."""
+        return f"machine {machine}{f' ({self.hosts[machine]})' if self.hosts else ''}"
+
+
+@contextlib.contextmanager
+def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Meeting]:
+    """The meeting of all machines, from when they all are there. Raises MachineError or ConfigError in words."""
+    if spec.num_machines == 1:
+        yield Meeting(0, 1, addresses.LOOPBACK, (addresses.LOOPBACK, spec.rendezvous.port))
+        return
+    host, port = spec.rendezvous.host, spec.rendezvous.port
+    if spec.machine_rank == 0:
+        store = stores.hosted(stores.listening_address(host, spec.launch.bind_address, say), port)
+    else:
+        who = f"machine {spec.machine_rank} of {spec.num_machines}"
+        advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
+        store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
+    line = StoreClient(store, spec.machine_rank, spec.num_machines)
+    meeting = Meeting(spec.machine_rank, spec.num_machines, host, (store.host, 0), line)
+    line.start()
+    try:
+        with connectivity.open_to_others(host) as place:
+            greet(meeting, {**greeting, "place": place}, say, spec.launch.meet_timeout_s)
+            refuse_who_is_not_reached(meeting, say)
+        yield meeting
+    finally:
+        line.close()
+
+
+def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
+    """Wait until all machines are there, and agree that they start the same."""
+    line = meeting.line
+    assert line is not None
+    announcement = Announcement(say)
+
+    def waits(seconds: float, missing: list[int]) -> None:
+        refuse_differences(line, line.collected("greeting"))
+        here, who = meeting.machines - len(missing), ", ".join(map(str, missing))
+        if seconds > timeout_s:
+            text = f"launch: {here} of {meeting.machines} machines came within {timeout_s:g} s (missing: {who}); "
+            line.refuse(MachineError(text + "start the same command there, each with its --machine-rank."))
+        announcement.make(f"waiting for machines, {here} of {meeting.machines} are here (missing: {who})")
+
+    line.enter(greeting)
+    found = meeting.gather("greeting", greeting, waits)
+    refuse_differences(line, found)
+    meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
+    meeting.places = {machine: found[machine]["place"] for machine in found}
+
+
+def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:
+    """Raises MachineError, on all machines, where one does not reach another. Only a warning where somebody has chosen
+    over what the ranks meet: that is not what is tried here."""
+    known = {machine: meeting.name_of(machine) for machine in meeting.places}
+    chosen = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if env.get(name)]
+    found = meeting.gather("reach", [connectivity.problem_here(meeting.machine, meeting.places, known), chosen])
+    problems = [problem for _, (problem, _) in sorted(found.items()) if problem]
+    if not problems:
+        return
+    chosen = sorted({name for _, names in found.values() for name in names})
+    if not chosen:
+        raise MachineError("\n".join(f"launch: {problem}." for problem in problems))
+    for problem in problems:
+        say(f"warning: {problem}, or over what {' and '.join(chosen)} says.")
+
+
+def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
+    """End the meeting where one of the machines that have come starts otherwise than machine 0."""
+    known = sorted(found) if 0 in found else []
+    problems = [text for machine in known for text in differences(found[0], found[machine], machine)]
+    if problems:
+        line.refuse(ConfigError([*problems, "launch: the machines of a run must start the same; nothing was started."]))
+
+
+def differences(first: dict[str, Any], other: dict[str, Any], machine: int) -> list[str]:
+    """What a machine starts otherwise than machine 0, in words."""
+    texts = [
+        f"launch: {what}: {first.get(what)} on machine 0 ({first['host']}), {other.get(what)} on machine {machine} "
+        f"({other['host']})."
+        for what in ("shardkit", "torch", "num_machines", "num_processes")
+        if first.get(what) != other.get(what)
+    ]
+    ours, theirs = first.get("config", {}), other.get("config", {})
+    for key in sorted({*ours, *theirs}):
+        if ours.get(key) != theirs.get(key) and key not in {"num_machines", "num_processes"}:
+            texts.append(f"launch: {key}: {ours.get(key)} on machine 0, {theirs.get(key)} on machine {machine}.")
+    return texts
