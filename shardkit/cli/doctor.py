@@ -115,7 +115,7 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
         elastic.run(launched)
         result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
     except ShardkitError as error:
-        failed = Finding("ranks", str(error).removeprefix("launch: "), Level.ERROR)
+        failed = Finding("ranks", str(error).removeprefix("launch: ").replace("\nlaunch: ", "\n"), Level.ERROR)
         return {"machines": {}, "findings": findings.as_json([*own, failed]), "measured": []}
     finally:
         shutil.rmtree(logs, ignore_errors=True)

@@ -83,7 +83,7 @@ def remove_orphans(where: Path) -> None:
     for path in where.glob(f"{PREFIX}*/{IN_USE}"):
         with contextlib.suppress(OSError), path.open() as file:
             if path.parent.lstat().st_uid == os.getuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its launcher, or a rank, still lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its launcher still lives
                 shutil.rmtree(path.parent, ignore_errors=True)
 
 
