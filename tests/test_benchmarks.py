@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, contestants, interleaved
+from benchmarks import checkpoint, contestants, faults, interleaved
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "seq": 8, "batch": 1, "steps": 1, "rounds": 2}
@@ -121,3 +121,29 @@ def test_quartiles_and_table() -> None:
     text = interleaved.table(measured, [interleaved.Ratio("ours", "theirs", 0.5, 0.25, 0.75)])
     assert "2.00 ms   (1.50 to 2.50)" in text
     assert "ours / theirs: 0.500   (0.250 to 0.750)" in text
+
+
+@pytest.mark.slow
+def test_control_plane(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "benchmarks.control_plane", "--ranks", "2", "--times=2")
+    assert {"meet", "collect", "share", "exchange", "requests_per_s", "sockets"} == set(result["2"])
+
+
+@pytest.mark.parametrize(
+    ("screen", "named"),
+    [
+        ("launch: rank 1 failed first: ValueError: at fault (script.py:9), after 2.0 s.", True),
+        ("launch: rank 0 failed first: ValueError: at fault (script.py:9), after 2.0 s.", False),
+        (
+            "ValueError: at fault\nRoot Cause (first observed failure):\n  rank : 1 (local_rank: 1)\n  exitcode : 1",
+            True,
+        ),
+        (
+            "ValueError: at fault\nRoot Cause (first observed failure):\n  rank : 0 (local_rank: 0)\n  exitcode : 1",
+            False,
+        ),
+        ("nothing", False),
+    ],
+)
+def test_faults_knows_whom_a_screen_names(screen: str, named: bool) -> None:
+    assert faults.names_it(screen, 1, "raises") is named

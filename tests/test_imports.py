@@ -30,7 +30,7 @@ LAYERS = [
     ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding", "shardkit.tracking"],
     ["shardkit.wizard", "shardkit.submit"],
     ["shardkit.runtime"],
-    ["shardkit.plan", "shardkit.compat", "shardkit.ray"],
+    ["shardkit.plan", "shardkit.compat", "shardkit.ray", "shardkit.doctor"],
     ["shardkit.cli"],
     ["shardkit.__main__"],
 ]

@@ -141,6 +141,26 @@ def test_only_the_shown_ranks_reach_the_screen_and_bars_come_from_rank_0(tmp_pat
 
 
 @pytest.mark.fault_row(26)
+def test_logs_are_private_and_a_full_disk_or_a_long_line_is_told_and_survived(tmp_path):  # issue 13, line 9
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
+    (tmp_path / "long.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    print('\u00e9' * 1_500_000 + '|')\n"
+        "else:\n    print('short')\n    raise ValueError('at fault')"
+    )
+    done = launch(tmp_path, "-n", "2", "--logs", "logs", "--show", "0,1", "long.py")
+    assert (
+        "warning: the logs in logs cannot be written (No space left on device); the run goes on without" in done.stderr
+    )
+    assert re.search(r"warning: \d+ bytes of output are missing in the logs in logs \(rank 0\)", done.stderr)
+    assert "launch: rank 0 failed first: ValueError: at fault" in done.stderr
+    long = "".join(line.removeprefix("[1] ") for line in done.stdout.splitlines() if line != "[0] short")
+    assert long == "\u00e9" * 1_500_000 + "|"
+    made = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "logs").iterdir() if not path.is_symlink()}
+    assert {"config.yaml", "rank1.log", "rank1.stack"} <= set(made)
+    assert set(made.values()) == {0o600}
+
+
 def test_the_rank_that_raised_is_named_and_its_victims_stay_in_the_logs(tmp_path):
     done = launch(tmp_path, "-n", "2", script("collective"), "raise")
     assert done.returncode == 1

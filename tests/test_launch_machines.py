@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from shardkit.errors import MachineError
-from shardkit.launch import addresses, store_client
+from shardkit.launch import addresses, meeting, store_client
 from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
 
 is_slow = pytest.mark.slow
@@ -162,6 +162,16 @@ def test_machines_that_start_differently_all_end_and_name_what_differs(tmp_path)
     for text in (first.text(), other.stderr):
         assert "launch: mixed_precision: no on machine 0, bf16 on machine 1." in text
     assert not list(logs(folder(tmp_path, 0)).glob("rank*"))
+
+
+def test_every_version_and_setting_that_differs_is_named():  # issue 13, line 9
+    first = {"host": "a", "shardkit": "0.1.0", "torch": "2.13.0", "config": {"fsdp.offload_params": False, "seed": 1}}
+    other = {"host": "b", "shardkit": "0.2.0", "torch": "2.13.0", "config": {"fsdp.offload_params": True, "seed": 1}}
+    assert meeting.differences(first, first, 1) == []
+    assert meeting.differences(first, other, 1) == [
+        "launch: shardkit: 0.1.0 on machine 0 (a), 0.2.0 on machine 1 (b).",
+        "launch: fsdp.offload_params: False on machine 0, True on machine 1.",
+    ]
 
 
 @is_slow

@@ -70,13 +70,32 @@ def test_a_cut_link_is_told_on_both_sides(network, tmp_path):
         assert "Traceback" not in one.text() and "frame #" not in one.text()
 
 
+@pytest.mark.slow
+@pytest.mark.fault_row(45)
+def test_a_firewall_that_lets_only_the_main_port_through_ends_both_with_address_and_port(network, tmp_path):
+    network.block(1, PORT)
+    with launched(network, tmp_path, "train", 600) as both:
+        codes = [one.end() for one in both]
+    assert codes == [4, 4]
+    for one in both:
+        said = one.text()
+        unanswered = rf"machine 0 \S+ does not reach machine 1 \S+ at {ADDRESSES[1]}:\d+ \(no answer in 3 s\); the"
+        unreachable = rf"machine 1 \S+ does not reach machine 0 \S+ at {ADDRESSES[0]}:\d+ \(Network is unreachable\)"
+        assert re.search(f"launch: {unanswered}", said) and re.search(f"launch: {unreachable}", said), said
+        assert "Traceback" not in said and "frame #" not in said
+
+
 @pytest.mark.faults
 @pytest.mark.fault_row(45)
-def test_a_firewall_that_lets_only_the_main_port_through_is_told(network, tmp_path):
+def test_where_the_interface_is_chosen_the_ranks_store_is_still_tried(network, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     network.block(1, PORT)
-    with launched(network, tmp_path, "train", 600) as (first, second):
-        unanswered = rf"machine 0 \S+ does not reach machine 1 \S+ at {ADDRESSES[1]}:\d+ \(no answer in 3 s\)"
-        first.wait_for(f"warning: {unanswered}")
-        second.wait_for(
-            rf"warning: machine 1 \S+ does not reach machine 0 \S+ at {ADDRESSES[0]}:\d+ \(Network is unreachable\)"
-        )
+    with launched(network, tmp_path, "train", 600) as both:
+        codes = [one.end() for one in both]
+    assert codes == [4, 4]
+    for one in both:
+        said = one.text()
+        assert re.search(r"warning: machine 0 .* or over what GLOO_SOCKET_IFNAME says", said), said
+        store = rf"the ranks' store, on machine 0 \S+ at {ADDRESSES[0]}:\d+ \(Network is unreachable\)"
+        assert re.search(rf"launch: machine 1 \S+ does not reach {store}", said), said
+        assert "Traceback" not in said and "frame #" not in said

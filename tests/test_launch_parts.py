@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ from shardkit.config import files
 from shardkit.config.command import settings_from
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
-from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
+from shardkit.launch import diagnosis, environment, failure, flags, folders, ports, preflight, stacks
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines
@@ -333,6 +335,54 @@ def test_lines_are_whole_and_bars_are_known():
     assert lines.feed(b"\xff\xfe\n") == [("\\xff\\xfe", False)]
 
 
+def test_of_a_line_that_is_very_long_the_beginning_is_taken_between_characters():
+    lines = Lines()
+    text = "\u20ac" * 500_000
+    assert lines.feed(text.encode()[:-1]) == []
+    beginning = lines.beginning()
+    assert beginning == text[:-1]
+    assert lines.beginning() is None
+    assert lines.feed(text.encode()[-1:] + b"!\n") == [("\u20ac!", False)]
+    assert lines.feed(b"10%\r" * 500_000 + b"20%\r") == []  # a bar: what it was before is over
+    assert lines.beginning() is None
+    assert lines.unfinished() == ("20%", True)
+
+
+# folders
+
+
+def test_folders_for_logs_are_private_and_what_stands_in_the_way_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [folders.make_log_dir(None), folders.make_log_dir(None), folders.make_log_dir("given/deep")]
+    assert len(set(made)) == 3
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="log folder file is a file; give another one with --logs DIR"):
+        folders.make_log_dir("file")
+    (tmp_path / "given" / "config.yaml").symlink_to("/dev/full")
+    says = r"log folder given cannot be written \(No space left on device\); give another one with --logs DIR"
+    with pytest.raises(MachineError, match=says), folders.writable(Path("given")):
+        folders.write(tmp_path / "given" / "config.yaml", "x")
+
+
+def test_the_temporary_folders_of_killed_launches_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "from shardkit.launch import folders\nwith folders.temporary() as path: print(path, flush=True); input()"
+    words, variables = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        left = Path(other.stdout.readline().strip())
+        with folders.temporary() as ours:
+            assert left.is_dir() and ours.is_dir() and left.parent == ours.parent == tmp_path
+        assert not ours.exists()
+        other.kill()
+    assert left.is_dir()
+    (tmp_path / "shardkit-somebody").mkdir()
+    with folders.temporary():
+        assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["shardkit-somebody"]
+
+
 # diagnosis
 
 
@@ -485,6 +535,7 @@ ASKS = Seen(stacks.Stack("train.py:4", True), moves=True, is_in_collective=True)
 PASSES = Seen(stacks.Stack("train.py:4", True), moves=True, uses_cpu=True, is_in_collective=True)
 NATIVE = Seen(stacks.Stack("train.py:5", False, is_in_backward=True))
 DEBUGGED = Seen(stacks.Stack("train.py:6", False, is_debugged=True))
+DEVICE = Seen(stacks.Stack("train.py:7", False), uses_cpu=True, waits_for_device=True)
 STOPPED = Seen(None)
 
 
@@ -501,6 +552,8 @@ STOPPED = Seen(None)
         ((WAITS, ASKS), Verdict.HANG, Verdict.HANG),
         ((WAITS, PASSES), Verdict.SLOW, Verdict.SLOW),
         ((WAITS, DEBUGGED), Verdict.WORK, Verdict.WORK),
+        ((DEVICE, DEVICE), Verdict.SLOW, Verdict.SLOW),
+        ((DEVICE, MOVES), Verdict.SLOW, Verdict.SLOW),
         ((WORKS, WORKS), Verdict.SLOW, Verdict.WORK),
         ((WORKS, STANDS), Verdict.SLOW, Verdict.WORK),
         ((STANDS, STANDS), Verdict.HANG, Verdict.SLOW),
@@ -513,7 +566,21 @@ def test_nobody_is_ended_who_works_or_for_whom_nobody_waits(seen, posted, plain)
     silent = {number: rank(number, 1.0, watched=False, phase="starting") for number in (0, 1)}
     assert judge(silent, by_rank, 5.0, 20.0) is plain
     out_of_patience = judge(watched, by_rank, 5.0, 28.0)
-    assert out_of_patience is (Verdict.HANG if posted is Verdict.SLOW and seen[0] is WAITS else posted)
+    assert out_of_patience is (Verdict.HANG if posted is Verdict.SLOW and seen[0] in (WAITS, DEVICE) else posted)
+
+
+def test_a_rank_that_asks_its_device_for_a_value_may_wait_for_its_peers(tmp_path):
+    train = tmp_path / "train.py"
+    train.write_text("loss = model(x)\nprint(loss.item())\ntorch.cuda.synchronize()\ny = torch.linalg.svd(x)\n")
+    stack = 'Thread 0x1 (most recent call first):\n  File "{}", line {} in step\n  File "{}", line 9 in <module>\n'
+    waits = {line: stacks.parse(stack.format(train, line, train)).is_at_device_wait for line in (1, 2, 3, 4)}
+    assert waits == {1: False, 2: True, 3: True, 4: False}
+    ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
+    said = warning(ranks, {0: DEVICE, 1: WORKS}, 5.0, 20.0)
+    assert "  Rank 0 waits for its device, and the run is ended after 15 s without progress." in said
+    table = render(rows_of(ranks, {0: DEVICE, 1: WORKS}, 20.0), 5.0, "logs")
+    assert "at train.py:7, waiting for its device" in table
+    assert "First to stop: rank 1." in table
 
 
 def test_what_is_said_of_slow_ranks():

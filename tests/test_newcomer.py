@@ -407,7 +407,17 @@ def test_8_every_shell_gets_a_script(capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["config"], ["config", "validate"], ["config", "show"], ["plan"], ["launch"], ["checkpoint"], ["env"]]
+    [
+        [],
+        ["config"],
+        ["config", "validate"],
+        ["config", "show"],
+        ["plan"],
+        ["launch"],
+        ["checkpoint"],
+        ["env"],
+        ["doctor"],
+    ]
     + [["checkpoint", name] for name in ("list", "inspect", "verify", "diff", "merge", "prune", "convert")],
     ids=" ".join,
 )

@@ -23,6 +23,7 @@ VERBS = {
     "migrate": "what changes in a script that was written for Accelerate",
     "checkpoint": "list, inspect, verify, diff, merge, prune and convert saved states",
     "env": "what this machine has: devices, backends, versions",
+    "doctor": "try what a run needs, on one machine or all of them, and say what to change",
     "completion": "completion of commands and flags with Tab, for bash, zsh and fish",
 }
 

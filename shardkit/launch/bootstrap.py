@@ -14,12 +14,12 @@ import runpy
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
@@ -37,9 +37,10 @@ def main(arguments: list[str]) -> int:
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
     place = rank_files.ProgressWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
     log_dir = Path(env.get(names.LOG_DIR) or ".")
-    log_file = open(names.log_path(log_dir, rank), "a", buffering=1)  # noqa: SIM115
+    log_file = open(names.log_path(log_dir, rank), "ab", buffering=0, opener=rank_files.private)  # noqa: SIM115
     faulthandler.enable()
-    faulthandler.register(processes.STACKS_SIGNAL, file=open(names.stack_path(log_dir, rank), "w"))  # noqa: SIM115
+    stack_file = open(names.stack_path(log_dir, rank), "w", opener=rank_files.private)  # noqa: SIM115
+    faulthandler.register(processes.STACKS_SIGNAL, file=stack_file)
     processes.take_stack_signals()
     place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
     connect_output(folder)
@@ -140,7 +141,7 @@ def run_script(script: str, names: dict[str, object]) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec"), names)
 
 
-def report(folder: Path, rank: int, error: BaseException, log_file) -> int:
+def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) -> int:
     """Leaves the error where the launcher looks; the exit code. Only the rank's own log gets the traceback."""
     code = failure.exit_code_of(error)
     if code == 0:
@@ -149,7 +150,9 @@ def report(folder: Path, rank: int, error: BaseException, log_file) -> int:
         print(error.code, file=sys.stderr)
     record = failure.describe(rank, error, OWN_FILES)
     expected = isinstance(error, (ShardkitError, SystemExit)) and not env.is_true("SHARDKIT_DEBUG")
-    print(f"{record.kind}: {record.message}" if expected else record.traceback, file=log_file)
+    text = f"{record.kind}: {record.message}" if expected else record.traceback
+    with suppress(OSError):  # a full disk: the launcher hears of it all the same
+        log_file.write(f"{text}\n".encode(errors="backslashreplace"))
     rank_files.write_error(folder, record)
     if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # the others are to say where they are
         leave_together(folder, rank)

@@ -130,6 +130,11 @@ def _next_step(error: RankError | None) -> str:
             "what takes the memory, and what each change would give back, for the function that builds the model: "
             "shardkit plan --model MODULE:FUNCTION"
         )
+    if "gloo/transport/tcp" in error.message and "connect" in error.message:
+        return (
+            "gloo could not connect ranks: they listen on free ports of the interface in GLOO_SOCKET_IFNAME (where it "
+            "is not set: the one towards --main); let the machines reach one another there on all ports"
+        )
     if "got mixed torch.Tensor and DTensor" in error.message:
         return (
             "a sharded parameter met a plain tensor: call the model by its forward, or name the method that uses its "

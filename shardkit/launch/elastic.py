@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit import __version__, env
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, hangs, names, rank_files, start_methods
+from shardkit.launch import diagnosis, folders, hangs, names, rank_files, start_methods
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import HangRow
 from shardkit.launch.monitor import CTRL_C_S, Monitor
@@ -62,8 +61,8 @@ def run(spec: LaunchSpec) -> Path:
 
     Raises RankFailure, HangError, Preempted, MachineError, or KeyboardInterrupt.
     """
-    log_dir = make_log_dir(spec)
-    say(headline(spec, _short(log_dir)))
+    log_dir = folders.make_log_dir(spec.launch.log_dir)
+    say(headline(spec, folders.short(log_dir)))
     began_s = time.monotonic()
     restarts = Restarts(spec.launch.max_restarts)
     with start_methods.prepared(spec) as start:
@@ -92,7 +91,10 @@ def native_words_in(path: Path, spec: LaunchSpec) -> Iterator[None]:
     found = sys.stderr
     found.flush()
     screen = os.dup(2)
-    with path.open("ab") as file, open(screen, "w", buffering=1, errors="backslashreplace") as stream:
+    with (
+        open(path, "ab", opener=rank_files.private) as file,
+        open(screen, "w", buffering=1, errors="backslashreplace") as stream,
+    ):
         os.dup2(file.fileno(), 2)
         sys.stderr = stream
         try:
@@ -120,8 +122,7 @@ def run_attempt(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restarts: Restarts
 ) -> ShardkitError | None:
     """None after success; the error where the ranks may be started again; raises it where they may not."""
-    with tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with folders.temporary() as folder:
         env.update(run_variables(spec, log_dir, folder, restarts.number, restarts.newest_step >= 0))
         output = Output(
             folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
@@ -144,8 +145,11 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
     if restart and (config.shardkit.checkpoint.resume == "never" or has_checkpoint):
         config = files.overlaid(config, {"shardkit.checkpoint.resume": "auto"})
     path = log_dir / ("config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml")
-    files.write(config, path)
-    path.with_suffix(".origins.json").write_text(json.dumps(spec.origins, indent=1))  # for the table at the start
+    with folders.writable(log_dir):
+        folders.write(path, files.dump(config))
+        folders.write(
+            path.with_suffix(".origins.json"), json.dumps(spec.origins, indent=1)
+        )  # for the table at the start
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),
@@ -164,7 +168,8 @@ def run_once(
     from shardkit.launch.store_client import Lost
 
     limits = spec.launch
-    watch = Monitor(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, spec.num_machines > 1)
+    has_others, has_device = spec.num_machines > 1, spec.device != "cpu"
+    watch = Monitor(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, has_others, has_device)
     try:
         with signals_to(watch):
             machines.begin(ranks.name_of(restart))
@@ -174,7 +179,7 @@ def run_once(
                 ended = ranks.run(spec, start, machines, folder, restart, watch)
             finally:
                 watch.close()
-        report = report_of(watch, ended, rank_files.read_errors(folder), started_s, _short(log_dir))
+        report = report_of(watch, ended, rank_files.read_errors(folder), started_s, folders.short(log_dir))
         reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
     except OSError as error:
         raise MachineError(f"launch: the ranks could not be started: {error}") from error
@@ -307,48 +312,10 @@ def error_of(attempt: LaunchAttempt, spec: LaunchSpec, output: Output) -> Shardk
     return RankFailure(diagnosis.render(found, attempt.started_s, logs, attempt.committed_step), found.exit_code)
 
 
-def make_log_dir(spec: LaunchSpec) -> Path:
-    """The folder for the logs, made; a name of its own where none is configured."""
-    if spec.launch.log_dir:
-        path = Path(spec.launch.log_dir)
-        with _writable(path):
-            path.mkdir(parents=True, exist_ok=True)
-        return path
-    stem = time.strftime("runs/%Y%m%d-%H%M%S")
-    for number in range(1, 1000):
-        path = Path(stem if number == 1 else f"{stem}-{number}")
-        with _writable(path):
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return path
-    raise MachineError(f"launch: {stem}: no free name for the logs; give --logs DIR.")
-
-
 def say(text: str) -> None:
     """A line of the launcher's own, to stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileExistsError:
-        raise MachineError(f"launch: log folder {path} is a file; give another one with --logs DIR.") from None
-    except OSError as error:
-        raise MachineError(
-            f"launch: log folder {path} cannot be made ({error.strerror}); give another one with --logs DIR."
-        ) from None
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def _ranks(count: int) -> str:

@@ -47,6 +47,9 @@ class Seen:
     uses_cpu: bool = False
     is_in_collective: bool = False
     """It was, each time."""
+    waits_for_device: bool = False
+    """It stands at one line that asks an accelerator for a value, as a rule at full CPU: perhaps a collective there
+    waits for a peer, perhaps the line is slow."""
 
     @property
     def works(self) -> bool:
@@ -60,6 +63,10 @@ class Seen:
         return (self.is_in_collective and not (self.moves and self.uses_cpu)) or (
             self.stack.is_in_backward and not self.works
         )
+
+    @property
+    def may_wait(self) -> bool:
+        return self.waits or self.waits_for_device
 
 
 class Verdict(Enum):
@@ -90,7 +97,7 @@ def judge(
     where all of this one wait, one of those is at work, or stands still and is judged there."""
     if any(one.stack is not None and one.stack.is_debugged for one in seen.values()):
         return Verdict.WORK
-    somebody_waits = any(one.waits for one in seen.values())
+    somebody_waits = any(one.may_wait for one in seen.values())
     posted = [rank.place for rank in running.values() if rank.has_posted]
     all_wait = len(seen) == len(running) and all(one.waits for one in seen.values())
     if any(one.works and not one.waits for one in seen.values()) or (has_others and all_wait):
@@ -143,7 +150,7 @@ def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
     if rank.stopped_since_s:
         said = "  STOPPED (SIGSTOP)"
     elif _waits(seen, number):
-        said += ", waiting for its peers"
+        said += f", waiting for its {'peers' if seen[number].waits else 'device'}"
     if not rank.has_posted:
         return f"  rank {number}{said}"
     return f"  rank {number}  step {place.step}  {place.phase}  for {now - place.since_s:.0f} s{said}"
@@ -151,8 +158,8 @@ def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
 
 def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float) -> str:
     """What is said once of ranks that make no progress, and that nobody ends."""
-    at_work = [number for number, one in sorted(seen.items()) if one.works and not one.waits]
-    if not at_work and len(seen) == len(ranks) and all(one.waits for one in seen.values()):
+    at_work = [number for number, one in sorted(seen.items()) if one.works and not one.may_wait]
+    if not at_work and len(seen) == len(ranks) and all(one.may_wait for one in seen.values()):
         who = "another machine's ranks may be at work"
     elif not at_work:
         who = "no rank uses any CPU time"
@@ -161,10 +168,13 @@ def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: floa
         who = ", ".join(places[:4]) + (f", and {len(places) - 4} more" if len(places) > 4 else "")
     lines = [f"launch: no progress for {timeout_s:g} s, but {who}. The run goes on."]
     has_posted = any(rank.has_posted for rank in ranks.values())
-    waiting = [str(number) for number, one in sorted(seen.items()) if one.waits]
-    if waiting:
-        limit = f", and the run is ended after {PATIENCE * timeout_s:g} s without progress" if has_posted else ""
-        lines.append(f"  Rank {', '.join(waiting)} waits for its peers in a collective{limit}.")
+    limit = f", and the run is ended after {PATIENCE * timeout_s:g} s without progress" if has_posted else ""
+    for what, numbers in (
+        ("waits for its peers in a collective", [number for number, one in sorted(seen.items()) if one.waits]),
+        ("waits for its device", [number for number, one in sorted(seen.items()) if one.may_wait and not one.waits]),
+    ):
+        if numbers:
+            lines.append(f"  Rank {', '.join(map(str, numbers))} {what}{limit}.")
     if has_posted:
         lines.append("  Call accelerator.progress() now and then there, or put `with accelerator.pause():` around it.")
     return "\n".join(lines)
@@ -177,4 +187,4 @@ def where(seen: Mapping[int, Seen], number: int) -> str:
 
 
 def _waits(seen: Mapping[int, Seen], number: int) -> bool:
-    return number in seen and seen[number].waits
+    return number in seen and seen[number].may_wait

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from shardkit import env
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity, stores
 from shardkit.launch.spec import LaunchSpec
@@ -46,6 +47,23 @@ class Meeting:
             self._store = stores.hosted(*self.listens_on)
             self.port = self._store.port
         self.port = self.gather(f"{name}-start", self.port)[0]
+        if self.line is not None:
+            self._reach_store(name)
+
+    def _reach_store(self, name: str) -> None:
+        """Raises MachineError, on all machines, where one does not reach the store: its ranks would wait for ever."""
+        address = addresses.resolve(self.address) or self.address
+        problem = addresses.answers(address, self.port, connectivity.CONNECT_S) if self.machine else None
+        problems = self.gather(f"{name}-store", problem)
+        texts = [
+            f"launch: {self.name_of(machine)} does not reach the ranks' store, on {self.name_of(0)} at "
+            f"{address}:{self.port} ({problem}); it listens on a free port, another one for each start of the ranks: "
+            "let the machines of the run reach one another on all ports."
+            for machine, problem in sorted(problems.items())
+            if problem
+        ]
+        if texts:
+            raise MachineError("\n".join(texts))
 
     def gather(self, name: str, value: Any, waits: Callable[[float, list[int]], None] | None = None) -> dict[int, Any]:
         """What every machine says under this name, by machine. `waits(seconds, missing)` is called meanwhile.
@@ -95,7 +113,7 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
     try:
         with connectivity.open_to_others(host) as place:
             greet(meeting, {**greeting, "place": place}, say, spec.launch.meet_timeout_s)
-            say_who_is_not_reached(meeting, say)
+            refuse_who_is_not_reached(meeting, say)
         yield meeting
     finally:
         line.close()
@@ -122,14 +140,20 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     meeting.places = {machine: found[machine]["place"] for machine in found}
 
 
-def say_who_is_not_reached(meeting: Meeting, say: Say) -> None:
-    """A warning on machine 0, and on a machine that does not reach another: over what the ranks meet may be configured
-    otherwise (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
+def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:
+    """Raises MachineError, on all machines, where one does not reach another. Only a warning where somebody has chosen
+    over what the ranks meet: that is not what is tried here."""
     known = {machine: meeting.name_of(machine) for machine in meeting.places}
-    problems = meeting.gather("reach", connectivity.problem_here(meeting.machine, meeting.places, known))
-    for machine, problem in sorted(problems.items()):
-        if problem and meeting.machine in (0, machine):
-            say(f"warning: {problem}.")
+    chosen = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if env.get(name)]
+    found = meeting.gather("reach", [connectivity.problem_here(meeting.machine, meeting.places, known), chosen])
+    problems = [problem for _, (problem, _) in sorted(found.items()) if problem]
+    if not problems:
+        return
+    chosen = sorted({name for _, names in found.values() for name in names})
+    if not chosen:
+        raise MachineError("\n".join(f"launch: {problem}." for problem in problems))
+    for problem in problems:
+        say(f"warning: {problem}, or over what {' and '.join(chosen)} says.")
 
 
 def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:

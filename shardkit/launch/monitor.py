@@ -60,8 +60,10 @@ class Monitor:
         stop_timeout_s: float,
         say: Callable[[str], None],
         has_others: bool = False,
+        has_device: bool = False,
     ) -> None:
-        """`has_others`: other machines have ranks of this run too."""
+        """`has_others`: other machines have ranks of this run too. `has_device`: the ranks run on accelerators."""
+        self._has_device = has_device
         self.folder, self.log_dir, self._say, self._has_others = folder, log_dir, say, has_others
         self.hang_timeout_s, self.stop_timeout_s = hang_timeout_s, stop_timeout_s
         self.ranks: dict[int, Rank] = {}
@@ -230,11 +232,13 @@ class Monitor:
 
     def _seen(self, rank: Rank, found: list[Stack | None], now: float) -> Seen:
         known = [stack for stack in found if stack is not None]
+        moves = len({stack.frames for stack in known}) > 1
         return Seen(
             known[-1] if known else None,
-            moves=len({stack.frames for stack in known}) > 1,
+            moves=moves,
             uses_cpu=now - rank.worked_s <= 2 * self._cpu_period_s,
             is_in_collective=bool(known) and all(stack.waits_for_peers for stack in known),
+            waits_for_device=self._has_device and bool(known) and known[-1].is_at_device_wait and not moves,
         )
 
     def _warn(self, running: dict[int, Rank], seen: dict[int, Seen], now: float) -> None:

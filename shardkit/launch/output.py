@@ -2,9 +2,10 @@
 
 A rank's stdout and stderr come through two named pipes; one thread reads them all, so lines never mix. A progress bar
 (text that returns to the start of its line) is shown for rank 0 only; the logs keep everything. A line that stays
-without its end is shown as it is: it may ask for something.
+without its end is shown as it is: it may ask for something. So is the beginning of one that is very long.
 """
 
+import codecs
 import contextlib
 import os
 import selectors
@@ -17,6 +18,7 @@ from typing import BinaryIO, TextIO
 
 from shardkit.launch import rank_files
 from shardkit.launch.names import log_path
+from shardkit.sizes import in_words
 
 BAR_PERIOD_S = 10.0
 """How often a progress bar that never ends its line is written to a screen that is a file."""
@@ -26,6 +28,7 @@ POLL_S = 0.2
 POLL_SOON_S = 0.05
 CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20
+"""What is kept of a line until its end comes."""
 
 
 class Lines:
@@ -37,9 +40,17 @@ class Lines:
     def feed(self, piece: bytes) -> list[tuple[str, bool]]:
         """The lines that this piece completes."""
         *whole, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > LONGEST_LINE_BYTES:
-            whole, self._rest = [*whole, self._rest], b""
         return [_line(line) for line in whole]
+
+    def beginning(self) -> str | None:
+        """Taken from a line under way that is too long to wait for its end; None where it is not."""
+        if len(self._rest) > LONGEST_LINE_BYTES:  # of a bar that never ends its line, only the last state matters
+            self._rest = self._rest[max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :]
+        if len(self._rest) <= LONGEST_LINE_BYTES:
+            return None
+        text, taken = codecs.utf_8_decode(self._rest, "backslashreplace", False)
+        self._rest = self._rest[taken:]
+        return text
 
     def unfinished(self) -> tuple[str, bool] | None:
         """The line under way, which stays under way."""
@@ -79,6 +90,7 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._logs: dict[int, BinaryIO] = {}
         self._asking: _Stream | None = None  # whose line under way is the last thing on the screen
+        self._missing: dict[int, int] = {}  # by rank, the bytes that are not in its log
         self._descriptors: list[int] = []
         self._closing = threading.Event()
         for local_rank in range(ranks_here):
@@ -100,6 +112,10 @@ class Output:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._selector.close()
+        if self._missing:
+            ranks = ", ".join(map(str, sorted(self._missing)))
+            lost = in_words(sum(self._missing.values()))
+            self._tell(f"warning: {lost} of output are missing in the logs in {self._log_dir} (rank {ranks}).")
 
     def show(self, rank: int, text: str) -> None:
         """Write text to the screen as a line of this rank."""
@@ -144,15 +160,31 @@ class Output:
             places = rank_files.read_progress(self._folder).values()
             stream.rank = next(place.rank for place in places if place.local_rank == stream.local_rank)
         stream.read_s = time.monotonic()
-        with contextlib.suppress(OSError):  # a full disk under the logs must not stop the run
-            self._log(stream.rank).write(piece)
+        self._keep(stream.rank, piece)
         for line in stream.lines.feed(piece):
             self._print_line(stream, *line)
+        if beginning := stream.lines.beginning():
+            self._print_part(stream, beginning)
 
-    def _log(self, rank: int) -> BinaryIO:
-        if rank not in self._logs:
-            self._logs[rank] = open(log_path(self._log_dir, rank), "ab", buffering=0)  # noqa: SIM115
-        return self._logs[rank]
+    def _keep(self, rank: int, piece: bytes) -> None:
+        """Add to a rank's log. Where the disk is full the run goes on, and what is missing is told."""
+        rest = memoryview(piece)
+        try:
+            if rank not in self._logs:
+                path = log_path(self._log_dir, rank)
+                self._logs[rank] = open(path, "ab", buffering=0, opener=rank_files.private)  # noqa: SIM115
+            while rest:
+                rest = rest[self._logs[rank].write(rest) :]
+        except OSError as error:
+            if not self._missing:
+                text = f"the logs in {self._log_dir} cannot be written ({error.strerror}); the run goes on without them"
+                self._tell(f"warning: {text}.")
+            self._missing[rank] = self._missing.get(rank, 0) + len(rest)
+
+    def _tell(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._end_line_under_way()
+        self._write(sys.stderr, f"{text}\n")
 
     def _print_line(self, stream: _Stream, text: str, is_bar: bool) -> None:
         if is_bar and stream.rank != 0:
@@ -163,6 +195,16 @@ class Output:
         else:
             self._print(stream.screen, stream.rank, text)
         stream.shown = ""
+
+    def _print_part(self, stream: _Stream, text: str) -> None:
+        """The beginning of a line that is not over; what follows is added to it, unless another rank comes between."""
+        if self._shown is not None and stream.rank not in self._shown:
+            return
+        if stream is self._asking:
+            self._write(stream.screen, text.removeprefix(stream.shown))
+        else:
+            self._print(stream.screen, stream.rank, text, end="")
+        self._asking, stream.shown = stream, ""
 
     def _show_prompt(self, stream: _Stream) -> None:
         """A line under way that nothing has been added to for a moment; what comes later is added to it."""
@@ -189,11 +231,14 @@ class Output:
     def _print(self, screen: TextIO, rank: int, text: str, end: str = "\n") -> None:
         if self._shown is not None and rank not in self._shown:
             return
-        if self._asking is not None:  # another line is under way
-            self._write(self._asking.screen, "\n")
-            self._asking = None
+        self._end_line_under_way()
         prefix = f"[{rank:>{self._width}}] " if self._has_prefix else ""
         self._write(screen, "".join(f"{prefix}{line}{end}" for line in text.split("\n")))
+
+    def _end_line_under_way(self) -> None:
+        if self._asking is not None:
+            self._write(self._asking.screen, "\n")
+            self._asking = None
 
     def _write(self, screen: TextIO, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the reader of our screen may be gone; the logs go on

@@ -51,7 +51,7 @@ class ProgressWriter:
         path = progress_path(folder, rank)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, PLACE_BYTES)
+            _reserve(descriptor, PLACE_BYTES)
             self._bytes = mmap.mmap(descriptor, PLACE_BYTES)
         finally:
             os.close(descriptor)
@@ -75,6 +75,19 @@ class ProgressWriter:
     def _write(self) -> None:
         place = (self._rank, self._local_rank, os.getpid(), *self._place, self._committed)
         self._bytes[:] = json.dumps(place).encode().ljust(PLACE_BYTES)
+
+
+def private(path: str, flags: int) -> int:
+    """An opener, for open(..., opener=private): a file that it makes is for its owner alone."""
+    return os.open(path, flags, 0o600)
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Give the file its size, with the disk for it: a page of a map that the disk has no room for is a SIGBUS."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    else:  # macOS
+        os.ftruncate(descriptor, size_bytes)
 
 
 def progress_path(folder: Path, rank: int) -> Path:

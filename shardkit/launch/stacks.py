@@ -1,5 +1,6 @@
 """Reads the stacks that a hung rank wrote (faulthandler's form): where it is, and whether it waits for others."""
 
+import linecache
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ WAITING = ("/torch/distributed/", "/shardkit/distributed/control.py", "/shardkit
 """Code in which a rank waits for its peers."""
 BACKWARD = "/torch/autograd/graph.py"
 """Code in which a rank runs a backward, and waits for its peers if it uses no CPU time: DDP's reducer is native."""
+FOR_THE_DEVICE = re.compile(r"\b(?:item|tolist|cpu|numpy|nonzero|float|\w*synchronize)\(")
+"""A line that waits until an accelerator has done all that it was given: at full CPU, and for as long as a collective
+there waits for a peer."""
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/terminal/")
 """Code in which a rank waits for a person."""
 
@@ -20,6 +24,7 @@ class Stack:
     """The main thread's line in the user's code and its frames, and whether any thread is inside a collective.
 
     `is_in_backward`: so is the main thread, perhaps. `is_debugged`: a person has it in a debugger.
+    `is_at_device_wait`: its line waits for an accelerator, if it takes long.
     """
 
     where: str
@@ -27,6 +32,7 @@ class Stack:
     frames: tuple[tuple[str, str, str], ...] = ()
     is_in_backward: bool = False
     is_debugged: bool = False
+    is_at_device_wait: bool = False
 
 
 def size(path: Path) -> int:
@@ -59,6 +65,7 @@ def parse(text: str) -> Stack:
         tuple(main),
         bool(main) and _is_in(main[0], (BACKWARD,)),
         any(_is_in(frame, DEBUGGERS) for frame in main),
+        bool(main) and FOR_THE_DEVICE.search(linecache.getline(main[0][0], int(main[0][1]))) is not None,
     )
 
 

@@ -1,0 +1,127 @@
+"""`shardkit doctor`: tries what a run needs, on one machine or on all of them together, and says what to change."""
+
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardkit.cli import HELP
+
+if TYPE_CHECKING:
+    from shardkit.config.schema import Config
+    from shardkit.doctor.findings import Finding
+    from shardkit.launch.preflight import Machine
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
+
+PATIENCE_S = {"meet_timeout_s": 120.0, "hang_timeout_s": 60.0, "process_group_timeout_s": 120.0}
+"""What a run waits for long, and this does not."""
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", help="The YAML; else it is looked for.")] = None,
+    processes: Annotated[
+        str | None, typer.Option("-n", "--num-processes", metavar="N", help="Ranks, over all machines together.")
+    ] = None,
+    machines: Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")] = None,
+    machine_rank: Annotated[
+        str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")
+    ] = None,
+    main: Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Try the CPU and gloo.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Where checkpoints and logs will be: its disk is tried.")
+    ] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> int:
+    """Try what a run with this configuration needs, and say what to change. With several machines: start it on each, as
+    `shardkit launch`. The exit code is not 0 where a run would fail."""
+    from shardkit.config import files
+    from shardkit.config.command import settings_from
+    from shardkit.launch import flags
+
+    said = {
+        "num_processes": processes,
+        "num_machines": machines,
+        "machine_rank": machine_rank,
+        "use_cpu": "true" if cpu else None,
+    }
+    chosen = {name: value for name, value in said.items() if value is not None}
+    chosen |= (flags.main_settings(main) if main else {}) | settings_from(settings or [])
+    loaded = files.resolve(config, chosen)
+    return examine(loaded.config, str(loaded.path or "defaults for this machine"), folder.resolve(), as_json)
+
+
+def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> int:
+    """Try this machine, then all ranks together; print what was found; the exit code."""
+    from shardkit import env
+    from shardkit.config import hardware
+    from shardkit.doctor import findings, machine
+    from shardkit.errors import EXIT_MACHINE
+    from shardkit.launch.preflight import Machine
+
+    found = hardware.detect()
+    here = Machine(tuple(device.name for device in found.devices), found.cores, found.memory_bytes)
+    say("tries this machine")
+    own = [
+        replace(finding, machine=config.machine_rank) for finding in machine.findings(config, here, folder, env.copy())
+    ]
+    if findings.has_error(own):
+        say("a run would not start here: the ranks are not tried")
+        result: dict[str, Any] = {"machines": {}, "findings": findings.as_json(own), "measured": []}
+    else:
+        result = together(config, config_name, folder, here, own)
+    rows = findings.from_json(result["findings"])
+    if as_json:
+        print(json.dumps({"ok": not findings.has_error(rows), **result}, indent=2))
+    else:
+        print(findings.render(rows, config.num_machines))
+    return EXIT_MACHINE if findings.has_error(rows) else 0
+
+
+def together(config: "Config", config_name: str, folder: Path, here: "Machine", own: list["Finding"]) -> dict[str, Any]:
+    """What the ranks of all machines find, with what each machine has found alone."""
+    from shardkit import env
+    from shardkit.config import files
+    from shardkit.doctor import findings, ranks_files
+    from shardkit.doctor.findings import Finding, Level
+    from shardkit.errors import ShardkitError
+    from shardkit.launch import elastic, spec
+
+    limits = config.shardkit.launch
+    soon = {f"shardkit.launch.{name}": f"{min(getattr(limits, name), most):g}" for name, most in PATIENCE_S.items()}
+    logs = Path(tempfile.mkdtemp(prefix="shardkit-doctor-"))  # no TemporaryDirectory: forked ranks would remove it
+    try:
+        launched = spec.launch_spec(
+            files.overlaid(config, {**soon, "shardkit.launch.log_dir": str(logs), "shardkit.launch.max_restarts": "0"}),
+            "shardkit.doctor.ranks",
+            is_module=True,
+            config_name=config_name,
+            cores=here.cores,
+            has_prefix=False,
+            variables=env.copy(),
+            more_variables={ranks_files.FOLDER: str(folder)},
+        )
+        (logs / ranks_files.OWN).write_text(json.dumps(findings.as_json(own)))
+        elastic.run(launched)
+        result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
+    except ShardkitError as error:
+        failed = Finding("ranks", str(error).removeprefix("launch: ").replace("\nlaunch: ", "\n"), Level.ERROR)
+        return {"machines": {}, "findings": findings.as_json([*own, failed]), "measured": []}
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+    return result
+
+
+def say(text: str) -> None:
+    """How far it has come."""
+    print(f"doctor: {text}", file=sys.stderr, flush=True)

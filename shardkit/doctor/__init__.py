@@ -1,0 +1,1 @@
+"""What `shardkit doctor` tries: this machine, its network, and what its ranks reach together."""

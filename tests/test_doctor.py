@@ -1,0 +1,171 @@
+"""`shardkit doctor`: what it finds on a machine, between ranks, and between machines (issue 13, line 15)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli import main as command_line
+from shardkit.config import files
+from shardkit.config.schema import Config
+from shardkit.doctor import findings, machine, ranks
+from shardkit.doctor.findings import Finding, Level
+from shardkit.launch.preflight import Machine
+from tests.network import ADDRESSES, folder, two_machines
+from tests.test_launch import Running
+
+COMMAND = [sys.executable, "-m", "shardkit", "doctor", "--cpu"]
+PORT = 29500
+
+
+def config(**settings) -> Config:
+    return files.overlaid(Config(), {name: str(value) for name, value in settings.items()})
+
+
+# one machine, without ranks
+
+
+def test_findings_go_over_the_wire_and_are_read():
+    rows = [
+        Finding("disk", "full", Level.ERROR, "free some", 1),
+        Finding("cores", "2", Level.WARNING),
+        Finding("a", "b"),
+    ]
+    assert findings.from_json(json.loads(json.dumps(findings.as_json(rows)))) == rows
+    assert findings.has_error(rows) and not findings.has_error(rows[1:])
+    assert findings.render(rows, 2).splitlines() == [
+        "error       1  disk   full",
+        "                      -> free some",
+        "warning   all  cores  2",
+        "ok        all  a      b",
+        "3 checks: 1 error, 1 warning.",
+    ]
+    assert findings.render(rows[2:], 1).splitlines() == ["ok       a  b", "1 checks: nothing to change."]
+
+
+def test_what_a_machine_lacks_is_found_with_what_to_change(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert machine.disk(tmp_path, 1 << 20).check == "disk"
+    assert not list(tmp_path.glob(".shardkit-doctor*"))
+    refused = machine.disk(tmp_path / "file", 1 << 20)
+    assert (refused.level, "cannot be written" in refused.found) == (Level.ERROR, True)
+    small = machine.shared_memory(1 << 30, tmp_path)
+    assert small.level is Level.WARNING and "--shm-size" in small.change
+    assert machine.threads(config(num_processes=4), Machine((), 2)).level is Level.WARNING
+    assert machine.threads(config(num_processes=2), Machine((), 2)).level is Level.OK
+    found = machine.configuration(config(num_processes=2, num_machines=2, use_cpu=True), Machine((), 2), {})
+    assert [one.level for one in found] == [Level.ERROR] and "give --main HOST:PORT" in found[0].found
+
+
+def test_addresses_that_lead_nowhere_are_found():
+    def level_of(host: str, number: int = 1) -> Level:
+        return machine.address(config(num_machines=2, num_processes=2, main_process_ip=host, machine_rank=number))[
+            0
+        ].level
+
+    assert machine.address(Config()) == []
+    assert level_of("no-such-name.invalid") is Level.ERROR
+    assert level_of("127.0.0.1") is Level.OK
+    assert level_of("192.0.2.1", 0) in (Level.WARNING, Level.ERROR)  # RFC 5737: nobody's, and perhaps no way there
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ("0, NVIDIA H100, 4, 81559, 31, 0", Level.OK),
+        ("0, NVIDIA H100, 4, 81559, 31, [N/A]", Level.OK),
+        ("1, NVIDIA H100, 60000, 81559, 31, 0", Level.WARNING),
+        ("2, NVIDIA H100, 4, 81559, 90, 0", Level.WARNING),
+        ("3, NVIDIA H100, 4, 81559, 31, 2", Level.ERROR),
+    ],
+)
+def test_the_health_of_a_gpu_is_read_from_nvidia_smi(line, level):
+    assert machine.gpu(line).level is level
+
+
+# between ranks
+
+
+def test_the_difference_of_two_clocks_is_the_least_that_fits():
+    assert ranks.skew([(10.0, 10.1, 10.0, 10.1)]) == 0.0
+    assert ranks.skew([(15.0, 15.1, 10.0, 10.1), (20.0, 20.3, 15.0, 15.2)]) == pytest.approx(4.9)
+    assert ranks.skew([(5.0, 5.1, 10.0, 10.1)]) == pytest.approx(-4.9)
+
+
+def test_groups_that_are_timed():
+    assert ranks.groups_of([0, 0]) == [("all ranks", None, [0, 1])]
+    assert ranks.groups_of([0, 1]) == [("one rank a machine", None, [0, 1])]
+    assert [members for _, _, members in ranks.groups_of([0, 0, 1, 1])] == [[0, 1, 2, 3], [0, 2], [0, 1], [2, 3]]
+
+
+def test_a_slow_link_and_a_slow_machine_are_found():
+    def row(number: int | None, speed: float) -> dict:
+        place = {"among": "x", "machine": number, "ranks": 2, "backend": "gloo"}
+        return {"kind": "all-reduce", "size_bytes": 1, "seconds": 1.0, "bytes_per_s": speed, **place}
+
+    rows = [row(0, 1e9), row(1, 4e8), row(2, 1e9), row(None, 1e7)]
+    assert [ranks.judged(one, rows).level for one in rows] == [Level.OK, Level.WARNING, Level.OK, Level.WARNING]
+
+
+def test_a_run_that_would_not_start_fails_before_any_rank(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--cpu", "-n", "2", "--num-machines", "2", "--main", "no-such-name.invalid:29500", "--machine-rank", "1"]
+    assert command_line.run(["doctor", *flags, "--json"]) == 4
+    out, said = capsys.readouterr()
+    assert json.loads(out)["ok"] is False
+    assert "the ranks are not tried" in said
+    assert any("is not known here" in one["found"] for one in json.loads(out)["findings"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_one_machine_with_two_ranks(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, "-n", "2", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    checks = {one["check"] for one in found["findings"]}
+    assert {"disk", "shared memory", "open files", "meeting", "all-reduce, all ranks"} <= checks
+    assert found["ok"] is True
+    assert [row["kind"] for row in found["measured"]] == ["all-reduce", "all-gather"]
+    assert all(row["bytes_per_s"] > 0 for row in found["measured"])
+    assert "doctor: times all-reduce" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def examined(path: Path, is_blocked: bool) -> list[tuple[int, str]]:
+    """Exit code and screen of a doctor on each of two machines."""
+    with two_machines() as network:
+        if is_blocked:
+            network.block(1, PORT)
+        flags = ["-n", "2", "--num-machines", "2", "--main", f"{ADDRESSES[0]}:{PORT}", "--machine-rank"]
+        both = []
+        try:
+            for number in (0, 1):
+                words = network.command(number, *COMMAND, *flags, str(number))
+                both.append(Running(folder(path, number), words=words))
+            return [(one.end(), one.text()) for one in both]
+        finally:
+            for one in both:
+                one.close()
+
+
+@pytest.mark.slow
+def test_two_machines_print_what_both_have_found(tmp_path):
+    for code, said in examined(tmp_path, is_blocked=False):
+        assert code == 0, said
+        assert f"{ADDRESSES[0]} (va" in said and f"{ADDRESSES[1]} (vb" in said
+        assert "within 1 s of one another" in said
+        assert "all-reduce, one rank a machine" in said
+        assert "checkpoints need a folder that all machines share" in said  # each has its own working folder
+
+
+@pytest.mark.faults
+def test_two_machines_with_a_firewall_between_them_fail_with_address_and_port(tmp_path):
+    for code, said in examined(tmp_path, is_blocked=True):
+        assert code == 4, said
+        assert "does not reach machine 1 (" in said and f"at {ADDRESSES[1]}:" in said
+        assert "Traceback" not in said
