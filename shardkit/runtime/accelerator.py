@@ -16,7 +16,7 @@ A facade: each method is a few lines that hand over to the module that does it. 
 on many: a window of micro-batches has the gradient that one process would have for the same global batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ from shardkit.runtime import (
     settings,
     speed,
     summary,
-    turns,
     unsupported,
 )
 from shardkit.runtime.accumulate import Counters
@@ -599,20 +598,6 @@ class Accelerator(Turns, Topology):
         """I am alive: the launcher counts `hang_timeout_s` anew. For long work of the script's own, called now and
         then; it costs microseconds. Not collective."""
         progress.post(phase, self.counters.step)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
-        """The function on one rank; None elsewhere. Also as `@accelerator.on_process(process_index=1)`."""
-        if function is None:
-            return lambda later: self.on_process(later, process_index)
-        return turns.only(lambda: self.process_index == process_index, function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
-    ) -> Callable[..., Any]:
-        """The function on one rank of each machine; None elsewhere."""
-        if function is None:
-            return lambda later: self.on_local_process(later, local_process_index)
-        return turns.only(lambda: self.local_process_index == local_process_index, function)
 
     def end_training(self) -> None:
         """Ends the trackers, waits for every rank and for a save in flight, then takes the process group down; under

@@ -71,6 +71,8 @@ class Run:
     """The user's code at saves and loads."""
     saving: Session | None = None
     """What saving and loading keep over the run, from their first use on."""
+    saving_alone: Session | None = None
+    """As `saving`, of saves that rank 0 makes without the others."""
     counters: Counters = field(default_factory=Counters)
     """How far the run is."""
     is_resumed: bool = False

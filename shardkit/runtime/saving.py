@@ -26,6 +26,7 @@ from shardkit.log import get_logger
 from shardkit.runtime import state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.session import Session
+from shardkit.sharding import ddp_hooks
 
 logger = get_logger(__name__)
 
@@ -67,7 +68,26 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     final = _final(run, output)
     session = met(run, "save_state", "save", CheckpointSaveError)
     _settle(run, is_last_chance=blocking is True)
-    request = _request(run, session, final, output)
+    is_blocking = run.config.shardkit.checkpoint.blocking if blocking is None else blocking
+    return _save(run, session, _request(run, session, final, output), is_blocking)
+
+
+def save_alone(run: Run, output: str | Path | None = None) -> Path:
+    """As `save_state`, by rank 0 without the others, where every rank holds the whole state. What the others hold
+    differently, their random states too, is not in it."""
+    final = _final(run, output)
+    session = _session_alone(run)
+    progress.post("save", run.counters.step)
+    return _save(run, session, _request(run, session, final, output), is_blocking=True)
+
+
+def _session_alone(run: Run) -> Session:
+    if run.saving_alone is None:
+        run.saving_alone = Session(control.ControlGroup(), uuid.uuid4().hex, None)
+    return run.saving_alone
+
+
+def _save(run: Run, session: Session, request: Request, is_blocking: bool) -> Path:
     _warn_of_open_window(run)
     elsewhere: frozenset[int] = frozenset()
     if run.hooks.at_save:
@@ -75,8 +95,8 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
         request = replace(request, staging=staging)
     prepared = write.ready(lambda: _captured(run, session, elsewhere), request, session.control)
     if prepared is None:
-        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, final)
-    elif run.config.shardkit.checkpoint.blocking if blocking is None else blocking:
+        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.final)
+    elif is_blocking:
         _warn_of_buffers(session, prepared.drifted)
         write.finish(prepared, session.control)
         _committed(session, request)
@@ -84,7 +104,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
         _warn_of_buffers(session, prepared.drifted)
         _save_beside(run, session, request, prepared)
     progress.post("saved", request.step)
-    return final
+    return request.final
 
 
 def _settle(run: Run, is_last_chance: bool) -> None:
@@ -145,6 +165,9 @@ def wait(run: Run) -> None:
 
 def close(run: Run) -> None:
     """Finish the save in flight and leave the folder to other runs. Collective, where anything was saved or loaded."""
+    if run.saving_alone is not None and run.saving_alone.lock is not None:
+        run.saving_alone.lock.release()
+    run.saving_alone = None
     session = run.saving
     if session is None:
         return
@@ -330,6 +353,13 @@ def _loaded(run: Run, session: Session, loaded: Loaded) -> Path:
     session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
     for optimizer in run.optimizers:
         optimizer.optimizer.zero_grad()
+    has_forgotten = [ddp_hooks.forget_rests(model) for model in run.models]
+    if any(has_forgotten) and run.process.rank == 0:
+        logger.warning(
+            "checkpoint: what PowerSGD has left out of gradients is in no checkpoint; gradients are sent whole for the "
+            "next %d steps (shardkit.ddp.power_sgd_start_step), and PowerSGD begins anew then.",
+            run.config.shardkit.ddp.power_sgd_start_step,
+        )
     run.loads += 1
     progress.post("data", record.step)
     if run.process.rank == 0:
@@ -346,7 +376,22 @@ def save_model(
 ) -> None:
     """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
     path = paths.named(folder, "save_model")
-    session = met(run, "save_model", "save", CheckpointSaveError)
+    _export(run, met(run, "save_model", "save", CheckpointSaveError), model, path, max_shard_size, dtype)
+
+
+def save_model_alone(run: Run, model: torch.nn.Module, folder: str | Path, max_shard_size: str | int) -> None:
+    """As `save_model`, by rank 0 without the others, where every rank holds the whole model."""
+    _export(run, _session_alone(run), model, paths.named(folder, "save_model"), max_shard_size, None)
+
+
+def _export(
+    run: Run,
+    session: Session,
+    model: torch.nn.Module,
+    path: Path,
+    max_shard_size: str | int,
+    dtype: str | torch.dtype | None,
+) -> None:
     if session.unfinished.parts:
         raise CheckpointSaveError(
             f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
