@@ -27,7 +27,7 @@ from shardkit.compat.states import AcceleratorState, PartialState, is_initialize
 from shardkit.compat.window import GradientState
 from shardkit.config.keys import resolve_name
 from shardkit.errors import ConfigError, UsageError
-from shardkit.runtime import turns
+from shardkit.runtime import process_control
 
 LISTED = Path(__file__).parent / "data" / "accelerate_names.txt"
 
@@ -323,8 +323,8 @@ class Rows:
 
 
 def test_a_dataset_is_split_by_rows():
-    assert [turns.part_of(Rows("abcde"), rank, 2).rows for rank in (0, 1)] == [["a", "b", "c"], ["d", "e"]]
-    assert turns.part_of(Rows("abcde"), 1, 2, apply_padding=True).rows == ["d", "e", "e"]
+    assert [process_control.part_of(Rows("abcde"), rank, 2).rows for rank in (0, 1)] == [["a", "b", "c"], ["d", "e"]]
+    assert process_control.part_of(Rows("abcde"), 1, 2, apply_padding=True).rows == ["d", "e", "e"]
 
 
 def test_one_process_runs_what_is_for_any_rank(clean_states):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.config import files
 from shardkit.config.command import settings_of
+from shardkit.config.descriptions import text_of
 from shardkit.config.edit import edited
 from shardkit.config.json_schema import json_schema
 from shardkit.config.keys import all_keys, sections
@@ -25,7 +26,6 @@ from shardkit.config.schema import (
     ShardingStrategy,
     ShardkitConfig,
 )
-from shardkit.config.texts import text_of
 from shardkit.errors import ConfigError
 
 DATA = Path(__file__).parent / "data" / "config"

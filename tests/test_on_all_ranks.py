@@ -17,7 +17,7 @@ import torch.distributed as dist
 import shardkit
 from shardkit import Accelerator, debug_launcher, find_executable_batch_size, get_logger, notebook_launcher, tqdm
 from shardkit.errors import ConfigError, MachineError, UsageError
-from shardkit.runtime import batch_size, in_process
+from shardkit.runtime import batch_size, notebook
 from tests import forked
 from tests.printed import ROOT
 from tests.test_accelerator import Model, Points
@@ -195,7 +195,7 @@ def cell_that_hangs(times: int) -> None:
         if taken.value <= 2 * times:
             time.sleep(300)
 
-    in_process.READY_S, in_process._take_locks = 1.0, hang
+    notebook.READY_S, notebook._take_locks = 1.0, hang
     debug_launcher(print, num_processes=2)
 
 

@@ -197,6 +197,14 @@ class Accelerator(own.Accelerator):
             return saving.save_model_alone(self._run, model, save_directory, max_shard_size or "10GB")
         return super().save_model(model, save_directory, max_shard_size, dtype, safe_serialization)
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's whole state dict in host memory, on every rank; of a sharded model on rank 0 only. Collective then."""
+        if self.is_fsdp2:
+            return super().get_state_dict(model)
+        from shardkit.checkpoint import state
+
+        return {name: tensor.cpu().clone() for name, tensor in state.model_tensors(model).items()}
+
     def _comes_alone(self, call: str, frame: FrameType) -> bool:
         """Whether the script calls this on the main process only. UsageError where that would wait for the others."""
         place = place_of_one_rank(frame) if self.use_distributed else None

@@ -11,7 +11,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from shardkit.runtime import turns
+from shardkit.runtime import process_control
 
 _FLAGS = {"is_main_process", "is_local_main_process"}
 _NUMBERS = {"process_index", "local_process_index", "rank", "local_rank", "global_rank"}
@@ -35,7 +35,7 @@ def place_of_one_rank(frame: FrameType | None) -> str | None:
     return None
 
 
-_of_one_rank = next(one for one in turns.only.__code__.co_consts if getattr(one, "co_name", "") == "called")
+_of_one_rank = next(one for one in process_control.only.__code__.co_consts if getattr(one, "co_name", "") == "called")
 
 
 @cache

@@ -15,9 +15,9 @@ from shardkit.distributed import accelerators, process
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import settings
+from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.run import Run
 from shardkit.runtime.state import FsdpPlugin
-from shardkit.runtime.turns import Turns
 from shardkit.sharding import precision
 
 log = get_logger(__name__)
@@ -37,7 +37,7 @@ def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType
     return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
 
 
-class _Place(Turns):
+class _Place(ProcessControl):
     """What any state can do with the ranks, given who this one is."""
 
     device: torch.device

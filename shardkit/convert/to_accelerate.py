@@ -33,7 +33,7 @@ _TOLD_OTHERWISE = {
 def to_accelerate(config: Config) -> tuple[str, list[str]]:
     """The YAML for Accelerate, and a line for everything that it loses."""
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(config)}
-    data |= {name: _value(config, (name,)) for name in _SAME if _is_told(config, name)}
+    data |= {name: _value(config, (name,)) for name in _SAME if _is_given(config, name)}
     data["downcast_bf16"] = "yes" if config.downcast_bf16 else "no"
     if config.mode == "fsdp":
         data["fsdp_config"] = _fsdp(config)
@@ -50,7 +50,7 @@ def _type(config: Config) -> str:
     return config.distributed_type.value
 
 
-def _is_told(config: Config, name: str) -> bool:
+def _is_given(config: Config, name: str) -> bool:
     return name in _ALWAYS or value_at(config, (name,)) != all_keys()[(name,)].default
 
 
@@ -84,14 +84,14 @@ def _mesh(config: Config) -> dict[str, Any]:
 
 
 def _lost(config: Config) -> list[str]:
-    told = {(name,) for name in _SAME} | {("fsdp", name) for name in _SAME_IN_FSDP} | _TOLD_OTHERWISE
-    told |= {("fsdp", "ignored_modules")}
+    given = {(name,) for name in _SAME} | {("fsdp", name) for name in _SAME_IN_FSDP} | _TOLD_OTHERWISE
+    given |= {("fsdp", "ignored_modules")}
     if config.mode != "fsdp":
-        told |= {path for path in all_keys() if path[0] == "fsdp"}
+        given |= {path for path in all_keys() if path[0] == "fsdp"}
     lost = [
         f"{key.yaml_name}: {value_text(path, value_at(config, path))}: Accelerate has no such setting."
         for path, key in all_keys().items()
-        if path not in told and value_at(config, path) != key.default
+        if path not in given and value_at(config, path) != key.default
     ]
     return [*lost, *_behaves_differently(config)]
 

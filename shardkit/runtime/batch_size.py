@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shardkit.distributed import control, meeting
+from shardkit.distributed import control, named_barrier
 from shardkit.distributed.control import ranks_text
 from shardkit.errors import MachineError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime.boundary import collect_garbage
+from shardkit.runtime.step_boundary import collect_garbage
 
 log = get_logger(__name__)
 
@@ -86,7 +86,7 @@ def _wait_for_others(outcome: str, size: int, failure: BaseException | None) -> 
     error after `ALONE_S`, and MachineError where that is a lack of memory.
     """
     try:
-        meeting.meet("find_executable_batch_size", LONGEST_S if failure is None else ALONE_S, _NotAll)
+        named_barrier.meet("find_executable_batch_size", LONGEST_S if failure is None else ALONE_S, _NotAll)
     except _NotAll as missing:
         if outcome == "fails":
             assert failure is not None
@@ -122,13 +122,13 @@ def _attempt(
         failure = error
         outcome = "is too large" if is_out_of_memory(error) else "fails"
     _wait_for_others(outcome, size, failure)
-    told = control.start().decide(outcome, list)
-    if "fails" in told:
+    outcomes = control.start().decide(outcome, list)
+    if "fails" in outcomes:
         if outcome == "fails":
             assert failure is not None
             raise failure
-        who = ranks_text([rank for rank, one in enumerate(told) if one == "fails"])
+        who = ranks_text([rank for rank, one in enumerate(outcomes) if one == "fails"])
         raise UsageError(f"find_executable_batch_size: {who} failed with a batch of {size}; see the error there.")
     if failure is not None:
         failure.__traceback__ = None  # it holds the tensors of the call
-    return result, "is too large" not in told
+    return result, "is too large" not in outcomes

@@ -17,12 +17,12 @@ from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
 from shardkit.errors import ModelError, UsageError
-from shardkit.sharding import fsdp_unit, hooks, outputs, parameters, precision, random_values, released
+from shardkit.sharding import fsdp_unit, hooks, original_parameters, outputs, parameters, precision, random_values
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
 from shardkit.sharding.trace import Trace
-from shardkit.sharding.units import Unit, Units
+from shardkit.sharding.units import LiveUnit, Units
 
 
 def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
@@ -53,7 +53,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             offload_policy=offload_policy,
             ignored_params=left_out | elsewhere,
         )
-        released.release(unit.parameters)
+        original_parameters.release(unit.parameters)
     modules = [unit.module for unit in units.units if isinstance(unit.module, FSDPModule)]
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
@@ -176,7 +176,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _dtype_of(unit: Unit) -> torch.dtype:
+def _dtype_of(unit: LiveUnit) -> torch.dtype:
     return next((p.dtype for p in unit.parameters.values()), torch.float32)
 
 
