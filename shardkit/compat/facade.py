@@ -198,7 +198,7 @@ class Accelerator(own.Accelerator):
         return super().save_model(model, save_directory, max_shard_size, dtype, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's whole state dict in host memory, on every rank; of a sharded model on rank 0 only. Collective then."""
+        """The model's whole state dict in host memory, on every rank; of a sharded model on rank 0 only. Collective."""
         if self.is_fsdp2:
             return super().get_state_dict(model)
         from shardkit.checkpoint import state

@@ -77,7 +77,7 @@ MEMBERS: dict[str, str] = {
     "log": _SAME,
     "end_training": "also waits for a save in flight",
     "save": "safetensors or JSON, no pickle; --accelerates-meaning save gives torch.save",
-    "save_model": "every rank writes its part of the files, nothing is gathered; on the main process only: as save_state",
+    "save_model": "every rank writes its part, nothing is gathered; on the main process only: as save_state",
     "register_save_state_pre_hook": _SAME,
     "save_state": "one checkpoint that appears whole or not at all, named by the step; no pickle. Where the script "
     "calls it on the main process only, rank 0 saves alone; under FSDP that is an error at once",
