@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -103,6 +104,17 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             raise CheckpointError(f"{name}: extra state of a {type(value).__name__} cannot be saved; return tensors.")
         found[clean_name(name)] = value.detach() if value.requires_grad else value
     return found
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Any]:
+    """The model's whole state dict in host memory, on rank 0; empty elsewhere. Collective: tensor by tensor."""
+    whole: dict[str, Any] = {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for name, tensor in model_tensors(model).items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if rank == 0:
+            whole[name] = full.cpu() if isinstance(tensor, DTensor) else full.detach().cpu().clone()
+    return whole
 
 
 def parameter_names(models: list[nn.Module]) -> dict[int, str]:

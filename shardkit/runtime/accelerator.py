@@ -470,9 +470,9 @@ class Accelerator(ProcessControl, Topology):
 
     def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
         """The model's whole state dict, on rank 0; other ranks may get an empty one. Collective."""
-        from shardkit.runtime import saving
+        from shardkit.checkpoint import state
 
-        return saving.get_state_dict(model)
+        return state.whole_tensors(model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
         """Rank 0 writes a dict of tensors as safetensors, or JSON-able values as JSON. Collective where tensors are

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
+from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.async_save import AsyncSave
 from shardkit.checkpoint.read import LoadedState, Unfinished
@@ -20,7 +20,6 @@ from shardkit.config import files
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
-from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import state_hooks
@@ -82,9 +81,11 @@ def save_alone(run: Run, output: str | Path | None = None) -> Path:
 
 
 def _session_alone(run: Run) -> SaveSession:
-    if run.saving_alone is None:
-        run.saving_alone = SaveSession(control.ControlGroup(), uuid.uuid4().hex, None)
-    return run.saving_alone
+    alone = run.saving_alone or SaveSession(control.ControlGroup(), uuid.uuid4().hex, None)
+    if run.saving is not None:
+        alone.unfinished, alone.parent = run.saving.unfinished, run.saving.parent
+    run.saving_alone = alone
+    return alone
 
 
 def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: bool) -> Path:
@@ -399,14 +400,3 @@ def _export(
         )
     compare = not session.has_warned_of_buffers
     _warn_of_buffers(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
-
-
-def get_state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """The model's whole state dict in host memory, on rank 0; empty elsewhere. Collective: tensor by tensor."""
-    whole: dict[str, Any] = {}
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for name, tensor in state.model_tensors(model).items():
-        full = tensor.full_tensor() if is_dtensor(tensor) else tensor
-        if rank == 0:
-            whole[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
-    return whole
