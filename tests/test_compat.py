@@ -357,7 +357,9 @@ def saves_of_the_main_process(folder):
         accelerator.save_model(model, folder / "model")
     if accelerator.is_main_process or is_sharded:
         accelerator.save_state(folder / "or")
-    if accelerator.process_index == 0:
+    if not accelerator.is_main_process:
+        assert accelerator.process_index == 1
+    else:
         accelerator.save_state(folder / "number")
     accelerator.on_main_process(save)("decorated")
     if accelerator.sync_gradients:

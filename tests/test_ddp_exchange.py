@@ -59,7 +59,7 @@ def power_sgd_after_a_load(folder: str) -> dict[str, Any]:
                 train(accelerator, model, optimizer, loader)
                 accelerator.save_state(folder)
                 train(accelerator, model, optimizer, loader)
-            accelerator.load_state(folder, data_position=False)
+            accelerator.load_state(folder)
             train(accelerator, model, optimizer, loader)
             found[name] = weights_of(model)
     finally:
@@ -78,9 +78,10 @@ def test_power_sgd_starts_anew_after_a_load_and_says_so(ranks, tmp_path):
     first, second = ranks.run(2, power_sgd_after_a_load, str(tmp_path / "saved"))
     assert largest_difference(first["goes on"], first["new"]) == 0, "nothing is left of the weights before the load"
     assert largest_difference(first["new"], second["new"]) == 0
-    assert len(first["told"]) == 2 and second["told"] == []
-    assert first["told"][0].startswith("checkpoint: what PowerSGD has left out of gradients is in no checkpoint;")
-    assert "for the next 2 steps" in first["told"][0]
+    told = [line for line in first["told"] if "PowerSGD" in line]
+    assert len(told) == 2 and not any("PowerSGD" in line for line in second["told"])
+    assert told[0].startswith("checkpoint: what PowerSGD has left out of gradients is in no checkpoint;")
+    assert "for the next 2 steps" in told[0]
 
 
 def traffic(hook: str) -> tuple[list[str], int]:

@@ -54,7 +54,13 @@ def _read(text: str) -> Iterator[tuple[ast.expr, int, int]]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.If):
-            yield node.test, node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno
+            yield node.test, *_lines(node.body)
+            if node.orelse and isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
+                yield node.test.operand, *_lines(node.orelse)
+
+
+def _lines(body: list[ast.stmt]) -> tuple[int, int]:
+    return body[0].lineno, body[-1].end_lineno or body[-1].lineno
 
 
 def _is_false_elsewhere(condition: ast.expr, frame: FrameType) -> bool:

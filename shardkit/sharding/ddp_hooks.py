@@ -48,9 +48,9 @@ def forget_rests(model: nn.Module) -> bool:
     state = vars(model).get("_shardkit_rests")
     if state is None:
         return False
-    for rests in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-        rests.clear()
-    state.iter = 0
+    fresh = PowerSGDState(None, state.matrix_approximation_rank, state.start_powerSGD_iter)
+    for name in PowerSGDState.__slots__:
+        setattr(state, name, getattr(fresh, name))
     return True
 
 
