@@ -37,7 +37,11 @@ test-faults: .venv/.ready
 test-loops: .venv/.ready
 	$(BIN)/python -m pytest -m loops
 
-test-compat: .venv/.ready
+.venv/.compat: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,compat]'
+	touch $@
+
+test-compat: .venv/.compat
 	$(BIN)/python -m pytest -m compat
 
 test-slurm: .venv/.ready

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardkit.compat import Accelerator, migrate, modules, names, scan
 from shardkit.compat.differences import DIFFERENCES, words
 from shardkit.compat.handlers import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from shardkit.compat.kinds import DistributedType, PrecisionType
+from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
 from shardkit.compat.mesh_sizes import ParallelismConfig
 from shardkit.compat.plugins import (
@@ -25,6 +27,7 @@ from shardkit.compat.states import AcceleratorState, PartialState, is_initialize
 from shardkit.compat.window import GradientState
 from shardkit.config.keys import resolve_name
 from shardkit.errors import MachineError, UsageError
+from shardkit.runtime import process_control
 
 LISTED = Path(__file__).parent / "data" / "accelerate_names.txt"
 
@@ -248,7 +251,8 @@ def a_loop_that_counts_its_own_windows():
     for number, batch in enumerate(loader):
         is_last = number % 2 == 1
         accelerator.gradient_state._set_sync_gradients(is_last)
-        with accelerator.no_sync(model) if not is_last else torch.enable_grad():
+        apart = model.no_sync() if number else accelerator.no_sync(model)
+        with torch.enable_grad() if is_last else apart:
             accelerator.backward(model(batch).mean() / 2)
         optimizer.step()
         optimizer.zero_grad()
@@ -271,6 +275,125 @@ def test_a_loop_that_counts_its_own_windows_is_plain_torch(ranks):
     assert seen == [(False, False), (True, False), (False, False), (True, True)]
     for name, value in model.state_dict().items():
         assert torch.allclose(torch.tensor(whole[name]), value, atol=1e-6)
+
+
+def weights_after(steps_apart):
+    """Of a loop of 6 batches, with LocalSGD or with DDP's exchange in every step; whether ranks differed inside."""
+    accelerator, rank = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True}), dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    have_differed = False
+    with LocalSGD(accelerator, model, steps_apart or 1, enabled=steps_apart is not None) as local:
+        for step in range(6):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                local.step()
+            weights = accelerator.gather(model.weight.detach()[None])
+            have_differed |= not torch.equal(weights[0], weights[1])
+    whole = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})
+    with pytest.raises(UsageError, match=r"LocalSGD: every rank needs a copy of the weights \(got FSDP\)"):
+        LocalSGD(whole, model, 2)
+    return model.weight.detach().clone(), have_differed
+
+
+def test_local_sgd_takes_the_mean_of_weights_now_and_then(ranks):
+    (every, never), (one, _) = ranks.run(2, weights_after, None)[0], ranks.run(2, weights_after, 1)[1]
+    assert torch.allclose(every, one, atol=1e-6) and not never, "the mean after each step of SGD is that of gradients"
+    (first, differed), (second, _) = ranks.run(2, weights_after, 4)
+    assert torch.equal(first, second) and differed and not torch.allclose(first, one, atol=1e-6)
+
+
+class Rows:
+    """What a `datasets.Dataset` is: a slice gives columns."""
+
+    column_names = ("a",)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def select(self, chosen):
+        return Rows([self.rows[number] for number in chosen])
+
+
+def test_a_dataset_is_split_by_rows():
+    assert [process_control.part_of(Rows("abcde"), rank, 2).rows for rank in (0, 1)] == [["a", "b", "c"], ["d", "e"]]
+    assert process_control.part_of(Rows("abcde"), 1, 2, apply_padding=True).rows == ["d", "e", "e"]
+
+
+def test_one_process_runs_what_is_for_any_rank(clean_states):
+    assert PartialState(cpu=True).on_process(lambda: "here", process_index=3)() == "here"
+    assert Accelerator(cpu=True).on_local_process(local_process_index=1)(lambda: "here")() == "here"
+
+
+def saves_of_the_main_process(folder):
+    """As scripts for diffusion models save: without the other ranks. What is loaded on all of them goes on alike."""
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True})
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    loader = torch.utils.data.DataLoader(torch.arange(36.0).reshape(12, 3) / 36, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), loader)
+    is_sharded = accelerator.distributed_type == "FSDP"
+
+    def train():
+        for batch in loader:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.gather(model.weight.detach()[None]).tolist()
+
+    def save(name):
+        accelerator.save_state(folder / name)
+
+    train()
+    if accelerator.is_main_process and len(loader) > 1:
+        save("in a function")
+        accelerator.save_model(model, folder / "model")
+    if accelerator.is_main_process or is_sharded:
+        accelerator.save_state(folder / "or")
+    if not accelerator.is_main_process:
+        assert accelerator.process_index == 1
+    else:
+        accelerator.save_state(folder / "number")
+    accelerator.on_main_process(save)("decorated")
+    if accelerator.sync_gradients:
+        accelerator.save_state(folder / "all")
+    accelerator.wait_for_everyone()
+    expected = train()
+    found = []
+    for name in ("in a function", "or", "number", "decorated", "all"):
+        accelerator.load_state(folder / name)
+        found.append(train())
+    is_sharded = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})
+    said = ""
+    if is_sharded.is_main_process:
+        try:
+            is_sharded.save_state(folder / "never")
+        except UsageError as error:
+            said = str(error)
+    return expected, found, said
+
+
+def test_the_main_process_saves_alone_where_the_script_says_so(ranks, tmp_path):
+    (expected, found, said), (_, others, nothing) = ranks.run(2, saves_of_the_main_process, tmp_path)
+    assert found == others == [expected] * 5
+    assert said.startswith("save_state: only some ranks come here, and the others have what is saved (got ")
+    assert "test_compat.py:" in said and said.endswith("call it on every rank, outside of the condition.")
+    assert nothing == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "all",
+        "decorated",
+        "in a function",
+        "model",
+        "number",
+        "or",
+    ]
 
 
 def schedules_as_asked_for(meaning):

@@ -113,13 +113,18 @@ def test_a_loop_over_several_models_is_one_process(tmp_path, flags):
     assert ranks["hooks"] == [["save", 1], ["load", 1]]
 
 
+trl_alone: dict[str, dict[str, Any]] = {}
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "grpo"])
-@pytest.mark.parametrize("flags", [DDP, FULL_SHARD])
-def test_trl_is_one_process(kind, flags, tmp_path):
+@pytest.mark.parametrize(("world", "flags"), [(2, DDP), (2, FULL_SHARD), (2, SHARD_GRAD), (4, HYBRID)])
+def test_trl_is_one_process(kind, world, flags, tmp_path, shared):
     needs("trl", "datasets")
-    alone = found(tmp_path / "1", ("-n", "1"), "trl_run", kind, tmp_path / "1", 4)
-    ranks = found(tmp_path / "2", ("-n", "2", *flags), "trl_run", kind, tmp_path / "2", 2)
+    if kind not in trl_alone:
+        trl_alone[kind] = found(shared / "trl" / kind, ("-n", "1"), "trl_run", kind, shared / "trl" / kind, 4)
+    alone = trl_alone[kind]
+    ranks = found(tmp_path, ("-n", str(world), *flags), "trl_run", kind, tmp_path, 4 // world)
     if kind == "grpo":  # what is sampled differs with the number of ranks
         assert ranks["steps"] == alone["steps"]
     else:

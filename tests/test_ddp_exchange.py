@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import Accelerator
+from shardkit.runtime import saving
 from tests.test_accelerator import loop, parts, plain, weights_of
 
 
@@ -42,6 +43,45 @@ def test_each_way_to_exchange_gradients_trains_as_one_process_does(ranks):
     assert found["power_sgd in bf16"] > 1e-3, found  # rank 1 leaves something out
     for name in first:  # whatever is left out, ranks agree
         assert largest_difference(first[name]["weights"], second[name]["weights"]) == 0
+
+
+def power_sgd_after_a_load(folder: str) -> dict[str, Any]:
+    """Weights after a loop that loads what it has saved, in the process that trained on and in a new Accelerator."""
+    found: dict[str, Any] = {"told": []}
+    config = config_of(comm_hook="power_sgd", power_sgd_start_step=2)
+    warning, saving.logger.warning = saving.logger.warning, lambda text, *values: found["told"].append(text % values)
+    try:
+        for name in ("goes on", "new"):
+            accelerator = Accelerator(config=config)
+            model, optimizer, loader, _ = parts(24, 2)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            if name == "goes on":
+                train(accelerator, model, optimizer, loader)
+                accelerator.save_state(folder)
+                train(accelerator, model, optimizer, loader)
+            accelerator.load_state(folder)
+            train(accelerator, model, optimizer, loader)
+            found[name] = weights_of(model)
+    finally:
+        saving.logger.warning = warning
+    return found
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    for batch in loader:
+        accelerator.backward(model(batch["x"]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_power_sgd_starts_anew_after_a_load_and_says_so(ranks, tmp_path):
+    first, second = ranks.run(2, power_sgd_after_a_load, str(tmp_path / "saved"))
+    assert largest_difference(first["goes on"], first["new"]) == 0, "nothing is left of the weights before the load"
+    assert largest_difference(first["new"], second["new"]) == 0
+    told = [line for line in first["told"] if "PowerSGD" in line]
+    assert len(told) == 2 and not any("PowerSGD" in line for line in second["told"])
+    assert told[0].startswith("checkpoint: what PowerSGD has left out of gradients is in no checkpoint;")
+    assert "for the next 2 steps" in told[0]
 
 
 def traffic(hook: str) -> tuple[list[str], int]:

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch.distributed as dist
 import shardkit
 from shardkit import Accelerator, debug_launcher, find_executable_batch_size, get_logger, notebook_launcher, tqdm
 from shardkit.errors import ConfigError, MachineError, UsageError
+from shardkit.runtime import batch_size, notebook
+from tests import forked
 from tests.printed import ROOT
 from tests.test_accelerator import Model, Points
 
@@ -58,6 +62,32 @@ def test_all_ranks_go_on_with_the_same_batch_size(ranks):
     assert first["result"] == second["result"] == (72, "more")
     assert "runs out of memory with every batch size (got 3 to start with)" in first["out"]
     assert "a mistake" in first["failed"] and "rank 0 failed with a batch of 128" in second["failed"]
+
+
+def out_of_memory_alone() -> str:
+    """Rank 1 runs out of memory between two exchanges; rank 0 waits in the next one."""
+    batch_size.ALONE_S = 1.0
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(size: int) -> None:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(MachineError) as raised:
+        train()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_alone_says_so():
+    waiting, alone = forked.run(2, out_of_memory_alone)
+    assert alone.value == (
+        "find_executable_batch_size: out of memory with a batch of 8 on this rank alone, in the middle of a step (got: "
+        "rank 0 has not come after 1 s); start with a smaller batch, or give all ranks batches of one size, so that "
+        "they run out of memory together."
+    )
+    assert waiting.error is not None, "it ends with the other"
 
 
 class Kept(logging.Handler):
@@ -155,12 +185,39 @@ def cells(folder: Path) -> None:
     assert json.loads((folder / "0").read_text())[:2] == [1.0, "bf16"]
 
 
-def test_forked_ranks(tmp_path):
-    code = f"from tests.test_on_all_ranks import *\ncells(Path({str(tmp_path)!r}))"
+def cell_that_hangs(times: int) -> None:
+    """A notebook in which a forked rank never comes to its function, the first times."""
+    taken = multiprocessing.Value("i", 0)
+
+    def hang() -> None:
+        with taken.get_lock():
+            taken.value += 1
+        if taken.value <= 2 * times:
+            time.sleep(300)
+
+    notebook.READY_S, notebook._take_locks = 1.0, hang
+    debug_launcher(print, num_processes=2)
+
+
+def in_a_notebook(code: str, folder: Path) -> subprocess.CompletedProcess:
+    """The code, with the names of this file, in a process of its own."""
+    whole = f"from tests.test_on_all_ranks import *\n{code}"
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=where, capture_output=True, text=True, timeout=120
+    return subprocess.run(
+        [sys.executable, "-c", whole], cwd=folder, env=where, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_when_forked_are_forked_anew_a_few_times(tmp_path):
+    done = in_a_notebook("cell_that_hangs(1)\ncell_that_hangs(9)", tmp_path)
+    assert "debug_launcher: ranks 0, 1 did not begin in 1 s" in done.stderr
+    assert done.stdout == "\n\n", "the first cell's function ran once a rank"
+    assert "debug_launcher: ranks 0, 1 did not begin (forked 3 times): a thread of this process holds" in done.stderr
+
+
+def test_forked_ranks(tmp_path):
+    done = in_a_notebook(f"cells(Path({str(tmp_path)!r}))", tmp_path)
     assert done.returncode == 0, done.stderr
 
 

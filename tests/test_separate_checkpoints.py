@@ -355,6 +355,7 @@ def turns_and_flags(folder: str) -> dict[str, Any]:
         "dict": (parts_of_dict["a"].tolist(), parts_of_dict["b"]),
         "main": accelerator.on_main_process(lambda: "main")(),
         "second": accelerator.on_process(process_index=1)(lambda: "second")(),
+        "rank 0": accelerator.on_process(lambda: "rank 0")(),
         "last": accelerator.on_last_process(lambda: "last")(),
         "sum": accelerator.reduce(torch.tensor([1.0])).tolist(),
         "who": (accelerator.process_index, accelerator.num_processes, accelerator.is_main_process),
@@ -368,6 +369,7 @@ def test_turns_flags_and_parts(ranks, tmp_path):
     assert (first["part"], second["part"]) == ([1, 2], [3, 3])
     assert (first["dict"], second["dict"]) == (([0, 1], "xy"), ([2], "z"))
     assert (first["main"], second["main"]) == ("main", None)
+    assert (first["rank 0"], second["rank 0"]) == ("rank 0", None)
     assert (first["second"], second["second"]) == (None, "second")
     assert (first["last"], second["last"]) == (None, "last")
     assert first["sum"] == [2.0]

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardkit import Accelerator
 from shardkit.checkpoint import verify
+from shardkit.cli.main import run
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime import saving
 from tests.test_accelerator import Model, Points, weights_of
@@ -92,7 +93,7 @@ def saved_and_loaded(config: dict[str, Any], pops: bool, folder: Path, blocking:
     ("world_size", "config", "pops", "blocking"),
     [(1, DDP, True, True), (2, DDP, True, False), (2, FSDP, False, True), (3, FSDP, False, False)],
 )
-def test_what_hooks_write_is_part_of_the_checkpoint(ranks, tmp_path, world_size, config, pops, blocking):
+def test_what_hooks_write_is_part_of_the_checkpoint(ranks, tmp_path, capsys, world_size, config, pops, blocking):
     results = ranks.run(world_size, saved_and_loaded, config, pops, tmp_path, blocking)
     assert results == [{"calls": [("save", 2, 2), ("load", 2)]}] * world_size
     found = verify.open_checkpoint(tmp_path / "saved")
@@ -104,6 +105,13 @@ def test_what_hooks_write_is_part_of_the_checkpoint(ranks, tmp_path, world_size,
     assert found.manifest.version == 3
     assert any(name.startswith("model/") for name in found.manifest.files) is not pops
     assert verify.damages(found) == []
+    output = tmp_path.with_name(f"{tmp_path.name}-merged")
+    code, told = run(["checkpoint", "merge", str(found.path), "-o", str(output)]), capsys.readouterr().err
+    if pops:
+        assert code == 3 and "its models are in what the script's save hook wrote (got model.json, unet/deep" in told
+    else:
+        assert code == 0 and (output / "model.safetensors").exists()
+        assert f"files of the script's save hook stay in {found.path} (got model.json, unet/deep/ema" in told
     plain = verify.open_checkpoint(tmp_path / "plain").manifest
     assert plain.version < 3 and not plain.additions and any(name.startswith("model/") for name in plain.files)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "saved"]

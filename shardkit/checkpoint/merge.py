@@ -36,7 +36,9 @@ def merge(
     limit, target = export.size_in_bytes(max_shard_size), _target(dtype)
     sections = [name for name in checkpoint.index.sections if name.split("_")[0] == "model"]
     if not any(checkpoint.index.sections[name] for name in sections):
-        raise CheckpointError(f"checkpoint: {checkpoint.path}: holds no model; there is nothing to merge.")
+        added = of_hooks(checkpoint)
+        said = f"its models are in what the script's save hook wrote (got {added})" if added else "holds no model"
+        raise CheckpointError(f"checkpoint: {checkpoint.path}: {said}; there is nothing to merge.")
     written = {}
     with ExitStack() as stack:
         for section in sections:
@@ -47,6 +49,13 @@ def merge(
         for opened in written.values():  # only now are the bytes of all models known to be good
             export.publish(opened)
     return {where: opened.files for where, opened in written.items()}
+
+
+def of_hooks(checkpoint: Checkpoint) -> str:
+    """Names of the files that save hooks have added, the first of many; a model that a hook has saved itself is in
+    them, and in no merge. Empty where there are none."""
+    names = sorted(checkpoint.manifest.additions)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def model_bytes(checkpoint: Checkpoint) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from shardkit.checkpoint import optimizers, tensors, values
 from shardkit.checkpoint.layout import Index, Kind, Mesh
 from shardkit.distributed import random_state, xla
-from shardkit.distributed.tensors import clean_name, unwrapped
+from shardkit.distributed.tensors import clean_name, is_dtensor, unwrapped, whole
 from shardkit.errors import CheckpointError
 
 
@@ -104,6 +105,17 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{name}: extra state of a {type(value).__name__} cannot be saved; return tensors.")
         found[clean_name(name)] = value.detach() if value.requires_grad and not is_xla else value
+    return found
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Any]:
+    """The model's full state dict in host memory on rank 0; empty elsewhere. Collective: gathers tensor by tensor."""
+    found: dict[str, Any] = {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for name, tensor in model_tensors(model).items():
+        full = whole(tensor) if is_dtensor(tensor) else tensor
+        if rank == 0:
+            found[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
     return found
 
 

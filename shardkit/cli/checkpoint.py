@@ -211,7 +211,7 @@ def merge(
     """The model of a checkpoint as safetensors files that plain torch and Transformers open, verified on the way."""
     from shardkit.checkpoint import export, locate
     from shardkit.checkpoint.merge import merge as merge_into
-    from shardkit.checkpoint.merge import model_bytes
+    from shardkit.checkpoint.merge import model_bytes, of_hooks
 
     found = locate.checkpoint(path)
     with _trouble_with_files(), Progress("merged", model_bytes(found)) as progress:
@@ -226,6 +226,12 @@ def merge(
     for row in rows:
         held = f"{sizes.in_words(row['bytes'])} in {words.count(len(row['files']), 'file')}"
         print(f"{row['folder']}: {held}, step {found.manifest.step}")
+    if added := of_hooks(found):
+        print(
+            f"note: files of the script's save hook stay in {found.path} (got {added}); a model that the hook has "
+            "saved itself is there, and not in what was written.",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -56,6 +56,17 @@ DIFFERENCES = [
         "no rank sends batches to others, and a run can be resumed at any sample",
     ),
     Difference(
+        ("DataLoaderConfiguration", "utils.DataLoaderConfiguration", "Accelerator.join_uneven_inputs"),
+        "even_batches=False is refused where it would leave ranks without a last batch, also with join_uneven_inputs",
+        "ranks that have no batch cannot take part in the exchanges of those that have one",
+    ),
+    Difference(
+        ("Accelerator.split_between_processes", "PartialState"),
+        "split_between_processes gives a rank nothing where there are fewer items than ranks; Accelerate gives it the "
+        "last item again",
+        "what is gathered afterwards has every item once",
+    ),
+    Difference(
         ("Accelerator.state", "FullyShardedDataParallelPlugin", "utils.FullyShardedDataParallelPlugin"),
         "FSDP is version 2, also on the CPU, and gradients are reduced in fp32 unless shardkit.precision.reduce_dtype "
         "says otherwise",

@@ -3,8 +3,11 @@
 What it does is `shardkit.runtime.accelerator`'s; here is only what is called otherwise, or shown otherwise.
 """
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from shardkit.compat.differences import takes_back
 from shardkit.compat.handlers import InitProcessGroupKwargs
 from shardkit.compat.kinds import DistributedType, PrecisionType, RNGType
 from shardkit.compat.mesh_sizes import ParallelismConfig
+from shardkit.compat.one_rank import place_of_one_rank
 from shardkit.compat.operations import extract_model_from_parallel
 from shardkit.compat.plugins import (
     DataLoaderConfiguration,
@@ -25,11 +29,17 @@ from shardkit.compat.states import AcceleratorState, PartialState
 from shardkit.compat.touched import TOUCHED, note_member, note_scheduler
 from shardkit.compat.window import GradientState
 from shardkit.config.schema import StateDictType
+from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own
+from shardkit.runtime import unsupported
 from shardkit.runtime.prepare import kind_of
 from shardkit.runtime.project import ProjectConfiguration
+from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.storage.url import Url
+
+log = get_logger(__name__)
 
 
 class Accelerator(own.Accelerator):
@@ -100,6 +110,7 @@ class Accelerator(own.Accelerator):
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._parallelism_config = parallelism_config
+        self._told_alone: set[str] = set()
         state = AcceleratorState(_run=self._run)
         state.parallelism_config = parallelism_config
         self.state = state  # type: ignore[assignment]
@@ -130,7 +141,10 @@ class Accelerator(own.Accelerator):
         return result[0] if len(result) == 1 else result
 
     def _as_accelerate(self) -> None:
-        """What prepared schedulers do, where this run takes a difference back."""
+        """What prepared schedulers do, where this run takes a difference back; what models have as a method there."""
+        for model in self._run.models:
+            if is_fsdp(model) and not hasattr(model, "no_sync"):
+                vars(model)["no_sync"] = partial(gradient_sync, [model], enabled=False)
         for scheduler in self._run.schedulers:
             if self.num_processes > 1 and self.step_scheduler_with_optimizer:
                 note_scheduler()
@@ -159,8 +173,53 @@ class Accelerator(own.Accelerator):
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path | Url:
-        """As shardkit's. Collective."""
+        """As shardkit's. Collective; inside `if accelerator.is_main_process` rank 0 saves alone, where models are not
+        sharded."""
+        if self._comes_alone("save_state", sys._getframe(1)):
+            unsupported.refuse_pickle(safe_serialization)
+            from shardkit.runtime import saving
+
+            return saving.save_alone(self._run, output_dir)
         return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: str | int | None = "10GB",
+        dtype: str | torch.dtype | None = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """As shardkit's; alone as `save_state`. Collective otherwise."""
+        if self._comes_alone("save_model", sys._getframe(1)):
+            unsupported.refuse_pickle(safe_serialization)
+            from shardkit.runtime import saving
+
+            return saving.save_model_alone(self._run, model, save_directory, max_shard_size or "10GB")
+        return super().save_model(model, save_directory, max_shard_size, dtype, safe_serialization)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's whole state dict in host memory, on every rank; of a sharded model on rank 0 only. Collective."""
+        if self.is_fsdp2:
+            return super().get_state_dict(model)
+        from shardkit.checkpoint import state
+
+        return {name: tensor.cpu().clone() for name, tensor in state.model_tensors(model).items()}
+
+    def _comes_alone(self, call: str, frame: FrameType) -> bool:
+        """Whether the script calls this on the main process only. UsageError where that would wait for the others."""
+        place = place_of_one_rank(frame) if self.use_distributed else None
+        if place is None:
+            return False
+        if self.is_fsdp2 or not self.is_main_process:
+            raise UsageError(
+                f"{call}: only some ranks come here, and the others have what is saved (got {place}); call it on every "
+                "rank, outside of the condition."
+            )
+        if call not in self._told_alone:
+            self._told_alone.add(call)
+            log.info("%s: only rank 0 comes here (%s), and saves without the others.", call, place)
+        return True
 
     def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any

@@ -51,6 +51,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         ),
         "shardkit.data.loader": "DataLoaderMixin:PreparedLoader DataLoaderAdapter:PreparedLoader",
     },
+    "local_sgd": {"shardkit.compat.local_sgd": "LocalSGD"},
     "tracking": {
         "shardkit.compat.trackers": "GeneralTracker get_available_trackers on_main_process",
         "shardkit.tracking.installed": (
@@ -134,6 +135,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
             "is_tensor_information is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply "
             "reduce send_to_device slice_tensors"
         ),
+        "shardkit.errors": "DistributedOperationException:UsageError",
     },
     "utils.fsdp_utils": {
         "shardkit.compat.trainer_files": (
@@ -176,6 +178,7 @@ _TPU = "shardkit installs nothing; pip install 'shardkit[tpu]' in an environment
 _WRITTEN = "shardkit config writes a configuration file"
 _TRACKERS = "use jsonl, csv, tensorboard, wandb, mlflow or trackio, or a class of the script's own"
 _COMPILE = "set shardkit.compile: true, which compiles each unit"
+_MERGED = "shardkit checkpoint merge does it"
 _NOT_READY = "it is not part of this release of shardkit"
 
 # module of accelerate -> {what to do instead: names}
@@ -191,7 +194,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "accelerator": {_DEEPSPEED: "DeepSpeedPlugin", _MEGATRON: "MegatronLMPlugin"},
     "inference": {"shardkit runs no pipeline of stages; use FSDP": "prepare_pippy"},
-    "local_sgd": {"ranks exchange gradients in every step here; raise gradient_accumulation_steps instead": "LocalSGD"},
     "big_modeling": {
         _DISPATCH: (
             "attach_layerwise_casting_hooks check_device_map cpu_offload cpu_offload_with_hook disk_offload "
@@ -210,6 +212,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "commands": {},
     "commands.config": {_WRITTEN: "config_args default_config_file load_config_from_file"},
     "commands.config.config_args": {_WRITTEN: "ClusterConfig default_config_file load_config_from_file"},
+    "commands.merge": {_MERGED: "merge_command merge_command_parser"},
     "commands.launch": {_LAUNCHED: "launch_command launch_command_parser"},
     "test_utils": {"write the test on shardkit's own tests": "DEFAULT_LAUNCH_COMMAND get_launch_command"},
     "test_utils.testing": {"write the test on shardkit's own tests": "get_launch_command"},
@@ -248,7 +251,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "utils.fsdp_utils": {
         "prepare does it, for the block classes that fsdp_config names": "fsdp2_apply_ac",
         "prepare does it, for every optimizer of the model": "fsdp2_switch_optimizer_parameters",
-        "shardkit checkpoint merge does it": "merge_fsdp_weights",
+        _MERGED: "merge_fsdp_weights",
     },
     "utils.launch": {
         _LAUNCHED: (

@@ -37,6 +37,12 @@ CPU too. Losses are those of one process with the same global batch. Checkpoints
 checkpoints of shardkit. Where nobody has chosen `fsdp_state_dict_type`, it is FULL_STATE_DICT in such a run: only then
 does the Trainer write a model for `from_pretrained`. Gradient accumulation is the Trainer's own
 (`gradient_accumulation_steps` of `TrainingArguments`).
+
+## Accelerate's own tests
+
+Of the scripts that test Accelerate in its own package, `test_sync` ends at the last, short window (above), `test_ops`
+at the check of a padding whose shapes differ (here they are compared where they are gathered), `test_script` at the
+order of shuffled data, and `test_distributed_data_loop` at `even_batches=False`.
 """
 
 

@@ -3,7 +3,6 @@
 A PartialState joins the ranks without an Accelerator; an Accelerator fills both. What they show is the newest one's.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from shardkit.compat.plugins import FullyShardedDataParallelPlugin
 from shardkit.distributed import accelerators, process
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import process_control, settings
+from shardkit.runtime import settings
 from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.run import Run
 from shardkit.runtime.state import FsdpPlugin
@@ -43,18 +42,6 @@ class _Place(ProcessControl):
 
     device: torch.device
     distributed_type: DistributedType
-
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """The function on one rank; None elsewhere."""
-        return process_control.decorated(function, lambda: self.process_index == process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """The function on one rank of each machine; None elsewhere."""
-        return process_control.decorated(function, lambda: self.local_process_index == local_process_index)
 
 
 class PartialState(_Place):

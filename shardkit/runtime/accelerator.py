@@ -16,7 +16,7 @@ A facade: each method delegates to the module that does the work. The same scrip
 a window of micro-batches gives the gradient that one process would compute for the same global batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from shardkit.runtime import (
     measure,
     objects,
     prepare,
-    process_control,
     settings,
     settings_objects,
     speed,
@@ -481,9 +480,9 @@ class Accelerator(ProcessControl, Topology):
 
     def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
         """The model's full state dict on rank 0; other ranks may get an empty one. Collective."""
-        from shardkit.runtime import saving
+        from shardkit.checkpoint import state
 
-        return saving.get_state_dict(model)
+        return state.whole_tensors(model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
         """Rank 0 writes a dict of tensors as safetensors, or JSON values as JSON. Collective where tensors are
@@ -611,20 +610,6 @@ class Accelerator(ProcessControl, Topology):
         """Reports progress: the launcher restarts its `hang_timeout_s` clock. Call it now and then in long work of the
         script; it costs microseconds. Not collective."""
         progress.post(phase, self.counters.step)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
-        """The function on one rank; None elsewhere. Also as `@accelerator.on_process(process_index=1)`."""
-        if function is None:
-            return lambda later: self.on_process(later, process_index)
-        return process_control.only(lambda: self.process_index == process_index, function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
-    ) -> Callable[..., Any]:
-        """The function on one rank of each machine; None elsewhere."""
-        if function is None:
-            return lambda later: self.on_local_process(later, local_process_index)
-        return process_control.only(lambda: self.local_process_index == local_process_index, function)
 
     def end_training(self) -> None:
         """Finishes trackers, waits for all ranks and for a save in flight, then destroys the process group; under

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardkit.distributed import control
+from shardkit.distributed import control, named_barrier
 from shardkit.distributed.control import ranks_text
 from shardkit.errors import MachineError, UsageError
 from shardkit.log import get_logger
@@ -15,6 +15,11 @@ from shardkit.runtime.step_boundary import collect_garbage
 
 log = get_logger(__name__)
 
+# How long a rank whose call has failed waits for the others. They end their calls at about the same time, unless they
+# wait for this rank in an exchange.
+ALONE_S = 120.0
+# How long one that is through waits for those that still train.
+LONGEST_S = 1800.0
 # Out-of-memory messages of torch and its libraries that are not torch.OutOfMemoryError.
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
@@ -29,12 +34,12 @@ def find_executable_batch_size(
 
     `reduce_batch_size_fn(size)` gives the next size; by default 90 % of it. After each call all ranks agree: if one ran
     out of memory, all call the function again, and the results of the others are discarded. So build model, optimizer
-    and loaders inside the function, and call `accelerator.free_memory()` first. A rank that runs out of memory between
-    two collectives of a step leaves the others waiting in the next one, until the process group's timeout: use batches
-    of equal size on all ranks. Collective.
+    and loaders inside the function, and call `accelerator.free_memory()` first. Use batches of equal size on all ranks:
+    a rank that runs out of memory alone, between two collectives of a step, leaves the others waiting in the next one
+    until the run ends. Collective.
 
-    Raises MachineError on all ranks where not even the smallest size fits; UsageError where the function has no
-    parameter.
+    Raises MachineError on all ranks where not even the smallest size fits, and, after two minutes, on a rank that ran
+    out of memory alone; UsageError where the function has no parameter.
     """
     if function is None:
         return partial(
@@ -74,6 +79,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
+def _wait_for_others(outcome: str, size: int, failure: BaseException | None) -> None:
+    """Returns when the call is over on all ranks. Collective.
+
+    On a rank whose own call has failed, the others are likely to wait for it in the middle of a step: it raises its
+    error after `ALONE_S`, and MachineError where that is a lack of memory.
+    """
+    try:
+        named_barrier.meet("find_executable_batch_size", LONGEST_S if failure is None else ALONE_S, _NotAll)
+    except _NotAll as missing:
+        if outcome == "fails":
+            assert failure is not None
+            raise failure from None
+        if failure is None:
+            raise
+        who = str(missing).partition(";")[0].partition(": ")[2]
+        raise MachineError(
+            f"find_executable_batch_size: out of memory with a batch of {size} on this rank alone, in the middle of a "
+            f"step (got: {who}); start with a smaller batch, or give all ranks batches of one size, so that they run "
+            "out of memory together."
+        ) from failure
+
+
+class _NotAll(MachineError):
+    """Not all ranks have come out of a call."""
+
+
 def _smaller(size: int) -> int:
     return size * 9 // 10
 
@@ -90,6 +121,7 @@ def _attempt(
     except Exception as error:
         failure = error
         outcome = "is too large" if is_out_of_memory(error) else "fails"
+    _wait_for_others(outcome, size, failure)
     outcomes = control.start().decide(outcome, list)
     if "fails" in outcomes:
         if outcome == "fails":

@@ -1,5 +1,6 @@
 """Ranks started from a notebook or a test: a function runs in several forked processes on this machine."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,17 @@ from torch import multiprocessing
 from shardkit import env
 from shardkit.config.schema import read_precision
 from shardkit.distributed import accelerators
-from shardkit.errors import UsageError
+from shardkit.distributed.control import ranks_text
+from shardkit.errors import MachineError, UsageError
 from shardkit.launch.addresses import listen
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
+
+# How long a forked rank may take to its first line: milliseconds, on a busy machine seconds.
+READY_S = 30.0
+# How often ranks are forked anew where one did not come so far.
+TRIES = 3
 
 
 def notebook_launcher(
@@ -30,7 +37,8 @@ def notebook_launcher(
     run again.
 
     Ranks are forked, so the function may be defined in the notebook. Raises UsageError where this process has already
-    used the GPU or has a process group; an error of a rank is raised with its traceback.
+    used the GPU or has a process group; MachineError where a rank hangs before the function; an error of a rank is
+    raised with its traceback.
     """
     _refuse_others(others)
     number = num_processes or accelerators.count() or 1
@@ -76,8 +84,36 @@ def _launch(
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
     sets = {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
     log.info("%s: starting %d ranks.", name, number)
-    multiprocessing.start_processes(
-        _rank, (number, function, tuple(args), address | sets), nprocs=number, start_method="fork"
+    ranks = _begun(name, number, (number, function, tuple(args), address | sets))
+    while not ranks.join():  # returns whenever one is done; raises what a rank raised
+        pass
+
+
+def _begun(name: str, number: int, told: tuple[Any, ...]) -> Any:
+    """Forked ranks that are on their way into the function. A rank that hangs before has inherited a lock that a thread
+    of this process held at that moment (of the random numbers, for instance): all are forked anew, a few times.
+    MachineError where one hangs every time."""
+    context = multiprocessing.get_context("fork")
+    for _ in range(TRIES):
+        are_ready, go = context.RawArray("b", number), context.Event()
+        ranks = multiprocessing.start_processes(
+            _rank, (*told, are_ready, go), nprocs=number, join=False, start_method="fork"
+        )
+        deadline = time.monotonic() + READY_S
+        while not all(are_ready) and time.monotonic() < deadline:
+            ranks.join(timeout=0.02)  # raises what a rank raised
+        if all(are_ready):
+            go.set()
+            return ranks
+        stuck = ranks_text([rank for rank, is_ready in enumerate(are_ready) if not is_ready])
+        log.warning("%s: %s did not begin in %.0f s.", name, stuck, READY_S)
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    raise MachineError(
+        f"{name}: {stuck} did not begin (forked {TRIES} times): a thread of this process holds a lock that forked "
+        "ones wait for; end the other threads or restart the notebook, or write the function to a file for "
+        "`shardkit launch`."
     )
 
 
@@ -86,8 +122,19 @@ def _free_port() -> int:
         return int(socket.getsockname()[1])
 
 
-def _rank(rank: int, number: int, function: Callable[..., Any], args: tuple[Any, ...], said: dict[str, str]) -> None:
+def _rank(
+    rank: int,
+    number: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    said: dict[str, str],
+    are_ready: Any,
+    go: Any,
+) -> None:
     torch.set_num_threads(1)  # the parent's OpenMP threads do not exist after a fork, and OpenMP would wait for them
+    _take_locks()
+    are_ready[rank] = 1
+    go.wait()
     here, of = str(rank), str(number)
     env.update(said | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
     try:
@@ -95,3 +142,11 @@ def _rank(rank: int, number: int, function: Callable[..., Any], args: tuple[Any,
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _take_locks() -> None:
+    """What hangs in a process that was forked at a bad moment, if anything does: random numbers, a product, a
+    backward."""
+    torch.get_rng_state()
+    weight = torch.ones(64, 64, requires_grad=True)
+    (weight @ weight).sum().backward()

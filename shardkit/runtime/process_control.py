@@ -58,7 +58,7 @@ class ProcessControl(Place):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, str or tensor, or of each value of a dict."""
+        """This rank's part of a list, tuple, str, tensor or `datasets.Dataset`, or of each value of a dict."""
         yield part_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *values: Any, **arguments: Any) -> None:
@@ -78,9 +78,24 @@ class ProcessControl(Place):
         """The function on the last rank; None elsewhere."""
         return decorated(function, lambda: self.is_last_process)
 
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """The function on one rank, by default rank 0; None elsewhere. Where there is one rank it runs there, whatever
+        the index. Also as `@accelerator.on_process(process_index=1)`."""
+        index = process_index or 0
+        return decorated(function, lambda: not self.use_distributed or self.process_index == index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """As `on_process`, on one rank of each machine."""
+        index = local_process_index or 0
+        return decorated(function, lambda: not self.use_distributed or self.local_process_index == index)
+
 
 def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
-    """This rank's contiguous part of a list, tuple, str or tensor, or of each value of a dict.
+    """This rank's contiguous part of a list, tuple, str, tensor or `datasets.Dataset`, or of each value of a dict.
 
     Where the length does not divide evenly, the first parts are longer by one. With padding, short parts repeat the
     last item, so that all can be gathered.
@@ -95,9 +110,11 @@ def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False
         return {key: part_of(value, rank, world_size, apply_padding) for key, value in inputs.items()}
     each, left = divmod(len(inputs), world_size)
     start = rank * each + min(rank, left)
-    mine = inputs[start : start + each + (rank < left)]
-    missing = each + bool(left) - len(mine)
-    return _padded(mine, inputs[-1:], missing) if apply_padding and missing else mine
+    end = start + each + (rank < left)
+    missing = each + bool(left) - (end - start) if apply_padding else 0
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # of the package datasets; slices are dicts there
+        return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
+    return _padded(inputs[start:end], inputs[-1:], missing) if missing else inputs[start:end]
 
 
 def _padded(mine: Any, last: Any, times: int) -> Any:

@@ -72,6 +72,8 @@ class Run:
     """The user's save and load hooks."""
     saving: SaveSession | None = None
     """State of saving and loading, from the first save or load on."""
+    saving_alone: SaveSession | None = None
+    """As `saving`, for saves that rank 0 makes without the others."""
     counters: Counters = field(default_factory=Counters)
     """Steps, micro-batches and samples so far."""
     is_resumed: bool = False

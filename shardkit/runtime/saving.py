@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import folder, in_store, locate, lock, manifest, paths, read, state, write
+from shardkit.checkpoint import folder, in_store, locate, lock, manifest, paths, read, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.async_save import AsyncSave
 from shardkit.checkpoint.read import LoadedState, Unfinished
@@ -20,13 +20,12 @@ from shardkit.config import files
 from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
-from shardkit.distributed.tensors import is_dtensor
-from shardkit.distributed.tensors import whole as all_of
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import in_url, state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
+from shardkit.sharding import ddp_hooks
 from shardkit.storage.url import Place, Url, place_of
 
 logger = get_logger(__name__)
@@ -70,7 +69,29 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     in_url.refuse_save(run, final, state_kind(run))
     session = met(run, "save_state", "save", CheckpointSaveError)
     _settle(run, is_last_chance=blocking is True)
-    request = _request(run, session, final, output)
+    is_blocking = run.config.shardkit.checkpoint.blocking if blocking is None else blocking
+    return _save(run, session, _request(run, session, final, output), is_blocking)
+
+
+def save_alone(run: Run, output: str | Path | None = None) -> Place:
+    """As `save_state`, by rank 0 without the others, where every rank holds the whole state. What the others hold
+    differently, their random states too, is not in it."""
+    final = _final(run, output)
+    in_url.refuse_save(run, final, state_kind(run))
+    session = _session_alone(run)
+    progress.post("save", run.counters.step)
+    return _save(run, session, _request(run, session, final, output), is_blocking=True)
+
+
+def _session_alone(run: Run) -> SaveSession:
+    alone = run.saving_alone or SaveSession(control.ControlGroup(), uuid.uuid4().hex, None)
+    if run.saving is not None:
+        alone.unfinished, alone.parent = run.saving.unfinished, run.saving.parent
+    run.saving_alone = alone
+    return alone
+
+
+def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: bool) -> Place:
     _warn_of_open_window(run)
     elsewhere: frozenset[int] = frozenset()
     if run.hooks.at_save:
@@ -78,8 +99,8 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
         request = replace(request, staging=staging)
     prepared = write.ready(lambda: _captured(run, session, elsewhere), request, session.control)
     if prepared is None:
-        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, final)
-    elif run.config.shardkit.checkpoint.blocking if blocking is None else blocking:
+        logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.final)
+    elif is_blocking:
         _warn_of_buffers(session, prepared.drifted)
         write.finish(prepared, session.control)
         _committed(session, request)
@@ -87,7 +108,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
         _warn_of_buffers(session, prepared.drifted)
         _save_beside(run, session, request, prepared)
     progress.post("saved", request.step)
-    return final
+    return request.final
 
 
 def _settle(run: Run, is_last_chance: bool) -> None:
@@ -148,6 +169,9 @@ def wait(run: Run) -> None:
 
 def close(run: Run) -> None:
     """Finishes the save in flight and releases the folder's lock. Collective, if anything was saved or loaded."""
+    if run.saving_alone is not None and run.saving_alone.lock is not None:
+        run.saving_alone.lock.release()
+    run.saving_alone = None
     session = run.saving
     if session is None:
         return
@@ -348,6 +372,13 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
     session.parent, session.last = record.save_id, None  # later saves of this run are a new series of steps
     for optimizer in run.optimizers:
         optimizer.optimizer.zero_grad()
+    has_forgotten = [ddp_hooks.forget_rests(model) for model in run.models]
+    if any(has_forgotten) and run.process.rank == 0:
+        logger.warning(
+            "checkpoint: what PowerSGD has left out of gradients is in no checkpoint; gradients are sent whole for the "
+            "next %d steps (shardkit.ddp.power_sgd_start_step), and PowerSGD begins anew then.",
+            run.config.shardkit.ddp.power_sgd_start_step,
+        )
     run.loads += 1
     progress.post("data", record.step)
     if run.process.rank == 0:
@@ -364,7 +395,22 @@ def save_model(
 ) -> None:
     """Writes the full model as safetensors that other programs can open; of a peft model, its adapters. Collective."""
     path = paths.named(folder, "save_model")
-    session = met(run, "save_model", "save", CheckpointSaveError)
+    _export(run, met(run, "save_model", "save", CheckpointSaveError), model, path, max_shard_size, dtype)
+
+
+def save_model_alone(run: Run, model: torch.nn.Module, folder: str | Path, max_shard_size: str | int) -> None:
+    """As `save_model`, by rank 0 without the others, where every rank holds the whole model."""
+    _export(run, _session_alone(run), model, paths.named(folder, "save_model"), max_shard_size, None)
+
+
+def _export(
+    run: Run,
+    session: SaveSession,
+    model: torch.nn.Module,
+    path: Place,
+    max_shard_size: str | int,
+    dtype: str | torch.dtype | None,
+) -> None:
     if session.unfinished.parts:
         raise CheckpointSaveError(
             f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
@@ -372,14 +418,3 @@ def save_model(
         )
     compare = not session.has_warned_of_buffers
     _warn_of_buffers(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
-
-
-def get_state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """The model's full state dict in host memory on rank 0; empty elsewhere. Collective: gathers tensor by tensor."""
-    whole: dict[str, Any] = {}
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for name, tensor in state.model_tensors(model).items():
-        full = all_of(tensor) if is_dtensor(tensor) else tensor
-        if rank == 0:
-            whole[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
-    return whole

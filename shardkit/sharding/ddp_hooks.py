@@ -1,14 +1,15 @@
 """Fewer bytes for DDP's gradients: communication hooks, as `shardkit.ddp` says.
 
 What a hook leaves out of a gradient (fp16 and bf16: digits; PowerSGD: all but a low rank, fed back in the next step) is
-the user's choice. PowerSGD's memory of it is in no checkpoint: a resumed run starts without, and sends whole gradients
-for its first `power_sgd_start_step` steps again.
+the user's choice. PowerSGD's memory of it is in no checkpoint: after a load it starts without, and sends whole
+gradients for its first `power_sgd_start_step` steps again (`forget_rests`).
 """
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
@@ -38,6 +39,19 @@ def register(model: DistributedDataParallel, section: DdpConfig) -> None:
         start_powerSGD_iter=section.power_sgd_start_step,
     )
     model.register_comm_hook(state, hook)
+    vars(model)["_shardkit_rests"] = state
+
+
+def forget_rests(model: nn.Module) -> bool:
+    """Lets PowerSGD start anew, where the model has it: what it has left out of gradients so far belongs to other
+    weights. Whether there was any of it."""
+    state = vars(model).get("_shardkit_rests")
+    if state is None:
+        return False
+    fresh = PowerSGDState(None, state.matrix_approximation_rank, state.start_powerSGD_iter)
+    for name in PowerSGDState.__slots__:
+        setattr(state, name, getattr(fresh, name))
+    return True
 
 
 def mean_sent_in(dtype, bucket):
