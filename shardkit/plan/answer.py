@@ -6,10 +6,12 @@ from typing import Any
 
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
+from shardkit.model.cut import shard_dim
 from shardkit.model.describe import Description
 from shardkit.plan.activations import Loss
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
+from shardkit.plan.layout import axes
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
 
 
@@ -147,21 +149,27 @@ def check_seq_len(request: Request) -> str | None:
     return f"--seq-len {given:,} is more than the {facts.seq_len:,} tokens that the model's configuration names."
 
 
-def split_experts(request: Request) -> str | None:
-    """A remark where more ranks share a model than its stacked experts' weights can be split over."""
-    facts = request.description.facts
-    if facts is None or not 0 < facts.experts < request.world_size:
+# Smaller parts of a model than this are not worth a remark.
+_REMARKABLE = 0.01
+
+
+def undivided(request: Request) -> str | None:
+    """A remark where a good part of the model cannot be split evenly over the ranks that share it."""
+    found = axes(request.config, request.world_size, request.ranks_per_machine)
+    if found.mode != "fsdp":
         return None
-    stacked = any(
-        len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
-        for node in request.description.tree.walk()
-        for parameter in node.parameters
-    )
-    if not stacked:
+    shards, tree = found.shards, request.description.tree
+    few = {
+        name: parameter
+        for name, parameter in tree.owned()
+        if parameter.shape and parameter.shape[0] < shards and not shard_dim(parameter.shape, shards)
+    }
+    if sum(parameter.numel for parameter in few.values()) < _REMARKABLE * tree.numel:
         return None
+    name, parameter = max(few.items(), key=lambda item: item[1].numel)
     return (
-        f"The weights of {facts.experts} experts are split over dim 0, as training splits them: over more than "
-        f"{facts.experts} ranks their part of the memory does not shrink, and what is gathered is padded."
+        f"{name} {parameter.shape} has fewer rows than the {shards:,} ranks that share it, which divide none of its "
+        f"dims evenly: {parameter.shape[0]:,} of them hold all of it, and what is gathered is padded."
     )
 
 

@@ -11,7 +11,8 @@ Where the terms come from (torch/distributed/fsdp/_fully_shard): a unit's all-ga
 parameters and freed after that (`foreach_all_gather_copy_out`, `wait_for_unshard`); backward gathers one unit ahead
 (`_backward_prefetch`); the input of a reduce-scatter lives until the next unit's (`post_backward`,
 `reduce_scatter_states`); the root keeps its parameters between forward and backward (`_lazy_init`); shards are padded
-to ceil(dim 0 / N) rows. Sharding by strategy is that of ZeRO (https://arxiv.org/abs/1910.02054, section 5).
+to ceil(dim 0 / N) rows, or split evenly on another dim (`model.cut.shard_dim`). Sharding by strategy is that of ZeRO
+(https://arxiv.org/abs/1910.02054, section 5).
 
 Steady state is counted: optimizer state is there from the second step on. Left out, because they depend on the device:
 its context, communication buffers, kernel workspaces, fragmentation (`devices.RESERVE_BYTES` stands for them).
@@ -225,8 +226,9 @@ def _forward(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment
 
 
 def _copy_bytes(plan: Layout, unit: Unit) -> int:
-    """The output of an all-gather, before it is copied out; with one shard nothing is gathered."""
-    return unit.gathered_bytes if plan.axes.shards > 1 else 0
+    """The output of an all-gather, before it is copied out, and what is put in order on the way; with one shard nothing
+    is gathered."""
+    return unit.gathered_bytes + unit.rearranged_bytes if plan.axes.shards > 1 else 0
 
 
 def _gradients_before(plan: Layout, config: Config) -> int:
@@ -270,7 +272,9 @@ def _gathered_in_backward(plan: Layout, config: Config, index: int) -> int:
     unit = plan.units[index]
     if config.fsdp.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE or index == 0:
         return unit.gathered_bytes
-    return unit.gathered_bytes + _copy_bytes(plan, plan.units[index - 1])
+    # The next one's all-gather is begun when this unit's parameters are in place.
+    ahead = plan.units[index - 1].gathered_bytes if plan.axes.shards > 1 else 0
+    return unit.gathered_bytes + ahead
 
 
 def _root_backward(plan: Layout, config: Config, kept: Activations, alive: int, in_flight: int) -> Iterator[Moment]:

@@ -55,7 +55,7 @@ def distribute(
     on the rank's device.
 
     `weights` is a safetensors file or a folder of them; a model built under `init_empty_weights()` is filled from it,
-    each rank reading its own rows, or by its own initialisation. Collective: every rank must call it.
+    each rank reading its own part, or by its own initialisation. Collective: every rank must call it.
     Raises ModelError, on all ranks and before anything is shared out, where the model cannot be sharded as asked.
     """
     units, blocks = plan(model, config)
