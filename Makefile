@@ -8,7 +8,7 @@ TORCH_newest := 2.15.*
 # For `make gpu` on a machine without a network: a folder of wheels of the small dependencies. torch is the machine's own.
 WHEELS ?=
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
-.PHONY: demo test test-fast test-faults test-loops test-compat test-oldest test-newest gpu lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops test-compat test-families test-oldest test-newest gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -20,10 +20,10 @@ demo: .venv/.ready
 	$(BIN)/python templates/demo.py
 
 test: .venv/.ready lint
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat"
+	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not families"
 
 test-fast: .venv/.ready
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not slow"
+	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not families and not slow"
 
 test-faults: .venv/.ready
 	$(BIN)/python -m pytest -m faults
@@ -34,6 +34,9 @@ test-loops: .venv/.ready
 test-compat: .venv/.ready
 	$(BIN)/python -m pytest -m compat
 
+test-families: .venv/.ready
+	$(BIN)/python -m pytest -m families
+
 .venv-oldest/.ready .venv-newest/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_$(patsubst .venv-%,%,$(@D)))'
@@ -41,7 +44,7 @@ test-compat: .venv/.ready
 	touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat"
+	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat and not families"
 
 .venv-gpu/.ready: pyproject.toml
 	$(PYTHON) -m venv --system-site-packages .venv-gpu

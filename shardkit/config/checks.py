@@ -24,7 +24,18 @@ class Finding:
 
 def problems(config: Config) -> list[Finding]:
     """What cannot run as it stands."""
-    rules = (_processes, _type_and_processes, _mesh, _offload, _gpus, _names, _texts, _ddp, _profile)
+    rules = (
+        _processes,
+        _type_and_processes,
+        _mesh,
+        _offload,
+        _activations,
+        _gpus,
+        _names,
+        _texts,
+        _ddp,
+        _profile,
+    )
     return [finding for rule in rules for finding in rule(config)]
 
 
@@ -76,6 +87,22 @@ def _offload(config: Config) -> Iterator[Finding]:
     if config.fsdp.offload_params and config.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
         keys = ("fsdp.offload_params", "fsdp.sharding_strategy")
         yield Finding(keys, "needs a strategy that shards (got NO_SHARD); write FULL_SHARD, or no offload.")
+
+
+def _activations(config: Config) -> Iterator[Finding]:
+    section = config.shardkit
+    if not section.offload_activations:
+        return
+    if section.compile:
+        keys = ("shardkit.offload_activations", "shardkit.compile")
+        yield Finding(keys, "is for blocks that are not compiled (got compile: true); write one of the two.")
+    if config.fsdp.activation_checkpointing and section.recompute == "operators":
+        keys = ("shardkit.offload_activations", "shardkit.recompute")
+        what = "does not reach what recompute: operators keeps (got both)"
+        yield Finding(keys, f"{what}; write recompute: blocks, or no offload.")
+    if config.mode == "xla":
+        keys = ("shardkit.offload_activations", "distributed_type")
+        yield Finding(keys, "is not there for TPUs (got distributed_type XLA); leave it out.")
 
 
 def _gpus(config: Config) -> Iterator[Finding]:

@@ -96,7 +96,7 @@ def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
     names = names or repeated_classes(tree)
     if not names:
         raise ModelError(
-            f"model: {tree.class_name} has no repeated block class to recompute or compile; "
+            f"model: {tree.class_name} has no repeated block class to recompute, offload or compile; "
             f"name one in fsdp_transformer_layer_cls_to_wrap. {candidates_text(tree)}"
         )
     aliases = {node.fqn for node in tree.walk() if node.alias_of}

@@ -130,6 +130,15 @@ def fits(device: Device, memory: RankMemory) -> bool | None:
     return None if found and not memory.activations_known else found
 
 
+def retries(device: Device, memory: RankMemory) -> bool | None:
+    """Whether what is alive fits and what the allocator would reserve for it does not: then it gives segments back and
+    tries again, which is slower. None where either is not known."""
+    if memory.reserved_bytes is None or not device.has_caching_allocator:
+        return None
+    alive, reserved = fits(device, memory), device.fits(memory.reserved_bytes)
+    return None if alive is None or reserved is None else alive and not reserved
+
+
 def check_seq_len(request: Request) -> str | None:
     """A remark where sequences are longer than the model is built for; UsageError where it lacks positions for them."""
     facts, given = request.description.facts, request.seq_len
@@ -207,7 +216,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "loss": request.loss.value,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
-        "strategies": [_row_json(row) for row in answer.rows],
+        "strategies": [_row_json(row, request.device) for row in answer.rows],
         "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,
         "reason": answer.reason,
@@ -221,7 +230,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: Row, device: Device) -> dict[str, Any]:
     traffic, time = row.estimate.traffic, row.time
     return {
         "strategy": row.strategy.value,
@@ -235,6 +244,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "peak_moment": row.memory.moment,
         "reserved_bytes": row.memory.reserved_bytes,
         "reserved_expandable_bytes": row.memory.expandable_bytes,
+        "runs_with_retries": retries(device, row.memory),
         "host": asdict(row.memory.host),
         "activations_known": row.memory.activations_known,
         "activations_left_out": list(row.memory.gaps),

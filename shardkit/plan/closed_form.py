@@ -121,6 +121,8 @@ def estimate(
     host = Memory()
     if _is_offloaded(plan, config):
         timeline, host = _offload(timeline)
+    if config.shardkit.offload_activations and kept:
+        host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
     gaps = kept.gaps if kept else (_why_unknown(facts, batch_size),)
     if config.fsdp.activation_checkpointing and config.shardkit.recompute == "operators":
@@ -188,7 +190,12 @@ def _all_gradients(plan: Layout) -> int:
 
 
 def _kept_bytes(unit: Unit, config: Config, kept: Activations) -> int:
-    """What the unit's blocks keep between forward and backward."""
+    """What the unit's blocks keep on the device between forward and backward."""
+    return 0 if config.shardkit.offload_activations else _saved_bytes(unit, config, kept)
+
+
+def _saved_bytes(unit: Unit, config: Config, kept: Activations) -> int:
+    """What the unit's blocks keep between forward and backward, on the device or on the host."""
     if not config.fsdp.activation_checkpointing:
         return unit.blocks * kept.block_bytes
     every = config.shardkit.recompute_every
@@ -196,8 +203,9 @@ def _kept_bytes(unit: Unit, config: Config, kept: Activations) -> int:
 
 
 def _working_bytes(unit: Unit, config: Config, kept: Activations) -> int:
-    """What is alive beside that while one of the unit's blocks is recomputed."""
-    return kept.block_bytes if config.fsdp.activation_checkpointing and unit.blocks else 0
+    """What is alive beside that while one of the unit's blocks is recomputed, or comes back from the host."""
+    comes_back = config.fsdp.activation_checkpointing or config.shardkit.offload_activations
+    return kept.block_bytes if comes_back and unit.blocks else 0
 
 
 def _walk_fsdp(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:

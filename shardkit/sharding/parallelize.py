@@ -64,6 +64,10 @@ def distribute(
         fill_from_rank0(model, process.device)
     if config.fsdp.activation_checkpointing:
         checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
+    if config.shardkit.offload_activations:  # after activation checkpointing: what that leaves to keep
+        from shardkit.sharding.offload import offload_blocks
+
+        offload_blocks(model, blocks)
     if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
         compile_blocks(blocks)
     if mesh is None:
@@ -93,7 +97,7 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
 
 
 def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
-    """How the model is cut, and the blocks that are recomputed or compiled. The units are the root alone without FSDP.
+    """How the model is cut, and the blocks that are recomputed, offloaded or compiled. Without FSDP there is one unit.
 
     Raises ModelError, on all ranks: what is wrong on one is agreed on by all. Collective.
     """
@@ -105,7 +109,8 @@ def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
     units, blocks = None, []
     try:
         units = units_of(model, config.fsdp, dtypes(config).param) if config.mode == "fsdp" else one_unit(model)
-        if config.fsdp.activation_checkpointing or config.shardkit.compile:
+        section = config.shardkit
+        if config.fsdp.activation_checkpointing or section.offload_activations or section.compile:
             blocks = blocks_of(model, config.fsdp)
     except ModelError as error:
         problems = [str(error)]
