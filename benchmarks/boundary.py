@@ -21,7 +21,7 @@ import torch.multiprocessing
 
 from benchmarks import interleaved
 from shardkit.distributed import control
-from shardkit.distributed.watch import Watch
+from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.runtime.same_modules import noticed_late
 
 BESIDE, ASKED, REDUCED = "beside", "asked", "all-reduce"
@@ -55,7 +55,7 @@ def _rank(rank: int, ranks: int, options: argparse.Namespace, folder: Path) -> N
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    watch, everyone, flag = Watch(lambda: False, noticed_late), control.start(), torch.zeros(1)
+    watch, everyone, flag = BackgroundAgreement(lambda: False, noticed_late), control.start(), torch.zeros(1)
     actions: dict[str, Callable[[], Any]] = {
         BESIDE: watch.pass_boundary,
         ASKED: lambda: everyone.any(False),

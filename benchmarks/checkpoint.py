@@ -42,8 +42,8 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import interleaved
 from benchmarks.contestants import Unavailable
 from shardkit.checkpoint import read, write
+from shardkit.checkpoint.async_save import AsyncSave
 from shardkit.checkpoint.layout import Kind
-from shardkit.checkpoint.snapshot import Background
 from shardkit.checkpoint.state import Live
 from shardkit.distributed import control
 from shardkit.distributed.control import ControlGroup
@@ -200,7 +200,7 @@ def _accelerate() -> Any:
 
 
 def _save(live: Live, kind: Kind, final: Path, agreed: ControlGroup) -> None:
-    write.save(live, kind, write.Request(final, 1, "benchmark"), agreed)
+    write.save(live, kind, write.SaveRequest(final, 1, "benchmark"), agreed)
 
 
 def _load(live: Live, saved: Path, agreed: ControlGroup) -> None:
@@ -208,12 +208,12 @@ def _load(live: Live, saved: Path, agreed: ControlGroup) -> None:
 
 
 def _async_save(live: Live, final: Path, agreed: ControlGroup) -> Callable[[], float]:
-    beside = Background(control.start_beside(600))
+    beside = AsyncSave(control.start_background(600))
 
     def stand_still() -> float:
         """Until save_state would return, and what the next optimizer step still waits for."""
         began = time.perf_counter()
-        beside.start(write.prepare(live, "sharded", write.Request(final, 1, "benchmark"), agreed), live.optimizers)
+        beside.start(write.prepare(live, "sharded", write.SaveRequest(final, 1, "benchmark"), agreed), live.optimizers)
         seconds = time.perf_counter() - began
         live.models[0](torch.randn(2, WIDTH)).sum().backward()
         began = time.perf_counter()

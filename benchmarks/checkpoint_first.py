@@ -137,7 +137,7 @@ def save_all(family: str, layers: int, folder: Path) -> None:
     """One checkpoint of each contestant. Collective."""
     model, optimizer = built(family, layers, 0.01)
     _step(model, optimizer)
-    request = write.Request(folder / "shardkit", 1, "benchmark")
+    request = write.SaveRequest(folder / "shardkit", 1, "benchmark")
     write.save(Live([model], [optimizer]), "sharded" if family == "sharded" else "full", request, control.start(600))
     if family == "sharded":
         weights, state = get_state_dict(model, optimizer)

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import interleaved
-from shardkit.checkpoint import apart, disk, index_json, layout, manifest, opening, state, tensors
+from shardkit.checkpoint import disk, index_json, layout, manifest, opening, per_rank, state, tensors
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.state import Live
@@ -129,7 +129,7 @@ def measure_shardkit(ranks: int, blocks: int) -> dict[str, Any]:
     for section in captured.index.sections:
         tensors.pieces_to_write(captured.index, section, captured.tensors[section], rank)
     opening.fingerprints(captured)
-    apart.of_items(captured)
+    per_rank.of_items(captured)
     seconds = time.perf_counter() - began
     records = len(disk.to_json_in_order(index_json.to_json(captured.index))) + len(_manifest(captured.index))
     return {

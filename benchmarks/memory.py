@@ -21,7 +21,7 @@ from typing import Any
 
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.model.sources import describe
-from shardkit.plan.answer import Request, row
+from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import simulate
 
@@ -157,9 +157,9 @@ def ranks_per_machine(case: Case) -> int:
     return 2 if case.strategy in (4, 5) else case.ranks
 
 
-def request(case: Case, spec: str) -> Request:
+def request(case: Case, spec: str) -> PlanRequest:
     """The question as `shardkit plan` asks it."""
-    return Request(
+    return PlanRequest(
         describe(spec),
         configuration(case),
         case.ranks,

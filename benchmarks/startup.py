@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "launch": launchers(2, "noop.py"),
     **{
         f"meet on {ranks}": {**launchers(ranks, "meet.py"), "python": (sys.executable, "-c", "import torch")}
-        for ranks in (1, 2, 8)
+        for ranks in (1, 2, 8, 64)
     },
     "help": {
         "shardkit --help": (*SHARDKIT, "--help"),

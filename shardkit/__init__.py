@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "Accelerator": "shardkit.runtime.accelerator",
     "ProjectConfiguration": "shardkit.runtime.accelerator",
-    "debug_launcher": "shardkit.runtime.in_process",
-    "notebook_launcher": "shardkit.runtime.in_process",
+    "debug_launcher": "shardkit.runtime.notebook",
+    "notebook_launcher": "shardkit.runtime.notebook",
     "find_executable_batch_size": "shardkit.runtime.batch_size",
     "get_logger": "shardkit.runtime.logger",
     "tqdm": "shardkit.bars",

@@ -127,7 +127,7 @@ def digest_of(live):
 def save(live, final, step=0, kind="sharded", timeout_s=60.0, **request):
     """One save with a control group of its own."""
     agreed = control.start(timeout_s)
-    return write.save(live, kind, write.Request(Path(final), step, run_id="test", **request), agreed)
+    return write.save(live, kind, write.SaveRequest(Path(final), step, run_id="test", **request), agreed)
 
 
 def load(live, path, **settings):

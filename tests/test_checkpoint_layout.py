@@ -9,7 +9,7 @@ from math import prod
 import pytest
 
 from shardkit.checkpoint import index_json, layout
-from shardkit.checkpoint.layout import Box, Entry, Index, Mesh
+from shardkit.checkpoint.layout import Box, Index, Mesh, TensorEntry
 from shardkit.errors import CheckpointCorrupted
 
 MESHES = [
@@ -34,7 +34,7 @@ def cells(box):
 def test_every_element_is_written_once_and_a_reader_finds_it(mesh, placements, split, monkeypatch):
     monkeypatch.setattr(layout, "SPLIT_BYTES", 1 if split else 1 << 20)
     for shape in SHAPES:
-        entry = Entry(shape, "F32", 0, placements)
+        entry = TensorEntry(shape, "F32", 0, placements)
         written = {rank: layout.chunk_of("w", entry, mesh, rank) for rank in range(mesh.size)}
         pieces = [cells(chunk.box) for chunk in written.values() if chunk]
         assert sum(map(len, pieces)) == prod(shape), "an element is written twice, or never"
@@ -58,7 +58,7 @@ def test_the_rule_is_dtensors():
 
 def test_large_copies_are_spread_over_their_holders():
     index = Index(
-        "sharded", 4, [Mesh((4,))], {"model": {f"w{n}": Entry((4096, 1024), "F32", 0, (None,)) for n in "ab"}}
+        "sharded", 4, [Mesh((4,))], {"model": {f"w{n}": TensorEntry((4096, 1024), "F32", 0, (None,)) for n in "ab"}}
     )
     sizes = [sum(chunk.bytes for chunk in layout.chunks_of(index, "model", rank)) for rank in range(4)]
     assert sizes == [2 * 4096 * 1024] * 4
@@ -97,7 +97,9 @@ def test_a_header_is_read_back_and_nonsense_is_refused():
 
 def test_the_index_survives_its_file():
     index = Index("full", 6, [Mesh((2, 3), names=("replicate", "shard")), Mesh((1,), (0,))])
-    index.sections = {"model": {"b": Entry((2,), "BF16", 1, (None,)), "a": Entry((7, 5), "F32", 0, (None, 0))}}
+    index.sections = {
+        "model": {"b": TensorEntry((2,), "BF16", 1, (None,)), "a": TensorEntry((7, 5), "F32", 0, (None, 0))}
+    }
     index.aliases = {"model": {"tied": "a"}}
     index.sort()
     assert list(index.sections["model"]) == ["a", "b"]
@@ -121,9 +123,9 @@ def llama_70b_with_adam(ranks):
         entries[f"model.layers.{block}.norm1.weight"] = entries[f"model.layers.{block}.norm2.weight"] = (8192,)
     entries |= {"embed": (128256, 8192), "head": (128256, 8192), "norm": (8192,)}
     index = Index("sharded", ranks, [Mesh((ranks,))])
-    index.sections["model"] = {name: Entry(shape, "F32", 0, (0,)) for name, shape in entries.items()}
+    index.sections["model"] = {name: TensorEntry(shape, "F32", 0, (0,)) for name, shape in entries.items()}
     index.sections["optim"] = {
-        f"{name}/{key}": Entry(shape, "F32", 0, (0,))
+        f"{name}/{key}": TensorEntry(shape, "F32", 0, (0,))
         for name, shape in entries.items()
         for key in ("exp_avg", "exp_avg_sq")
     }

@@ -305,7 +305,7 @@ def messages_of(layers, path, differs=False):
         return real(value)
 
     agreed.collect = collect
-    write.save(state.Live([model], [optimizer]), "sharded", write.Request(path, 1, "test"), agreed)
+    write.save(state.Live([model], [optimizer]), "sharded", write.SaveRequest(path, 1, "test"), agreed)
     return told
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardkit.checkpoint import disk, folder, retention, save_model, state
-from shardkit.cli import checkpoint_words
+from shardkit.cli import checkpoint_text
 from shardkit.cli.main import EXIT_UNREAD, run
 from shardkit.cli.progress import Progress
 from shardkit.distributed import control
@@ -359,7 +359,7 @@ def test_output_that_nobody_reads_is_no_failure(project, monkeypatch, capsys):
             assert run(["checkpoint", *map(str, line)]) == code
     with output_nobody_reads() as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(checkpoint_words, "facts", lambda facts: ["x" * 100_000])
+        monkeypatch.setattr(checkpoint_text, "facts", lambda facts: ["x" * 100_000])
         assert run(["checkpoint", "inspect", str(steps)]) == EXIT_UNREAD
     assert not capsys.readouterr().err
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.config import files
 from shardkit.config.command import settings_of
+from shardkit.config.descriptions import text_of
 from shardkit.config.edit import edited
 from shardkit.config.json_schema import json_schema
 from shardkit.config.keys import all_keys, sections
@@ -25,7 +26,6 @@ from shardkit.config.schema import (
     ShardingStrategy,
     ShardkitConfig,
 )
-from shardkit.config.texts import text_of
 from shardkit.errors import ConfigError
 
 DATA = Path(__file__).parent / "data" / "config"
@@ -179,6 +179,12 @@ def test_accelerates_mesh_and_compile_are_ours():
     assert config.fsdp.sharding_strategy is ShardingStrategy.HYBRID_SHARD_ZERO2
     assert config.shardkit.mesh == MeshConfig(replicate_size=2, shard_size=4)
     assert config.shardkit.compile
+
+
+def test_accelerates_offloaded_checkpoints_are_offloaded_activations():
+    lines = "fsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_activation_checkpointing_offload: "
+    assert config_of(f"{lines}true\n").shardkit.offload_activations
+    assert not config_of(f"{lines}false\n").shardkit.offload_activations
 
 
 def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from shardkit import env
-from shardkit.config import files, hardware, suggested
+from shardkit.config import files, hardware, hardware_defaults
 from shardkit.config.command import command_for, settings_of
 from shardkit.config.hardware import Device, Hardware, parse_nvidia_smi
 from shardkit.config.scheduler import Scheduler, first_host, scheduler
-from shardkit.config.schema import Config
+from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ConfigError, UsageError
 
 
@@ -93,6 +93,14 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(project
     assert origins["rdzv_backend"].kind == "default"
 
 
+@pytest.mark.parametrize(
+    "name", ["fsdp_sharding_strategy", "fsdp_config.fsdp_sharding_strategy", "fsdp.sharding_strategy"]
+)
+def test_a_setting_is_set_by_the_name_that_it_has_in_the_file(project, name):
+    resolved = files.resolve(settings={"distributed_type": "FSDP", name: "2"}, folder=project)
+    assert resolved.config.fsdp.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
+
+
 def test_problems_of_all_sources_are_told_at_once(project, monkeypatch):
     put(project / "shardkit.yaml", "num_procesess: 2\n")
     monkeypatch.setenv("SHARDKIT_SET_FSDP__OFFLOAD_PARMS", "yes")
@@ -137,10 +145,10 @@ def gpus(count: int, capability: float = 9.0) -> list[Device]:
 
 def suggestion(found: Hardware, **given) -> dict[str, object]:
     entries = {
-        tuple(name.split("__")): suggested.Entry(value, suggested.Origin("flag", ""), name)
+        tuple(name.split("__")): hardware_defaults.SettingEntry(value, hardware_defaults.Origin("flag", ""), name)
         for name, value in given.items()
     }
-    values = suggested.for_hardware(found, entries)
+    values = hardware_defaults.for_hardware(found, entries)
     return {".".join(path): value for path, value in values.items()}
 
 

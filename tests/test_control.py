@@ -60,16 +60,16 @@ def test_sums_that_are_asked_for_early_are_answered_beside_other_exchanges(ranks
 
 def attempts():
     rank, everyone = dist.get_rank(), control.start()
-    good = everyone.attempt(lambda: rank * 10, tell=lambda found: found, judge=sum)
-    bad = everyone.attempt(lambda: 1 // (rank - 1), tell=lambda found: found, judge=sum)
-    odd = everyone.attempt(lambda: 1, judge=lambda told: 1 // 0)
+    good = everyone.attempt(lambda: rank * 10, answer=lambda found: found, judge=sum)
+    bad = everyone.attempt(lambda: 1 // (rank - 1), answer=lambda found: found, judge=sum)
+    odd = everyone.attempt(lambda: 1, judge=lambda answers: 1 // 0)
     return good, bad.own, bad.verdict, bad.failure, odd.failure
 
 
 def test_an_attempt_that_fails_on_one_rank_is_told_to_all(ranks):
     for rank, (good, own, verdict, failure, odd) in enumerate(ranks.run(3, attempts)):
         assert (good.own, good.verdict, good.failure) == (rank * 10, 30, "")
-        assert good.told == ([0, 10, 20] if rank == 0 else [])
+        assert good.answers == ([0, 10, 20] if rank == 0 else [])
         assert (own, verdict) == ([-1, None, 1][rank], None)
         assert failure.startswith("rank 1 (host ")
         assert failure.endswith("integer division or modulo by zero")

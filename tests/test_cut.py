@@ -11,7 +11,7 @@ from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.errors import ModelError
 from shardkit.model.live import tree_of
-from shardkit.plan.layout import layout
+from shardkit.plan.unit_sizes import layout
 from shardkit.sharding import fsdp_unit
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize

@@ -17,10 +17,10 @@ from shardkit.checkpoint import manifest, merge
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.model.cut import shard_dim
-from shardkit.model.describe import Description
+from shardkit.model.describe import ModelDescription
 from shardkit.model.live import tree_of
 from shardkit.plan import worker
-from shardkit.plan.answer import Request, row, undivided
+from shardkit.plan.answer import PlanRequest, row, undivided
 from shardkit.plan.closed_form import estimate
 from shardkit.plan.devices import DEVICES
 from shardkit.runtime import saving
@@ -252,18 +252,18 @@ def test_the_plan_splits_as_training_does():
 
 
 @cache
-def many_experts() -> Description:
+def many_experts() -> ModelDescription:
     """8 experts of 1.5 GiB, as a model of 2 blocks has them."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
         for block in model:
             block.experts = nn.Parameter(torch.empty(8, 3 * 2**13, 2**13))
-    return Description("many", "Many", tree_of(model))
+    return ModelDescription("many", "Many", tree_of(model))
 
 
 def test_more_ranks_than_experts_need_less():
     config = Config(num_processes=8)
-    request = Request(many_experts(), config, 8, 8, DEVICES["h100-80"], batch_size=1)
+    request = PlanRequest(many_experts(), config, 8, 8, DEVICES["h100-80"], batch_size=1)
     parameters = [row(replace(request, world_size=n)).memory.peak.parameters for n in (8, 64, 2**13)]
     assert parameters[0] == pytest.approx(8 * parameters[1], rel=1e-4)
     assert parameters[1] == pytest.approx(128 * parameters[2], rel=1e-3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import commit, disk, faults, folder, manifest, opening, retention, snapshot, write
+from shardkit.checkpoint import async_save, commit, disk, faults, folder, manifest, opening, retention, write
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from tests import forked
@@ -22,13 +22,13 @@ from tests.test_faults_save import KINDS, PUBLISHED, fill, prepared, resumed_ste
 def begin(live, background, agreed, root, step):
     """Fill with a step and begin to save it beside."""
     fill(live, step)
-    request = write.Request(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
+    request = write.SaveRequest(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
     background.start(write.prepare(live, "sharded", request, agreed))
 
 
 def save_beside(root, fault):
-    """Step 1 saved beside; step 2 meets a fault while training goes on; where and what each rank is told."""
-    agreed, background = control.start(60.0), snapshot.Background(control.start_beside(60.0))
+    """Step 1 saved beside; step 2 meets a fault while training goes on; where and what each rank is answers."""
+    agreed, background = control.start(60.0), async_save.AsyncSave(control.start_background(60.0))
     live = prepared("fsdp")
     begin(live, background, agreed, root, 1)
     background.wait(agreed)
@@ -54,17 +54,17 @@ def test_killed_while_saving_beside_the_old_step_is_whole(tmp_path, point):
 
 @pytest.mark.fault_row(8)
 @pytest.mark.parametrize("fault", ["write:1:raise=ENOSPC", "manifest:0:raise=EIO", "stage:1:raise=ENOMEM"])
-def test_a_failure_beside_training_is_told_to_all_ranks_at_once(tmp_path, fault):
+def test_a_failure_beside_training_is_answers_to_all_ranks_at_once(tmp_path, fault):
     outcomes = forked.run(2, save_beside, tmp_path, fault)
     assert outcomes[0].value == outcomes[1].value, outcomes
-    told, latest = outcomes[0].value
-    assert f"rank {fault.split(':')[1]} (host" in told and "Last good checkpoint: step 1" in told
+    answers, latest = outcomes[0].value
+    assert f"rank {fault.split(':')[1]} (host" in answers and "Last good checkpoint: step 1" in answers
     assert latest == "step-00000001" and resumed_step(tmp_path) == 1
 
 
 def save_and_leave(root):
     """The script ends right after it began to save: nobody waits."""
-    agreed, background = control.start(60.0), snapshot.Background(control.start_beside(60.0))
+    agreed, background = control.start(60.0), async_save.AsyncSave(control.start_background(60.0))
     begin(prepared("fsdp"), background, agreed, root, 1)
     background.last_words()
 
@@ -78,7 +78,7 @@ def test_what_was_begun_is_committed_before_the_end(tmp_path):
 
 def train_beside_a_slow_writer(root, timeout_s):
     training = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    agreed, background = control.start(120.0), snapshot.Background(control.start_beside(120.0))
+    agreed, background = control.start(120.0), async_save.AsyncSave(control.start_background(120.0))
     live, rounds = prepared("fsdp"), 0
     begin(live, background, agreed, root, 1)
     running = torch.ones(())
@@ -104,7 +104,7 @@ def save_for_ever(root, mode):
     live, agreed = prepared(strategy), control.start(60.0)  # one group: making one waits long for a rank that is gone
     for step in range(1, 10_000):
         fill(live, step)
-        request = write.Request(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
+        request = write.SaveRequest(folder.step_folder(root, step), step, "test", in_series=True, keep_last=2)
         write.save(live, kind, request, agreed)
 
 
@@ -137,16 +137,16 @@ def without(change, scenario, *args):
 
 
 def no_agreement():
-    """What a rank wrote is told to the others, but not whether it failed."""
+    """What a rank wrote is answers to the others, but not whether it failed."""
 
-    def hopeful(agreed, action, tell=lambda result: None, judge=lambda told: None):
+    def hopeful(agreed, action, answer=lambda result: None, judge=lambda answers: None):
         try:
             result = action()
         except OSError:
             result = {}
-        told = agreed.exchange(tell(result))
-        verdict = agreed.share(judge(told) if agreed.rank == 0 else None)
-        return control.Attempt(result, told, verdict, "")
+        answers = agreed.exchange(answer(result))
+        verdict = agreed.share(judge(answers) if agreed.rank == 0 else None)
+        return control.Attempt(result, answers, verdict, "")
 
     control.ControlGroup.attempt = hopeful
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
-        *("activations", "answer", "closed_form", "devices", "layout", "optimizers"),
+        *("activations", "answer", "closed_form", "devices", "optimizers", "unit_sizes"),
         *("roofline", "search", "suggest", "traffic"),
     )
 ]
@@ -21,7 +21,7 @@ PLAN_WITHOUT_TORCH = [
 # The lowest layer first. A package imports from itself and from those in the rows above its own, from no other.
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
-    [f"shardkit.{name}" for name in ("bars", "leaving", "log", "sizes", "templates", "waiting")],
+    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "sizes", "templates", "spinner")],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],
     PLAN_WITHOUT_TORCH,

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from shardkit.errors import MachineError
-from shardkit.launch import addresses, line
+from shardkit.launch import addresses, store_client
 from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
 
 is_slow = pytest.mark.slow
@@ -62,13 +62,13 @@ def test_what_others_write_into_the_store_is_not_executed(tmp_path):
 @pytest.mark.parametrize("forged", [b"", b"x", pickle.dumps(Attack(Path("never"))), b"0" * 64 + b"[1]"])
 def test_only_what_is_signed_is_read(monkeypatch, forged):
     monkeypatch.setenv("SHARDKIT_SECRET", "ours")
-    assert line.unsealed(line.sealed({"a": [1, None]}).encode()) == {"a": [1, None]}
+    assert store_client.unsealed(store_client.sealed({"a": [1, None]}).encode()) == {"a": [1, None]}
     with pytest.raises(MachineError, match="was not written by a machine of this run"):
-        line.unsealed(forged)
-    signed = line.sealed(1).encode()
+        store_client.unsealed(forged)
+    signed = store_client.sealed(1).encode()
     monkeypatch.setenv("SHARDKIT_SECRET", "theirs")
     with pytest.raises(MachineError, match="same \\$SHARDKIT_SECRET"):
-        line.unsealed(signed)
+        store_client.unsealed(signed)
 
 
 def test_addresses_and_their_interfaces():
@@ -183,7 +183,7 @@ def test_a_number_that_is_taken_is_refused_by_name(tmp_path):
         again = launch(folder(tmp_path, 2), *flags(port, 0, script("world")))
         assert (again.returncode, "in use by" in again.stderr) == (4, True), again.stderr
         store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-        store.set("machine/1", line.sealed({"host": "elsewhere", "pid": 7}))
+        store.set("machine/1", store_client.sealed({"host": "elsewhere", "pid": 7}))
         other = launch(folder(tmp_path, 1), *flags(port, 1, script("world")))
         first.process.kill()
     assert other.returncode == 2, other.stderr

@@ -16,11 +16,11 @@ from shardkit.config.command import settings_from
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
 from shardkit.launch import diagnosis, environment, failure, flags, ports, preflight, stacks
-from shardkit.launch.diagnosis import Outcome
+from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines
 from shardkit.launch.preflight import Machine
-from shardkit.launch.records import Place, RankError
+from shardkit.launch.rank_files import RankError, RankProgress
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import launch_spec
 
@@ -345,23 +345,38 @@ def error(rank: int, kind: str = "ValueError", lost: bool = False, time_s: float
 @pytest.mark.parametrize(
     ("outcomes", "rank", "code"),
     [
-        ([Outcome(0, exit_code=1, error=error(0, lost=True)), Outcome(1, exit_code=1, error=error(1, time_s=2))], 1, 1),
-        ([Outcome(0, exit_code=-6, ended_s=1.0), Outcome(1, exit_code=1, error=error(1, time_s=2))], 1, 1),
-        ([Outcome(0, exit_code=-6, ended_s=1.0), Outcome(1, exit_code=-9, was_killed=True)], 0, 134),
-        ([Outcome(0, exit_code=0, ended_s=3.0), Outcome(1, exit_code=1, error=error(1, lost=True))], 0, 1),
         (
             [
-                Outcome(0, exit_code=0),
-                Outcome(1, error=error(1, lost=True)),
-                Outcome(2, exit_code=-15, was_killed=True),
+                RankOutcome(0, exit_code=1, error=error(0, lost=True)),
+                RankOutcome(1, exit_code=1, error=error(1, time_s=2)),
+            ],
+            1,
+            1,
+        ),
+        ([RankOutcome(0, exit_code=-6, ended_s=1.0), RankOutcome(1, exit_code=1, error=error(1, time_s=2))], 1, 1),
+        ([RankOutcome(0, exit_code=-6, ended_s=1.0), RankOutcome(1, exit_code=-9, was_killed=True)], 0, 134),
+        ([RankOutcome(0, exit_code=0, ended_s=3.0), RankOutcome(1, exit_code=1, error=error(1, lost=True))], 0, 1),
+        (
+            [
+                RankOutcome(0, exit_code=0),
+                RankOutcome(1, error=error(1, lost=True)),
+                RankOutcome(2, exit_code=-15, was_killed=True),
             ],
             0,
             1,
         ),
-        ([Outcome(0, exit_code=0), Outcome(1, exit_code=1, error=error(1))], 1, 1),
-        ([Outcome(0, exit_code=1, error=error(0, lost=True)), Outcome(1, exit_code=-15, was_killed=True)], 1, 143),
-        ([Outcome(0, exit_code=-15, was_killed=True), Outcome(1, exit_code=7, ended_s=1.0)], 1, 7),
-        ([Outcome(0, exit_code=3, error=error(0, code=3, time_s=2)), Outcome(1, error=error(1, time_s=1))], 1, 1),
+        ([RankOutcome(0, exit_code=0), RankOutcome(1, exit_code=1, error=error(1))], 1, 1),
+        (
+            [RankOutcome(0, exit_code=1, error=error(0, lost=True)), RankOutcome(1, exit_code=-15, was_killed=True)],
+            1,
+            143,
+        ),
+        ([RankOutcome(0, exit_code=-15, was_killed=True), RankOutcome(1, exit_code=7, ended_s=1.0)], 1, 7),
+        (
+            [RankOutcome(0, exit_code=3, error=error(0, code=3, time_s=2)), RankOutcome(1, error=error(1, time_s=1))],
+            1,
+            1,
+        ),
     ],
 )
 def test_the_cause_is_the_first_end_that_is_no_consequence(outcomes, rank, code):
@@ -372,8 +387,8 @@ def test_the_cause_is_the_first_end_that_is_no_consequence(outcomes, rank, code)
 def test_the_words_for_a_failure():
     found = diagnosis.diagnose(
         [
-            Outcome(0, exit_code=1, error=error(0, lost=True, time_s=12.0)),
-            Outcome(1, exit_code=1, error=error(1, time_s=11.5), phase="backward", step=7),
+            RankOutcome(0, exit_code=1, error=error(0, lost=True, time_s=12.0)),
+            RankOutcome(1, exit_code=1, error=error(1, time_s=11.5), phase="backward", step=7),
         ]
     )
     first, *rest = diagnosis.render(found, 10.0, "runs/x").splitlines()
@@ -384,10 +399,10 @@ def test_the_words_for_a_failure():
     assert rest[1].startswith("  logs     runs/x/rank1.log")
     saved = diagnosis.render(found, 10.0, "runs/x", saved_step=5)
     assert "  saved    step 5; --resume auto goes on from it" in saved
-    out_of_memory = diagnosis.diagnose([Outcome(0, exit_code=1, error=error(0, kind="OutOfMemoryError"))])
+    out_of_memory = diagnosis.diagnose([RankOutcome(0, exit_code=1, error=error(0, kind="OutOfMemoryError"))])
     assert "builds the model: shardkit plan --model MODULE:FUNCTION" in diagnosis.render(out_of_memory, 0.0, "runs/x")
     message = "aten.mm: got mixed torch.Tensor and DTensor, need to convert all"
-    mixed = Outcome(0, exit_code=1, error=replace(error(0), message=message))
+    mixed = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))
     text = diagnosis.render(diagnosis.diagnose([mixed]), 0.0, "runs/x")
     assert "accelerator.register_forward_method(model, name)" in text
     assert diagnosis.signal_name(9) == "SIGKILL"
@@ -444,7 +459,7 @@ def test_an_exception_becomes_a_record():
 
 
 def rank(number: int, since_s: float, step: int = 1, watched: bool = True, phase: str = "step", **known) -> Rank:
-    return Rank(Place(number, number, 100 + number, phase, step, since_s, watched), **known)
+    return Rank(RankProgress(number, number, 100 + number, phase, step, since_s, watched), **known)
 
 
 @pytest.mark.fault_row(28)
@@ -624,7 +639,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path):
 
 
 def test_signals_have_their_exit_codes():
-    assert diagnosis.exit_code_of(Outcome(0, exit_code=-signal.SIGSEGV)) == 139
+    assert diagnosis.exit_code_of(RankOutcome(0, exit_code=-signal.SIGSEGV)) == 139
 
 
 # bad files

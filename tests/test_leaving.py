@@ -6,7 +6,7 @@ import sys
 SCRIPT = """
 import atexit, threading, time
 from pathlib import Path
-from shardkit.leaving import leave_torch_standing
+from shardkit.fast_exit import exit_without_torch_teardown
 
 atexit.register(lambda: Path("exit-function").touch())
 unflushed = open("unflushed", "w")
@@ -20,7 +20,7 @@ def finish():
 threading.Thread(target=finish).start()
 started.wait()
 print("last line", end="")
-leave_torch_standing(7)
+exit_without_torch_teardown(7)
 """
 
 

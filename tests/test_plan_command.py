@@ -16,7 +16,7 @@ from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import devices, plot, roofline
-from shardkit.plan.answer import Answer, Request, check_seq_len, possible_strategies, row, to_json
+from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.report import render
 from shardkit.plan.search import find
@@ -133,9 +133,9 @@ def test_changes_together_where_none_is_enough():
 
 def make_request(
     model: str = SMALL, world_size: int = 8, batch_size: int | None = 1, strategy: int = 1, device: str = "l4"
-) -> Request:
+) -> PlanRequest:
     config = Config(mixed_precision="bf16", fsdp=FsdpConfig(sharding_strategy=strategy))
-    return Request(
+    return PlanRequest(
         description=describe(model),
         config=config,
         world_size=world_size,
@@ -154,7 +154,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not():
     assert str(found.value) in found.text
 
 
-def _with(request: Request, **changed: object) -> Request:
+def _with(request: PlanRequest, **changed: object) -> PlanRequest:
     from dataclasses import replace
 
     return replace(request, **changed)

@@ -15,8 +15,8 @@ from shardkit.model.gpt import GptShape
 from shardkit.model.gpt_module import GPT
 from shardkit.model.live import tree_of
 from shardkit.plan.closed_form import estimate
-from shardkit.plan.layout import axes
 from shardkit.plan.traffic import Collective
+from shardkit.plan.unit_sizes import axes
 
 # Odd sizes, so that dim 0 never divides evenly and every shard is padded.
 SHAPE = GptShape(layers=3, hidden=12, heads=2, vocab=101, seq=7)

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from shardkit import env
 from shardkit.config.schema import Config
-from shardkit.distributed import control, progress, watch
+from shardkit.distributed import background_agreement, control, progress
 from shardkit.distributed.same_config import compare
 from shardkit.errors import ConfigError, ModelError
-from shardkit.launch import records
+from shardkit.launch import rank_files
 from shardkit.runtime import preemption
 
 
@@ -26,7 +26,9 @@ def test_a_signal_is_remembered_and_the_handlers_come_back():
         assert not preemption.is_requested_here()
         signal.raise_signal(signal.SIGTERM)
         assert preemption.is_requested_here()
-        assert watch.Watch(preemption.is_requested_here, different).pass_boundary(), "one process asks nobody"
+        assert background_agreement.BackgroundAgreement(preemption.is_requested_here, different).pass_boundary(), (
+            "one process asks nobody"
+        )
     finally:
         preemption.uninstall()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -44,19 +46,19 @@ def test_a_rank_says_where_it_is(tmp_path, monkeypatch):
     progress._writer.cache_clear()
     try:
         progress.post("backward", 7)
-        place = records.read_places(tmp_path)[3]
+        place = rank_files.read_progress(tmp_path)[3]
         assert (place.local_rank, place.phase, place.step, place.is_watched) == (1, "backward", 7, True)
         with progress.paused("evaluation", 7):
             with progress.paused("generation", 7):
                 progress.post("forward", 7)  # a prepared loader inside
-            place = records.read_places(tmp_path)[3]
+            place = rank_files.read_progress(tmp_path)[3]
             assert (place.phase, place.is_watched) == ("evaluation", False)
-        place = records.read_places(tmp_path)[3]
+        place = rank_files.read_progress(tmp_path)[3]
         assert (place.phase, place.is_watched) == ("after evaluation", True)
         progress.leave("done", 7)
-        assert not records.read_places(tmp_path)[3].is_watched
+        assert not rank_files.read_progress(tmp_path)[3].is_watched
         progress.committed(6)
-        assert records.read_places(tmp_path)[3].committed_step == 6
+        assert rank_files.read_progress(tmp_path)[3].committed_step == 6
     finally:
         progress._writer.cache_clear()
         monkeypatch.undo()

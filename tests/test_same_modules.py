@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit import Accelerator
 from shardkit.config.schema import Config
-from shardkit.distributed import watch
+from shardkit.distributed import background_agreement
 from shardkit.errors import ModelError, ShardkitError
 from tests.loops.net import Part
 
@@ -55,7 +55,7 @@ def different_branches(strategy: int, first: int) -> tuple[int, str]:
     torch.manual_seed(0)
     model = Branches(inside=True)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    watch.POLL_S, watch.COMPARE_EVERY_S = 0.02, 0.05
+    background_agreement.POLL_S, background_agreement.COMPARE_EVERY_S = 0.02, 0.05
     number = -1
     try:
         for number in range(500):
@@ -64,7 +64,7 @@ def different_branches(strategy: int, first: int) -> tuple[int, str]:
     except ShardkitError as error:
         return number, str(error)
     finally:
-        watch.POLL_S, watch.COMPARE_EVERY_S = 1.0, 10.0
+        background_agreement.POLL_S, background_agreement.COMPARE_EVERY_S = 1.0, 10.0
     return -1, ""
 
 
@@ -79,7 +79,11 @@ def test_different_branches_of_equal_shape_are_refused_before_the_first_steps(ra
 
 def later_branches() -> tuple[int, str]:
     """As above, in a loop over data, which is where boundaries are."""
-    watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 0.02, 0.005, 0.05
+    background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
+        0.02,
+        0.005,
+        0.05,
+    )
     accelerator = Accelerator(config=config(1))
     model = Branches(inside=True)
     loader = torch.utils.data.DataLoader(torch.zeros(4000, 1), batch_size=1)
@@ -91,7 +95,11 @@ def later_branches() -> tuple[int, str]:
     except ModelError as error:
         return number, str(error)
     finally:
-        watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 1.0, 0.05, 10.0
+        background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
+            1.0,
+            0.05,
+            10.0,
+        )
     return -1, ""
 
 

@@ -16,7 +16,7 @@ from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import measured, repeats, worker
-from shardkit.plan.answer import Request, row
+from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import _simulation, simulate
@@ -27,19 +27,19 @@ TINY = "gpt:layers=3,hidden=64,heads=4,vocab=500,seq=64"
 
 def request(
     spec: str = SMALL, strategy: int = 1, precision: str = "bf16", world_size: int = 16, **fsdp: Any
-) -> Request:
+) -> PlanRequest:
     several = {"num_machines": world_size // 8, "main_process_ip": "machine-0"} if world_size > 8 else {}
     section = FsdpConfig(sharding_strategy=strategy, **fsdp)
     config = Config(num_processes=world_size, mixed_precision=precision, fsdp=section, **several)
-    return Request(describe(spec), config, world_size, min(8, world_size), DEVICES["cpu"], batch_size=4)
+    return PlanRequest(describe(spec), config, world_size, min(8, world_size), DEVICES["cpu"], batch_size=4)
 
 
-def with_steps(asked: Request, steps: int) -> Request:
+def with_steps(asked: PlanRequest, steps: int) -> PlanRequest:
     section = ShardkitConfig(gradient_accumulation_steps=steps)
     return asked.with_config(asked.config.model_copy(update={"shardkit": section}))
 
 
-def simulated(asked: Request, is_exact: bool = False) -> tuple[RankMemory, dict[str, int]]:
+def simulated(asked: PlanRequest, is_exact: bool = False) -> tuple[RankMemory, dict[str, int]]:
     """As the child process does it."""
     job = worker.Job(
         "gpt",
@@ -229,16 +229,16 @@ def test_runs_of_equal_blocks():
     def stack(blocks: list[ModuleNode]) -> ModuleNode:
         return ModuleNode("", "M", children=(ModuleNode("h", "ModuleList", children=tuple(blocks), is_container=True),))
 
-    assert repeats.runs_of(stack([block(f"h.{i}") for i in range(9)])) == [repeats.Run("h", 0, 9)]
+    assert repeats.runs_of(stack([block(f"h.{i}") for i in range(9)])) == [repeats.RepeatedBlocks("h", 0, 9)]
     assert repeats.runs_of(stack([block(f"h.{i}") for i in range(5)])) == []
     uneven = [block(f"h.{i}", rows=8 if i < 6 else 4) for i in range(13)]
-    assert repeats.runs_of(stack(uneven)) == [repeats.Run("h", 0, 6), repeats.Run("h", 6, 7)]
+    assert repeats.runs_of(stack(uneven)) == [repeats.RepeatedBlocks("h", 0, 6), repeats.RepeatedBlocks("h", 6, 7)]
     shared = [block(f"h.{i}", tied_to="h.0.w.weight" if i else None) for i in range(9)]
     assert repeats.runs_of(stack(shared)) == []
 
 
 def test_names_in_a_shortened_model_lead_back():
-    runs = [repeats.Run("h", 0, 6), repeats.Run("h", 6, 7)]
+    runs = [repeats.RepeatedBlocks("h", 0, 6), repeats.RepeatedBlocks("h", 6, 7)]
     names = [repeats.original_name(f"h.{i}.w", runs, [4, 4])[0] for i in range(9)]
     assert names == ["h.0.w", "h.1.w", "h.4.w", "h.5.w", "h.6.w", "h.7.w", "h.11.w", "h.12.w", "h.13.w"]
     assert repeats.original_name("head", runs, [4, 4]) == ("head", None, 0)
@@ -255,7 +255,7 @@ def test_a_phase_that_grows_faster_takes_the_peak_over():
         ]
         return forward + backward
 
-    runs = [repeats.Run("h", 0, 12)]
+    runs = [repeats.RepeatedBlocks("h", 0, 12)]
     found = repeats.whole_step(runs, step(4), [step(5)])
     assert found == step(12)
     assert repeats.whole_step(runs, step(4), [step(5)[1:]]) is None
@@ -285,10 +285,10 @@ def batch():
 """
 
 
-def own_model(folder: Path, spec: str = "choosy_model:build") -> Request:
+def own_model(folder: Path, spec: str = "choosy_model:build") -> PlanRequest:
     (folder / "choosy_model.py").write_text(BAD)
     config = Config(num_processes=2)
-    return Request(describe(spec, folder=folder), config, 2, 2, DEVICES["cpu"])
+    return PlanRequest(describe(spec, folder=folder), config, 2, 2, DEVICES["cpu"])
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_weights_alone_cannot_be_simulated(tmp_path):
     save_file({f"h.{i}.w.weight": zeros(4, 4) for i in range(3)}, tmp_path / "model.safetensors")
     found = describe("model.safetensors", folder=tmp_path)
     with pytest.raises(UsageError, match="weights alone cannot run"):
-        simulate(Request(found, Config(), 1, 1, DEVICES["cpu"]), folder=tmp_path)
+        simulate(PlanRequest(found, Config(), 1, 1, DEVICES["cpu"]), folder=tmp_path)
 
 
 def plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess:

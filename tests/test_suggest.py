@@ -5,7 +5,7 @@ import pytest
 from shardkit.config.hardware import Device, Hardware
 from shardkit.model.sources import describe
 from shardkit.plan import devices, suggest
-from shardkit.plan.answer import Request, row
+from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.closed_form import with_strategy
 from shardkit.wizard import numbers
 from shardkit.wizard.answers import settle
@@ -22,7 +22,7 @@ def test_the_wizard_and_the_plan_suggest_the_same(layers, gpus):
     hardware = Hardware((Device("H100", H100.memory_bytes, "cuda", 9.0),) * gpus, 64, 2**40)
     situation = settle(Situation(hardware, model=model), {})
     found = numbers.estimates(situation)
-    request = Request(model, numbers._config(situation), gpus, gpus, H100, batch_size=1)
+    request = PlanRequest(model, numbers._config(situation), gpus, gpus, H100, batch_size=1)
     planned = {strategy: row(request.with_config(with_strategy(request.config, strategy))) for strategy in found}
     for strategy, one in planned.items():
         assert numbers.device_of(situation).fits(found[strategy].memory.peak.total) == one.fits, strategy

@@ -159,10 +159,10 @@ def test_every_typed_answer_is_sampled():
 @pytest.mark.parametrize("hardware", [CPU_ONLY, EIGHT_GPUS, OLD_GPUS])
 def test_the_defaults_are_those_of_the_flags(hardware):
     """Enter all the way gives what `--defaults` gives on the same machine."""
-    from shardkit.config import suggested
+    from shardkit.config import hardware_defaults
 
     config = to_config(settle(Situation(hardware), {}))
-    flags = {".".join(path): value for path, value in suggested.for_hardware(hardware).items()}
+    flags = {".".join(path): value for path, value in hardware_defaults.for_hardware(hardware).items()}
     expected = files.overlaid(Config(), {name: str(value) for name, value in flags.items()})
     assert config == expected
 

@@ -6,33 +6,33 @@ from contextlib import suppress
 from typing import Any
 
 from shardkit.checkpoint import folder, manifest
-from shardkit.checkpoint.request import Request
+from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result, words
 from shardkit.errors import CheckpointError, CheckpointSaveError
 
 
 def together(
     control: ControlGroup,
-    request: Request,
+    request: SaveRequest,
     phase: str,
     action: Callable[[], Result],
-    tell: Callable[[Result], Any] = lambda result: None,
-    judge: Callable[[list[Any]], Any] = lambda told: None,
+    answer: Callable[[Result], Any] = lambda result: None,
+    judge: Callable[[list[Any]], Any] = lambda answers: None,
 ) -> Attempt[Result]:
     """What came of the action. Where it failed on one rank, all raise the same CheckpointSaveError.
 
     `judge` may act as well: it runs on rank 0 once the action has succeeded on all ranks.
     """
 
-    def judge_as_rank_0(told: list[Any]) -> Any:
+    def judge_as_rank_0(answers: list[Any]) -> Any:
         try:
-            return judge(told)
+            return judge(answers)
         except Exception as error:
             who = f"rank 0 (host {socket.gethostname()}): " if control.world_size > 1 else ""
             raise CheckpointError(who + words(error).removeprefix("checkpoint: ").rstrip(".")) from error
 
     try:
-        attempt = control.attempt(action, tell, judge_as_rank_0)
+        attempt = control.attempt(action, answer, judge_as_rank_0)
     except LostRank as error:
         raise CheckpointSaveError(report(request, f"{phase}: {error}")) from error
     if attempt.failure:
@@ -40,12 +40,12 @@ def together(
     return attempt
 
 
-def report(request: Request, said: str) -> str:
+def report(request: SaveRequest, said: str) -> str:
     failed = f"checkpoint: save of step {request.step} to {request.final} failed: {said}."
     return f"{failed}\n  {_what_is_left(request)}"
 
 
-def _what_is_left(request: Request) -> str:
+def _what_is_left(request: SaveRequest) -> str:
     """What the user still has. Looks at names only: it must not fail, nor wait."""
     with suppress(OSError):
         if request.in_series:

@@ -17,7 +17,7 @@ from shardkit.checkpoint import disk, faults, folder, manifest, retention
 from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
-from shardkit.checkpoint.request import Prepared
+from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import words
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
@@ -25,7 +25,7 @@ from shardkit.log import get_logger
 logger = get_logger(__name__)
 
 
-def commit(prepared: Prepared, written: list[dict[str, list[Any]]]) -> None:
+def commit(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> None:
     """On rank 0: give the folder its manifest and then its name."""
     temporary, request = prepared.temporary, prepared.request
     (temporary / PROBE).unlink()
@@ -51,7 +51,7 @@ def commit(prepared: Prepared, written: list[dict[str, list[Any]]]) -> None:
     faults.reach("agree-2", 0)
 
 
-def after_commit(prepared: Prepared, record: Manifest, started: float) -> None:
+def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> None:
     """On rank 0: LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
     request = prepared.request
     try:
@@ -71,7 +71,7 @@ def after_commit(prepared: Prepared, record: Manifest, started: float) -> None:
     logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, where, size, seconds)
 
 
-def _remove_replaced(prepared: Prepared) -> None:
+def _remove_replaced(prepared: PreparedSave) -> None:
     """Delete the checkpoint that was replaced; where somebody put other files into it, keep it under another name."""
     old, final = prepared.temporary, prepared.request.final
     try:
@@ -90,7 +90,7 @@ def is_taken(final: Path) -> bool:
     return final.exists() and (not final.is_dir() or any(final.iterdir()))
 
 
-def _manifest(prepared: Prepared, written: list[dict[str, list[Any]]]) -> Manifest:
+def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Manifest:
     request, index = prepared.request, prepared.index
     config = request.config_text
     return Manifest(

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, index_json, layout, values
-from shardkit.checkpoint.layout import ITEM_BYTES, Box, Entry
+from shardkit.checkpoint.layout import ITEM_BYTES, Box, TensorEntry
 from shardkit.checkpoint.verify import Checkpoint, Files, damages, section_of
 from shardkit.errors import CheckpointCorrupted
 
@@ -27,7 +27,7 @@ class Magnitude:
 
 
 @dataclass
-class Difference:
+class CheckpointDifference:
     """What differs. Tensors are named `section: name`; `equal` counts those whose bytes are the same."""
 
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -48,13 +48,15 @@ class Difference:
         return {"same_state": self.same_state, **asdict(self)}
 
 
-def compare(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None) -> Difference:
+def compare(
+    first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None
+) -> CheckpointDifference:
     """What differs in tensors, in the states of scheduler, loaders and registered objects, and in the records.
 
     CheckpointCorrupted where one of the two is damaged: what it holds is not what was saved.
     """
     _refuse_damaged(first, second, on_bytes)
-    found = Difference()
+    found = CheckpointDifference()
     for name in FACTS:
         pair = getattr(first.manifest, name), getattr(second.manifest, name)
         if pair[0] != pair[1]:
@@ -114,7 +116,7 @@ def _flat_state(common: dict[str, Any]) -> dict[str, Any]:
     return found | {f"optim {number} settings": value for number, value in enumerate(common["optimizers"])}
 
 
-def _compare_tensors(a: Files, b: Files, found: Difference, on_bytes: Callable[[int], None]) -> None:
+def _compare_tensors(a: Files, b: Files, found: CheckpointDifference, on_bytes: Callable[[int], None]) -> None:
     one, two = _entries(a), _entries(b)
     found.only_first = [_label(key) for key in one if key not in two]
     found.only_second = [_label(key) for key in two if key not in one]
@@ -130,7 +132,7 @@ def _compare_tensors(a: Files, b: Files, found: Difference, on_bytes: Callable[[
             found.magnitudes[_label(key)] = _magnitude(a, b, key)
 
 
-def _entries(files: Files) -> dict[tuple[str, str], Entry]:
+def _entries(files: Files) -> dict[tuple[str, str], TensorEntry]:
     sections = files.checkpoint.index.sections
     return {(section, name): entry for section, entries in sections.items() for name, entry in entries.items()}
 
@@ -185,7 +187,7 @@ def _magnitude(a: Files, b: Files, key: tuple[str, str]) -> Magnitude:
     return Magnitude(count, entry.whole.count, largest, relative)
 
 
-def _blocks(entry: Entry) -> Iterator[Box]:
+def _blocks(entry: TensorEntry) -> Iterator[Box]:
     """Rows of dim 0 of a tensor, a bounded number of bytes at a time (at least one row)."""
     if not entry.shape:
         yield entry.whole

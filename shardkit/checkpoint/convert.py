@@ -19,8 +19,8 @@ import torch
 
 from shardkit.checkpoint import dcp, folder, optimizers, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
-from shardkit.checkpoint.layout import Entry, Index, Mesh
-from shardkit.checkpoint.request import Request
+from shardkit.checkpoint.layout import Index, Mesh, TensorEntry
+from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Captured, section_name
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointError
@@ -72,7 +72,7 @@ def convert(
         advice = "give another --step, or another folder"
         raise CheckpointError(f"convert: {final}: exists, and a checkpoint is never written again; {advice}.")
     captured = _captured(found, named, step, source)
-    request = Request(final=final, step=step, run_id=RUN_ID, in_series=True)
+    request = SaveRequest(final=final, step=step, run_id=RUN_ID, in_series=True)
     alone = control.ControlGroup()
     prepared = write.ready(lambda: captured, request, alone)
     assert prepared is not None, "nothing is left out"
@@ -313,7 +313,7 @@ def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, sou
         if not isinstance(value, (torch.Tensor, LazyTensor)):
             return None
         _check(value, f"convert: {source}: {section}: {name}")
-        index.sections[section][name] = Entry(tuple(value.shape), tensors.DTYPES[value.dtype], alone, (None,))
+        index.sections[section][name] = TensorEntry(tuple(value.shape), tensors.DTYPES[value.dtype], alone, (None,))
         held[section][name] = value
         return name
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import disk, layout, tensors
-from shardkit.checkpoint.layout import Box, Entry, Stored
+from shardkit.checkpoint.layout import Box, Stored, TensorEntry
 from shardkit.checkpoint.verify import Files, Piece
 from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import local_part, sharded_like
@@ -23,7 +23,7 @@ from shardkit.errors import CheckpointCorrupted
 RUN_BYTES = 64 << 10
 
 
-def entry_of_parameter(index: layout.Index, fqn: str) -> Entry | None:
+def entry_of_parameter(index: layout.Index, fqn: str) -> TensorEntry | None:
     """What the index says of the parameter that an optimizer's state calls so; None where it has none."""
     number, colon, name = fqn.partition(":")
     section, name = (f"model_{number}", name) if colon and number.isdigit() else ("model", fqn)
@@ -50,11 +50,11 @@ class Saved:
         """All tensors of a section that are not a rank's own, in file order."""
         return self.index.sections.get(section, {})
 
-    def entry(self, section: str, name: str) -> Entry:
+    def entry(self, section: str, name: str) -> TensorEntry:
         """What the checkpoint says of a tensor. CheckpointCorrupted where it has none of this name."""
         own = self._own_stored(section, name)
         if own is not None:
-            return Entry(own.shape, own.dtype, 0, ())
+            return TensorEntry(own.shape, own.dtype, 0, ())
         found = self.index.sections.get(section, {}).get(name)
         if found is None:
             where = self.files.checkpoint.path

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A folder that bears a checkpoint's name. Whether it is one, `manifest.read` tells."""
 
     step: int
@@ -35,7 +35,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedFolder:
     """A checkpoint that cannot be used, and why."""
 
     step: int
@@ -53,14 +53,14 @@ def temporary_folder(final: Path, save_id: str) -> Path:
     return final.with_name(f".tmp-{final.name}-{save_id}")
 
 
-def steps(root: Path) -> list[Found]:
+def steps(root: Path) -> list[FoundCheckpoint]:
     """Everything in a folder that bears a checkpoint's full name, newest step first. Links do not count."""
     found = []
     try:
         for path in root.iterdir() if root.is_dir() else ():
             match = STEP.fullmatch(path.name)
             if match and path.is_dir() and not path.is_symlink():
-                found.append(Found(int(match.group(1)), path))
+                found.append(FoundCheckpoint(int(match.group(1)), path))
     except OSError as error:
         raise CheckpointError(
             f"checkpoint: {root}: cannot be read ({error.strerror}); see to its permissions."
@@ -68,7 +68,7 @@ def steps(root: Path) -> list[Found]:
     return sorted(found, key=lambda item: item.step, reverse=True)
 
 
-def candidates(root: Path) -> list[Found]:
+def candidates(root: Path) -> list[FoundCheckpoint]:
     """As `steps`, in the order in which a resume tries them: the one committed last first, whatever its step.
 
     A run that went back to an earlier step, and on from there, leaves higher steps of the line it gave up. What has no
@@ -97,14 +97,14 @@ def inspect(path: Path) -> Manifest:
     return found
 
 
-def newest_valid(root: Path) -> tuple[Found | None, list[Skipped]]:
+def newest_valid(root: Path) -> tuple[FoundCheckpoint | None, list[SkippedFolder]]:
     """The newest checkpoint that is whole by manifest and sizes, and the newer ones that are not. Reads no tensor."""
     skipped = []
     for found in candidates(root):
         try:
             inspect(found.path)
         except (CheckpointError, OSError) as error:
-            skipped.append(Skipped(found.step, found.path, str(error)))
+            skipped.append(SkippedFolder(found.step, found.path, str(error)))
         else:
             return found, skipped
     return None, skipped

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from shardkit.checkpoint.layout import ITEM_BYTES, Entry, Index, Mesh
+from shardkit.checkpoint.layout import ITEM_BYTES, Index, Mesh, TensorEntry
 from shardkit.errors import CheckpointCorrupted
 
 
@@ -31,7 +31,7 @@ def _mesh_to_json(mesh: Mesh) -> dict[str, Any]:
     return value
 
 
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
+def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
     placements = ["R" if dim is None else f"S{dim}" for dim in entry.placements]
     return {"dtype": entry.dtype, "shape": list(entry.shape), "mesh": entry.mesh, "placements": placements}
 
@@ -66,14 +66,14 @@ def _mesh_from_json(value: Mapping[str, Any]) -> Mesh:
     return Mesh(shape, ranks, tuple(str(name) for name in value["names"]))
 
 
-def _entry_from_json(value: Mapping[str, Any], meshes: Sequence[Mesh]) -> Entry:
+def _entry_from_json(value: Mapping[str, Any], meshes: Sequence[Mesh]) -> TensorEntry:
     shape = tuple(_whole(size) for size in value["shape"])
     placements = tuple(None if item == "R" else _whole(int(item.removeprefix("S"))) for item in value["placements"])
     if value["dtype"] not in ITEM_BYTES or len(placements) != len(meshes[_whole(value["mesh"])].shape):
         raise ValueError("an unknown dtype, or placements that do not fit the mesh")
     if any(dim is not None and dim >= len(shape) for dim in placements):
         raise ValueError("a placement on a dim that is not there")
-    return Entry(shape, value["dtype"], value["mesh"], placements)
+    return TensorEntry(shape, value["dtype"], value["mesh"], placements)
 
 
 def _whole(value: Any) -> int:

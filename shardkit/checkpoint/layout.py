@@ -98,7 +98,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of the index. `placements` has one item an axis of the mesh: the dim it shards, None: replicated."""
 
     shape: tuple[int, ...]
@@ -140,7 +140,7 @@ class Index:
     kind: Kind
     world_size: int
     meshes: list[Mesh] = field(default_factory=list)
-    sections: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    sections: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def mesh_number(self, mesh: Mesh) -> int:
@@ -172,7 +172,7 @@ def part(size: int, parts: int, number: int) -> tuple[int, int]:
     return begin, min(begin + step, size) - begin
 
 
-def local_box(entry: Entry, mesh: Mesh, coordinate: Sequence[int]) -> Box:
+def local_box(entry: TensorEntry, mesh: Mesh, coordinate: Sequence[int]) -> Box:
     """What the rank at a coordinate of the mesh holds of a tensor."""
     offsets, sizes = [0] * len(entry.shape), list(entry.shape)
     for axis, dim in enumerate(entry.placements):
@@ -192,7 +192,7 @@ class _Copies:
     owner: int
 
 
-def _copies(name: str, entry: Entry, mesh: Mesh) -> _Copies:
+def _copies(name: str, entry: TensorEntry, mesh: Mesh) -> _Copies:
     axes = tuple(axis for axis, dim in enumerate(entry.placements) if dim is None)
     count = prod(mesh.shape[axis] for axis in axes)
     sizes = local_box(entry, mesh, (0,) * len(mesh.shape)).sizes
@@ -202,7 +202,7 @@ def _copies(name: str, entry: Entry, mesh: Mesh) -> _Copies:
     return _Copies(axes, count, dim, 0)
 
 
-def chunk_of(name: str, entry: Entry, mesh: Mesh, rank: int) -> Chunk | None:
+def chunk_of(name: str, entry: TensorEntry, mesh: Mesh, rank: int) -> Chunk | None:
     """The piece of a tensor that a rank writes, None where it writes none of it."""
     coordinate = mesh.coordinate(rank)
     if coordinate is None:
@@ -231,7 +231,7 @@ def chunks_of(index: Index, section: str, rank: int) -> list[Chunk]:
     return [chunk for chunk in chunks if chunk is not None]
 
 
-def saved_chunks(name: str, entry: Entry, mesh: Mesh, box: Box) -> Iterator[tuple[int, Box]]:
+def saved_chunks(name: str, entry: TensorEntry, mesh: Mesh, box: Box) -> Iterator[tuple[int, Box]]:
     """(rank, box) of every saved piece that overlaps a box of the tensor. Takes O(overlapping pieces)."""
     if not (box.count and prod(entry.shape)):
         return

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint import apart, optimizers, state, tensors, values
+from shardkit.checkpoint import optimizers, per_rank, state, tensors, values
 from shardkit.checkpoint.fill import entry_of_parameter
-from shardkit.checkpoint.layout import Entry, Index
+from shardkit.checkpoint.layout import Index, TensorEntry
 from shardkit.checkpoint.state import Live, section_name
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import random_state
@@ -96,7 +96,7 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How)
     left = sorted(how.unfinished.parts - plan.parts)
     if left:
         text = f"written by the load of {how.unfinished.path} that failed, and not in this checkpoint"
-        plan.problems.append(f"{apart.labels_text(left)}: {text}")
+        plan.problems.append(f"{per_rank.labels_text(left)}: {text}")
     return plan
 
 
@@ -108,7 +108,7 @@ def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:
 def _take_own(plan: Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor], strict: bool) -> None:
     """Put what this rank had for itself, or rank 0, where all ranks have the rest."""
     index = checkpoint.index
-    found = apart.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live), strict)
+    found = per_rank.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live), strict)
     plan.common, plan.own_rank = found.common, found.own_rank
     plan.left_out, plan.of_rank_0 = found.left_out, found.of_rank_0
     plan.problems += found.problems
@@ -157,7 +157,7 @@ def _not_saved(section: str) -> str:
     return f"{section}: prepared now, and not in the checkpoint; load with strict=False to leave it as it is"
 
 
-def _mismatch(entry: Entry, tensor: torch.Tensor) -> str | None:
+def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
     if entry.shape != tuple(tensor.shape):
         return f"shape {list(entry.shape)} in the checkpoint, {list(tensor.shape)} in the model"
     if entry.dtype != tensors.DTYPES.get(tensor.dtype):

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from shardkit import sizes
-from shardkit.checkpoint import additions, apart, disk, faults, folder, index_json, layout, manifest, tensors
+from shardkit.checkpoint import additions, disk, faults, folder, index_json, layout, manifest, per_rank, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.attempt import report, together
 from shardkit.checkpoint.commit import is_taken
 from shardkit.checkpoint.layout import Box, Chunk
 from shardkit.checkpoint.put import begin_full_file, is_there
-from shardkit.checkpoint.request import Pieces, Prepared, Request
+from shardkit.checkpoint.save_request import Pieces, PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError, CheckpointSaveError
@@ -27,7 +27,7 @@ MARGIN_BYTES = 1 << 20
 class Opening:
     """A save before it is written: what all ranks agree on. Every method is collective."""
 
-    def __init__(self, request: Request, control: ControlGroup) -> None:
+    def __init__(self, request: SaveRequest, control: ControlGroup) -> None:
         self.request, self.control = request, control
         self.is_alike = self.is_begun = False
         self._hold: int | None = None
@@ -63,11 +63,11 @@ class Opening:
     def keep_apart(self) -> None:
         """Tell one another what it is that differs. What may, is kept by each rank; anything else is an error."""
         mine = [self._mine, socket.gethostname()]
-        found = together(self.control, self.request, "compare", lambda: mine, tell=list, judge=_compared).verdict
+        found = together(self.control, self.request, "compare", lambda: mine, answer=list, judge=_compared).verdict
         if found["problems"]:
             raise CheckpointSaveError(report(self.request, "; ".join(found["problems"])))
         self._drifted = found["drifted"]
-        apart.keep(self._captured, found["apart"])
+        per_rank.keep(self._captured, found["apart"])
         self._pieces = _pieces_of(self._captured, self.control.rank)
 
     def begin_unless_saved(self) -> None:
@@ -86,11 +86,11 @@ class Opening:
         found = together(self.control, self.request, "begin", act, lambda is_there: [is_there, size], judge)
         self.is_begun = found.verdict
 
-    def prepared(self) -> Prepared:
+    def prepared(self) -> PreparedSave:
         """What `finish` takes."""
         captured, temporary = self._captured, folder.temporary_folder(self.request.final, self.request.save_id)
         plain = captured.index, captured.common, captured.own
-        return Prepared(self.request, *plain, self._pieces, temporary, self._hold, self._drifted)
+        return PreparedSave(self.request, *plain, self._pieces, temporary, self._hold, self._drifted)
 
     def discard(self) -> None:
         """Remove what was begun."""
@@ -111,8 +111,8 @@ class Opening:
                 "kind": captured.index.kind,
             },
             "sections": fingerprints(captured),
-            "items": apart.of_items(captured) if several else {},
-            "buffers": apart.of_tensors(captured.buffers) if several and request.compare_buffers else {},
+            "items": per_rank.of_items(captured) if several else {},
+            "buffers": per_rank.of_tensors(captured.buffers) if several and request.compare_buffers else {},
         }
 
     def _begin(self, needed: int) -> None:
@@ -156,8 +156,8 @@ def _compared(told: list[Any]) -> dict[str, Any]:
     problems += _different_tensors([one["sections"] for one in given], hosts)
     return {
         "problems": problems[:3],
-        "apart": apart.differing([one["items"] for one in given]),
-        "drifted": apart.differing([one["buffers"] for one in given]),
+        "apart": per_rank.differing([one["items"] for one in given]),
+        "drifted": per_rank.differing([one["buffers"] for one in given]),
     }
 
 
@@ -196,7 +196,7 @@ def _look_for_room(final: Path, needed: int) -> None:
         )
 
 
-def _refuse_taken(request: Request) -> None:
+def _refuse_taken(request: SaveRequest) -> None:
     """FileExistsError where something has the name that may not be replaced."""
     final = request.final
     if not is_taken(final):

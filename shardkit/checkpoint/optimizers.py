@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardkit.checkpoint import tensors, values
 from shardkit.checkpoint.fill import Saved, entry_of_parameter
-from shardkit.checkpoint.layout import Entry
+from shardkit.checkpoint.layout import TensorEntry
 from shardkit.checkpoint.values import ParameterName
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
@@ -30,7 +30,7 @@ _STANDARD = ("state", "param_groups")
 
 
 @dataclass(frozen=True)
-class Description:
+class OptimizerDescription:
     """An optimizer's whole state: (fqns, settings) of each group; what it keeps of each parameter, and of none."""
 
     groups: list[tuple[list[str], dict[str, Any]]]
@@ -45,7 +45,7 @@ class Description:
     """Whether `extra` is all that its own state_dict() gives, since that has not torch's form."""
 
 
-def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> Description:
+def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> OptimizerDescription:
     """The state now, sharing memory. CheckpointError where a parameter has no name."""
     members = [
         [named(parameter, names, f"{section}.param_groups[{number}]") for parameter in group["params"]]
@@ -58,7 +58,7 @@ def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> De
     rows = {names[id(parameter)]: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
     rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = [(those, _settings(group)) for those, group in zip(members, optimizer.param_groups, strict=True)]
-    return Description(groups, rows, _with_text_keys(rest, f"{section}: state"), {}, sharded)
+    return OptimizerDescription(groups, rows, _with_text_keys(rest, f"{section}: state"), {}, sharded)
 
 
 def named(parameter: torch.Tensor, names: Mapping[int, str], where: str) -> str:
@@ -95,17 +95,17 @@ def _with_text_keys(found: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 def _described_by_itself(
     optimizer: Optimizer, members: list[list[str]], sharded: set[str], section: str
-) -> Description:
+) -> OptimizerDescription:
     told = _with_text_keys(optimizer.state_dict(), f"{section}: state_dict()")
     numbers = _numbers(told, members)
     if numbers is None:
         bare: list[tuple[list[str], dict[str, Any]]] = [(those, {}) for those in members]
-        return Description(bare, {}, {}, with_names(told, members), sharded, is_whole=True)
+        return OptimizerDescription(bare, {}, {}, with_names(told, members), sharded, is_whole=True)
     rows = {numbers[key]: dict(row) for key, row in told["state"].items() if key in numbers}
     rest = {key: value for key, value in told["state"].items() if key not in numbers}
     groups = [(those, _settings(group)) for those, group in zip(members, told["param_groups"], strict=True)]
     extra = {key: with_names(value, members) for key, value in told.items() if key not in _STANDARD}
-    return Description(groups, rows, _with_text_keys(rest, f"{section}: state"), extra, sharded)
+    return OptimizerDescription(groups, rows, _with_text_keys(rest, f"{section}: state"), extra, sharded)
 
 
 def _numbers(value: Any, members: list[list[str]]) -> dict[int, str] | None:
@@ -233,7 +233,7 @@ def restore(
         loading.by_itself(now)
 
 
-def _tensors_of(now: Description, section: str) -> dict[str, torch.Tensor]:
+def _tensors_of(now: OptimizerDescription, section: str) -> dict[str, torch.Tensor]:
     """The tensors that belong to no parameter, by the names that they have in a checkpoint."""
     found: dict[str, torch.Tensor] = {}
 
@@ -286,7 +286,7 @@ class _Loading:
         for key, value in self._decoded("globals", {}).items():
             self.optimizer.state[key] = value  # type: ignore[index]
 
-    def by_itself(self, now: Description) -> None:
+    def by_itself(self, now: OptimizerDescription) -> None:
         """As its own load_state_dict() takes it. Its tensors are new ones: nobody knows what becomes of the old."""
         live = _tensors_of(now, self.section)
         state = _with_numbers(self._decoded("extra", live), self.members)
@@ -359,7 +359,7 @@ class _Loading:
         like = parameter if self._is_kept_as_parameter(fqn, key, entry, before) else None
         return self.saved.new(self.section, name, like, _device_of(key, parameter, group))
 
-    def _is_kept_as_parameter(self, fqn: str, key: str, entry: Entry, before: Any) -> bool:
+    def _is_kept_as_parameter(self, fqn: str, key: str, entry: TensorEntry, before: Any) -> bool:
         """Whether a tensor is sharded as its parameter is: as it is now, or was when it was saved."""
         if isinstance(before, torch.Tensor) and tuple(before.shape) == entry.shape:
             return isinstance(before, DTensor)
@@ -369,7 +369,7 @@ class _Loading:
         return was is None or not was.is_sharded or entry.is_sharded
 
 
-def _is_room_for(entry: Entry, before: Any) -> bool:
+def _is_room_for(entry: TensorEntry, before: Any) -> bool:
     """Whether a saved tensor can be read into one that is there."""
     if not isinstance(before, torch.Tensor) or tuple(before.shape) != entry.shape:
         return False

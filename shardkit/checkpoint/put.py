@@ -13,7 +13,7 @@ import torch
 from shardkit.checkpoint import additions, disk, faults, folder, index_json, layout, manifest, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.layout import Chunk, Index
-from shardkit.checkpoint.request import Prepared
+from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError
 
@@ -36,7 +36,7 @@ def wait_until_seen(temporary: Path) -> None:
     )
 
 
-def write_all(prepared: Prepared, control: ControlGroup) -> dict[str, list[Any]]:
+def write_all(prepared: PreparedSave, control: ControlGroup) -> dict[str, list[Any]]:
     """{file: [bytes, digest]} of everything this rank wrote; all of it is on disk."""
     if prepared.trouble is not None:
         raise prepared.trouble
@@ -50,7 +50,7 @@ def write_all(prepared: Prepared, control: ControlGroup) -> dict[str, list[Any]]
     return written
 
 
-def is_there(prepared: Prepared, control: ControlGroup) -> bool:
+def is_there(prepared: PreparedSave, control: ControlGroup) -> bool:
     """Whether the checkpoint that has the name holds, of this rank, just what would be written."""
     request = prepared.request
     try:
@@ -109,7 +109,7 @@ class Nowhere:
     def __exit__(self, *exception: object) -> None: ...
 
 
-def put_all(prepared: Prepared, control: ControlGroup, sink: _Disk | Nowhere) -> dict[str, list[Any]]:
+def put_all(prepared: PreparedSave, control: ControlGroup, sink: _Disk | Nowhere) -> dict[str, list[Any]]:
     """Put everything of this rank there; {file: [bytes, digest]}."""
     written: dict[str, list[Any]] = {}
     control.work.expect(tensors.bytes_to_write(prepared.pieces))
@@ -126,7 +126,7 @@ def put_all(prepared: Prepared, control: ControlGroup, sink: _Disk | Nowhere) ->
     return written
 
 
-def _json_files(prepared: Prepared, rank: int) -> dict[str, bytes]:
+def _json_files(prepared: PreparedSave, rank: int) -> dict[str, bytes]:
     files = {f"state/rank-{rank:05d}.json": disk.to_json(prepared.own)}
     if rank == 0:
         files["index.json"] = disk.to_json_in_order(index_json.to_json(prepared.index))
@@ -177,7 +177,7 @@ def _in_host_memory(
 
 
 def _put_own_file(
-    prepared: Prepared,
+    prepared: PreparedSave,
     section: str,
     pieces: list[tuple[Chunk, torch.Tensor]],
     control: ControlGroup,
@@ -198,7 +198,7 @@ def _put_own_file(
 
 
 def _put_into_full(
-    prepared: Prepared,
+    prepared: PreparedSave,
     section: str,
     pieces: list[tuple[Chunk, torch.Tensor]],
     control: ControlGroup,

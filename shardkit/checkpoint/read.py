@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import apart, faults, folder, manifest, optimizers, state, values
+from shardkit.checkpoint import faults, folder, manifest, optimizers, per_rank, state, values
 from shardkit.checkpoint.fill import Saved
-from shardkit.checkpoint.folder import Skipped
+from shardkit.checkpoint.folder import SkippedFolder
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.load_plan import How, Plan, Unfinished, no_tensor, plan_of, positions
 from shardkit.checkpoint.manifest import Manifest
@@ -40,13 +40,13 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """What was loaded."""
 
     checkpoint: Checkpoint
     common: dict[str, Any]
     random_is_exact: bool
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedFolder, ...] = ()
 
 
 def open_together(path: Path, control: ControlGroup) -> Checkpoint:
@@ -85,7 +85,7 @@ def load(
     strict: bool = True,
     data_position: bool = True,
     unfinished: Unfinished | None = None,
-) -> Loaded:
+) -> LoadedState:
     """Put the checkpoint into the live objects. Collective; all ranks raise, or none does.
 
     CheckpointError: nothing was changed. StateIncomplete: part of the state was, and `unfinished` holds which.
@@ -104,13 +104,13 @@ def load_newest(
     strict: bool = True,
     data_position: bool = True,
     unfinished: Unfinished | None = None,
-) -> Loaded | None:
+) -> LoadedState | None:
     """As `load`, from the newest checkpoint that is whole and undamaged; None where no step was ever saved. Collective.
 
     Falls back over damaged ones, and over those of which loading failed half-way, with a warning that counts the
     steps. A checkpoint that is undamaged but does not fit the model is an error, and no reason to fall back.
     """
-    skipped: list[Skipped] = []
+    skipped: list[SkippedFolder] = []
     how = How(verify, strict, data_position, unfinished or Unfinished())
     for step, name in _candidates(root, control):
         try:
@@ -118,14 +118,14 @@ def load_newest(
         except LostRank:
             raise
         except CheckpointError as error:
-            skipped.append(Skipped(step, root / name, str(error)))
+            skipped.append(SkippedFolder(step, root / name, str(error)))
             continue
         try:
             loaded = _load(live, checkpoint, control, how)
         except (CheckpointCorrupted, StateIncomplete) as error:
             if isinstance(error.__cause__, LostRank):
                 raise
-            skipped.append(Skipped(step, root / name, str(error)))
+            skipped.append(SkippedFolder(step, root / name, str(error)))
             continue
         _warn_of(skipped, checkpoint, control)
         return replace(loaded, skipped=tuple(skipped))
@@ -134,7 +134,7 @@ def load_newest(
     return None
 
 
-def _none_left(root: Path, skipped: list[Skipped], unfinished: Unfinished) -> CheckpointError:
+def _none_left(root: Path, skipped: list[SkippedFolder], unfinished: Unfinished) -> CheckpointError:
     reasons = "\n".join(f"  step {item.step}: {item.reason}" for item in skipped[:5])
     if unfinished.parts:
         text = f"checkpoint: no checkpoint in {root} can be loaded, and the state is incomplete now:\n{reasons}"
@@ -150,13 +150,13 @@ def _candidates(root: Path, control: ControlGroup) -> list[tuple[int, str]]:
     def look() -> list[tuple[int, str]]:
         return [(found.step, found.path.name) for found in folder.candidates(root)] if control.rank == 0 else []
 
-    attempt = control.attempt(look, tell=list, judge=lambda told: told[0])
+    attempt = control.attempt(look, answer=list, judge=lambda answers: answers[0])
     if attempt.failure:
         raise CheckpointError(attempt.failure)
     return attempt.verdict
 
 
-def _warn_of(skipped: list[Skipped], checkpoint: Checkpoint, control: ControlGroup) -> None:
+def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: ControlGroup) -> None:
     if control.rank != 0:
         return
     step = checkpoint.manifest.step
@@ -171,7 +171,7 @@ def _warn_of(skipped: list[Skipped], checkpoint: Checkpoint, control: ControlGro
         logger.warning("checkpoint: resuming at step %d, which is newer than what is saved of step %s.", step, given_up)
 
 
-def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> Loaded:
+def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> LoadedState:
     here = f"checkpoint: {checkpoint.path}"
     if not how.data_position:
         live = replace(live, loaders={})
@@ -193,7 +193,7 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -
         _fill(live, plan, saved, control, here, how.unfinished)
     _warn_of_rank_0(plan, control)
     _restore_random(checkpoint, plan, control, has_loaders=bool(live.loaders))
-    return Loaded(checkpoint, plan.common, plan.own is not None)
+    return LoadedState(checkpoint, plan.common, plan.own is not None)
 
 
 class _Agreement:
@@ -313,7 +313,7 @@ def _let_hooks_load(
             "from `models`; register a load hook that loads it, or load with strict=False to leave it as it is"
             for number in sorted(missing)
         ]
-    if not control.decide(sorted(taken), lambda told: all(one == told[0] for one in told)):
+    if not control.decide(sorted(taken), lambda answers: all(one == answers[0] for one in answers)):
         raise CheckpointError(
             f"checkpoint: {path}: load hooks have taken other models on some ranks than on others (got "
             f"{sorted(taken)} on rank {control.rank}); take the same on all ranks: {outcome}."
@@ -365,7 +365,7 @@ def _warn_of_rank_0(plan: Plan, control: ControlGroup) -> None:
     if plan.of_rank_0 and control.rank == 0:
         logger.warning(
             "checkpoint: %s: each rank that saved had its own; on another number of ranks all get that of rank 0.",
-            apart.labels_text(plan.of_rank_0),
+            per_rank.labels_text(plan.of_rank_0),
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardkit.checkpoint import disk, folder, manifest
-from shardkit.checkpoint.folder import Found
+from shardkit.checkpoint.folder import FoundCheckpoint
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 
@@ -36,7 +36,7 @@ def expendable(
     keep_every: int = 0,
     protected: Container[str] = (),
     is_good: Callable[[Path], bool] = lambda path: True,
-) -> list[Found]:
+) -> list[FoundCheckpoint]:
     """Checkpoints that retention would delete, oldest first.
 
     Kept are: the newest `keep_last` that are whole, multiples of `keep_every` steps, pinned ones, those whose save_id
@@ -103,7 +103,7 @@ def apply(root: Path, keep_last: int, keep_every: int = 0, protected: Container[
     return delete(expendable(root, keep_last, keep_every, protected))
 
 
-def delete(going: Iterable[Found]) -> list[Path]:
+def delete(going: Iterable[FoundCheckpoint]) -> list[Path]:
     """Delete these; the folders deleted. A failure to delete is a warning, never an error."""
     removed = []
     for found in going:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import sizes
-from shardkit.checkpoint import apart, disk, export, faults, layout, put, state, tensors
 from shardkit.checkpoint import digest as digests
+from shardkit.checkpoint import disk, export, faults, layout, per_rank, put, state, tensors
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
@@ -185,8 +185,8 @@ def _save(part: Part, control: ControlGroup, limit: int, wanted: torch.dtype | N
             control,
             part.folder,
             lambda: _begin(part, shapes, limit, control, opened),
-            tell=lambda found: found,
-            judge=lambda told: told[0],
+            answer=lambda found: found,
+            judge=lambda answers: answers[0],
         ).verdict
         _together(control, part.folder, lambda: _write_beside(part, opened, targets))
         files = export.plan(shapes, part.ties, limit, part.stem, tag)
@@ -218,10 +218,10 @@ def _index(part: Part, world_size: int) -> Index:
 def _drifted(part: Part, control: ControlGroup) -> list[str]:
     """Buffers that ranks hold differently: all are compared at once, and one by one only where they differ."""
     plain = {name: part.tensors[name] for name in sorted(part.buffers & {*part.tensors})}
-    found = apart.of_tensors({name: tensor for name, tensor in plain.items() if not isinstance(tensor, DTensor)})
-    if not control.decide(apart.together(found), lambda told: len({*told}) > 1):
+    found = per_rank.of_tensors({name: tensor for name, tensor in plain.items() if not isinstance(tensor, DTensor)})
+    if not control.decide(per_rank.together(found), lambda answers: len({*answers}) > 1):
         return []
-    return control.decide(found, apart.differing)
+    return control.decide(found, per_rank.differing)
 
 
 def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -233,7 +233,9 @@ def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _same_on_all_ranks(part: Part, files: list[ExportFile], control: ControlGroup) -> None:
     plan = disk.to_json([[file.name, file.header.hex()] for file in files])
     mine = [str(part.folder), digests.of_bytes("xxh3", plan)]
-    problem = _together(control, part.folder, lambda: mine, tell=list, judge=partial(_difference, part.folder)).verdict
+    problem = _together(
+        control, part.folder, lambda: mine, answer=list, judge=partial(_difference, part.folder)
+    ).verdict
     if problem:
         raise CheckpointSaveError(problem)
 
@@ -314,12 +316,12 @@ def _together(
     control: ControlGroup,
     folder: Path,
     action: Callable[[], Result],
-    tell: Callable[[Result], Any] = lambda result: None,
-    judge: Callable[[list[Any]], Any] = lambda told: None,
+    answer: Callable[[Result], Any] = lambda result: None,
+    judge: Callable[[list[Any]], Any] = lambda answers: None,
 ) -> Attempt[Result]:
     """What came of the action. Where it failed on one rank, all raise the same error."""
     try:
-        attempt = control.attempt(action, tell, judge)
+        attempt = control.attempt(action, answer, judge)
     except LostRank as error:
         raise CheckpointSaveError(_report(folder, str(error))) from error
     if attempt.failure:

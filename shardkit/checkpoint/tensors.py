@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit.checkpoint.layout import Box, Chunk, Entry, Index, Mesh, chunks_of, local_box
+from shardkit.checkpoint.layout import Box, Chunk, Index, Mesh, TensorEntry, chunks_of, local_box
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
 
@@ -23,7 +23,7 @@ DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> Entry:
+def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> TensorEntry:
     """How the index describes a tensor. A plain one is held alike by all ranks of `holders`."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(f"{where}: safetensors has no such dtype (got {tensor.dtype}); convert it first.")
@@ -31,8 +31,8 @@ def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> E
         raise CheckpointError(f"{where}: only dense tensors can be saved (got {tensor.layout}); convert it first.")
     shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
     if not isinstance(tensor, DTensor):
-        return Entry(shape, dtype, index.mesh_number(holders), (None,) * len(holders.shape))
-    return Entry(shape, dtype, index.mesh_number(mesh_of(tensor.device_mesh)), _placements(tensor, where))
+        return TensorEntry(shape, dtype, index.mesh_number(holders), (None,) * len(holders.shape))
+    return TensorEntry(shape, dtype, index.mesh_number(mesh_of(tensor.device_mesh)), _placements(tensor, where))
 
 
 @lru_cache(maxsize=16)  # DeviceMesh works its ranks out anew each time: as much as all else of planning a tensor
@@ -58,7 +58,7 @@ def held_box(tensor: torch.Tensor) -> Box:
     """What this rank holds of a live tensor."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
-    entry = Entry(tuple(tensor.shape), "U8", 0, _placements(tensor, "a live tensor"))
+    entry = TensorEntry(tuple(tensor.shape), "U8", 0, _placements(tensor, "a live tensor"))
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return Box((0,) * tensor.ndim, (0,) * tensor.ndim)

@@ -19,19 +19,19 @@ from shardkit.checkpoint.attempt import together
 from shardkit.checkpoint.commit import after_commit, commit
 from shardkit.checkpoint.layout import Kind
 from shardkit.checkpoint.opening import Opening, let_go
-from shardkit.checkpoint.request import Prepared, Request
+from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured, Live, capture
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointSaveError
 
 
-def save(live: Live, kind: Kind, request: Request, control: ControlGroup) -> Path:
+def save(live: Live, kind: Kind, request: SaveRequest, control: ControlGroup) -> Path:
     """The committed checkpoint. Collective. CheckpointSaveError on every rank where it failed on one."""
     prepared = prepare(live, kind, request, control)
     return request.final if prepared is None else finish(prepared, control)
 
 
-def prepare(live: Live, kind: Kind, request: Request, control: ControlGroup) -> Prepared | None:
+def prepare(live: Live, kind: Kind, request: SaveRequest, control: ControlGroup) -> PreparedSave | None:
     """A save ready to be written: everything checked, the temporary folder made. Collective.
 
     None where `request.unless_equal` and the checkpoint that is there holds this very state.
@@ -39,7 +39,7 @@ def prepare(live: Live, kind: Kind, request: Request, control: ControlGroup) -> 
     return ready(lambda: capture(live, kind, control.rank, control.world_size), request, control)
 
 
-def ready(take: Callable[[], Captured], request: Request, control: ControlGroup) -> Prepared | None:
+def ready(take: Callable[[], Captured], request: SaveRequest, control: ControlGroup) -> PreparedSave | None:
     """As `prepare`, of the state that `take` captures. Collective."""
     opening = Opening(request, control)
     try:
@@ -54,7 +54,7 @@ def ready(take: Callable[[], Captured], request: Request, control: ControlGroup)
     return opening.prepared() if opening.is_begun else None
 
 
-def finish(prepared: Prepared, control: ControlGroup) -> Path:
+def finish(prepared: PreparedSave, control: ControlGroup) -> Path:
     """Write, agree, commit. Collective. The state itself is not touched: this may run beside training."""
     request, started = prepared.request, time.monotonic()
     try:
@@ -63,8 +63,8 @@ def finish(prepared: Prepared, control: ControlGroup) -> Path:
             request,
             "write",
             lambda: put.write_all(prepared, control),
-            tell=lambda written: written,
-            judge=lambda told: commit(prepared, told),
+            answer=lambda written: written,
+            judge=lambda answers: commit(prepared, answers),
         )
         if control.rank != 0:
             faults.reach("agree-2", control.rank)

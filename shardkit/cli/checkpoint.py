@@ -11,7 +11,7 @@ import typer
 
 from shardkit import sizes
 from shardkit.cli import HELP
-from shardkit.cli import checkpoint_words as words
+from shardkit.cli import checkpoint_text as words
 from shardkit.cli.progress import Progress
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
 
@@ -254,12 +254,12 @@ def prune(
         removed = [found.path for found in going]
         if not dry_run:
             left, removed = folder.clean_debris(root), retention.delete(going)
-    told: dict[str, Any] = {"removed": [str(found) for found in removed], "debris": [str(found) for found in left]}
-    told |= {"bytes": sum(sizes.get(found, 0) for found in [*removed, *left]), "damaged": damaged, "dry_run": dry_run}
+    result: dict[str, Any] = {"removed": [str(found) for found in removed], "debris": [str(found) for found in left]}
+    result |= {"bytes": sum(sizes.get(found, 0) for found in [*removed, *left]), "damaged": damaged, "dry_run": dry_run}
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        print("\n".join(words.pruned(told)))
+        print("\n".join(words.pruned(result)))
     return 0
 
 

@@ -13,7 +13,7 @@ from shardkit.cli import HELP
 from shardkit.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from shardkit.config.files import Loaded
+    from shardkit.config.files import LoadedConfig
     from shardkit.config.schema import Config
     from shardkit.convert.report import Conversion
 
@@ -191,7 +191,7 @@ def _start(source: Path | None, template: str | None, settings: dict[str, str]) 
     return loaded.config, _note_on_device(loaded)
 
 
-def _note_on_device(loaded: "Loaded") -> str:
+def _note_on_device(loaded: "LoadedConfig") -> str:
     """What to know where this machine's lack of a GPU decides for the CPU. UsageError where it cannot decide: for
     several machines."""
     config, origin = loaded.config, loaded.origins["use_cpu"]
@@ -277,7 +277,7 @@ def _for_accelerate(file: Path) -> str:
     return text
 
 
-def _in_words(loaded: "Loaded") -> str:
+def _in_words(loaded: "LoadedConfig") -> str:
     config = loaded.config
     count = f"{config.num_processes} process{'es' if config.num_processes > 1 else ''}"
     if loaded.origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
@@ -312,7 +312,7 @@ def _print_values(config: "Config", names: list[str]) -> None:
         print(text if len(names) == 1 else f"{name}: {text}")
 
 
-def _print_origins(loaded: "Loaded", names: list[str], everything: bool) -> None:
+def _print_origins(loaded: "LoadedConfig", names: list[str], everything: bool) -> None:
     from shardkit.config.command import setting_text
 
     shown = [name for name in names if everything or loaded.origins[name].kind != "default" or "shardkit" not in name]
@@ -322,7 +322,7 @@ def _print_origins(loaded: "Loaded", names: list[str], everything: bool) -> None
         print(f"{name:<{widths[0]}}  {values[name]:<{widths[1]}}  {loaded.origins[name]}")
 
 
-def _as_data(loaded: "Loaded", names: list[str], origin: bool) -> dict[str, object]:
+def _as_data(loaded: "LoadedConfig", names: list[str], origin: bool) -> dict[str, object]:
     values = {name: _value(loaded.config, name) for name in names}
     if not origin:
         return values

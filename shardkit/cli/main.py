@@ -10,7 +10,7 @@ from typing import Any
 
 from shardkit import __version__, env
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
-from shardkit.leaving import leave_torch_standing
+from shardkit.fast_exit import exit_without_torch_teardown
 
 # Where whoever reads the output leaves in the middle of it: as shells tell of a program that SIGPIPE (13) ended.
 EXIT_UNREAD = 128 + 13
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The program. Ends the process: 0, or the error's exit code (see shardkit/errors.py)."""
     code = run(sys.argv[1:] if arguments is None else arguments)
     if "torch" in sys.modules:
-        leave_torch_standing(code)
+        exit_without_torch_teardown(code)
     sys.exit(code)
 
 

@@ -12,7 +12,7 @@ from shardkit.cli import HELP
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
     from shardkit.plan.activations import Loss
-    from shardkit.plan.answer import Answer, Finding, Request, Row
+    from shardkit.plan.answer import Answer, Finding, PlanRequest, Row
     from shardkit.plan.devices import Device
 
 _XLA_NOTES = ("PyTorch/XLA schedules its collectives by itself: buffers and traffic are those of torch's FSDP.",)
@@ -128,11 +128,11 @@ class Simulated:
     optimizer: str
 
 
-def _refined(request: "Request", rows: "list[Row]", how: Simulated) -> "tuple[list[Row], tuple[str, ...]]":
+def _refined(request: "PlanRequest", rows: "list[Row]", how: Simulated) -> "tuple[list[Row], tuple[str, ...]]":
     """The rows with simulated memory in the configured strategy's, or in all, and the notes on it."""
     from shardkit.plan.answer import configured_strategy
     from shardkit.plan.simulation import refine
-    from shardkit.waiting import waiting
+    from shardkit.spinner import waiting
 
     chosen = configured_strategy(request.config)
     strategies = [row.strategy for row in rows if how.everything or row.strategy is chosen]
@@ -145,14 +145,14 @@ def _refined(request: "Request", rows: "list[Row]", how: Simulated) -> "tuple[li
     return list(refined), notes
 
 
-def _found(question: str, request: "Request", how: Simulated | None) -> "Finding":
+def _found(question: str, request: "PlanRequest", how: Simulated | None) -> "Finding":
     """The answer to --find, from simulated steps where those are asked for."""
     from functools import partial
 
     from shardkit.errors import UsageError
     from shardkit.plan import search
     from shardkit.plan.simulation import simulated_row
-    from shardkit.waiting import waiting
+    from shardkit.spinner import waiting
 
     if how is None:
         return search.find(question, request)
@@ -252,18 +252,18 @@ def _request(
     optimizer: str,
     batch_size: int | None,
     seq_len: int | None,
-) -> "Request":
+) -> "PlanRequest":
     from shardkit.model.sources import describe
     from shardkit.plan import optimizers
-    from shardkit.plan.answer import Request
-    from shardkit.waiting import waiting
+    from shardkit.plan.answer import PlanRequest
+    from shardkit.spinner import waiting
 
     found = _device(config, device, memory)
     optimizer = optimizers.check(optimizer)
     ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
     with waiting(f"reading the model {model}"):
         description = describe(model)
-    return Request(
+    return PlanRequest(
         description=description,
         config=config if description.has_class_names else _without_class_names(config),
         world_size=config.num_processes,
@@ -275,7 +275,7 @@ def _request(
     )
 
 
-def _with_network(request: "Request", gigabits_per_s: float) -> "Request":
+def _with_network(request: "PlanRequest", gigabits_per_s: float) -> "PlanRequest":
     """Every rank gets its part of the machine's adapters."""
     from dataclasses import replace
 
@@ -306,7 +306,7 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
     return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
 
 
-def _answer(request: "Request", question: str | None, how: Simulated | None = None) -> "Answer":
+def _answer(request: "PlanRequest", question: str | None, how: Simulated | None = None) -> "Answer":
     """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
     from dataclasses import replace
 

@@ -23,7 +23,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.machine": "is_rich_available",
         "shardkit.compat.operations": "synchronize_rng_states",
         "shardkit.runtime.batch_size": "find_executable_batch_size",
-        "shardkit.runtime.in_process": "debug_launcher notebook_launcher",
+        "shardkit.runtime.notebook": "debug_launcher notebook_launcher",
     },
     "accelerator": {
         "shardkit.compat.facade": "Accelerator",
@@ -42,7 +42,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         "shardkit.compat.kinds": "DistributedType",
     },
     "logging": {"shardkit.runtime.logger": "MultiProcessAdapter:RankLogger get_logger"},
-    "launchers": {"shardkit.runtime.in_process": "debug_launcher notebook_launcher"},
+    "launchers": {"shardkit.runtime.notebook": "debug_launcher notebook_launcher"},
     "parallelism_config": {"shardkit.compat.mesh_sizes": "ParallelismConfig"},
     "data_loader": {
         "shardkit.compat.loaders": (
@@ -58,7 +58,7 @@ STANDS_IN: dict[str, dict[str, str]] = {
         ),
     },
     "optimizer": {"shardkit.runtime.optimizer": "AcceleratedOptimizer"},
-    "scheduler": {"shardkit.runtime.schedule": "AcceleratedScheduler"},
+    "scheduler": {"shardkit.runtime.lr_scheduler": "AcceleratedScheduler"},
     "big_modeling": {
         "shardkit.compat.models": "init_empty_weights init_on_device remove_hook_from_submodules",
     },

@@ -15,10 +15,10 @@ from shardkit.compat.plugins import FullyShardedDataParallelPlugin
 from shardkit.distributed import accelerators, process
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import settings, turns
+from shardkit.runtime import process_control, settings
+from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.run import Run
 from shardkit.runtime.state import FsdpPlugin
-from shardkit.runtime.turns import Turns
 from shardkit.sharding import precision
 
 log = get_logger(__name__)
@@ -38,7 +38,7 @@ def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType
     return DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
 
 
-class _Place(Turns):
+class _Place(ProcessControl):
     """What any state can do with the ranks, given who this one is."""
 
     device: torch.device
@@ -48,13 +48,13 @@ class _Place(Turns):
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
         """The function on one rank; None elsewhere."""
-        return turns.decorated(function, lambda: self.process_index == process_index)
+        return process_control.decorated(function, lambda: self.process_index == process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
         """The function on one rank of each machine; None elsewhere."""
-        return turns.decorated(function, lambda: self.local_process_index == local_process_index)
+        return process_control.decorated(function, lambda: self.local_process_index == local_process_index)
 
 
 class PartialState(_Place):

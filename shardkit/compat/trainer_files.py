@@ -16,7 +16,7 @@ from shardkit import env
 from shardkit.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from shardkit.compat.operations import is_peft_model
 from shardkit.distributed.tensors import clean_name
-from shardkit.runtime import parts
+from shardkit.runtime import separate_checkpoints
 
 
 def _folder(folder: str | Path, name: str, number: int) -> Path:
@@ -34,7 +34,9 @@ def save_fsdp_model(
 ) -> None:
     """Writes the model; of a peft model only what trains, where `adapter_only`. Collective."""
     only_trained = adapter_only and is_peft_model(model)
-    parts.save_model_alone(accelerator._run, model, _folder(output_dir, FSDP_MODEL_NAME, model_index), only_trained)
+    separate_checkpoints.save_model_alone(
+        accelerator._run, model, _folder(output_dir, FSDP_MODEL_NAME, model_index), only_trained
+    )
 
 
 def load_fsdp_model(
@@ -47,7 +49,9 @@ def load_fsdp_model(
 ) -> None:
     """Restores what `save_fsdp_model` wrote, with the same `adapter_only`. Collective."""
     only_trained = adapter_only and is_peft_model(model)
-    parts.load_model_alone(accelerator._run, model, _folder(input_dir, FSDP_MODEL_NAME, model_index), only_trained)
+    separate_checkpoints.load_model_alone(
+        accelerator._run, model, _folder(input_dir, FSDP_MODEL_NAME, model_index), only_trained
+    )
 
 
 def save_fsdp_optimizer(
@@ -60,7 +64,7 @@ def save_fsdp_optimizer(
 ) -> None:
     """Writes the optimizer's state. Collective."""
     folder = _folder(output_dir, OPTIMIZER_NAME, optimizer_index)
-    parts.save_optimizer_alone(accelerator._run, optimizer, model, folder)
+    separate_checkpoints.save_optimizer_alone(accelerator._run, optimizer, model, folder)
 
 
 def load_fsdp_optimizer(
@@ -74,7 +78,7 @@ def load_fsdp_optimizer(
 ) -> None:
     """Restores what `save_fsdp_optimizer` wrote. Collective."""
     folder = _folder(input_dir, OPTIMIZER_NAME, optimizer_index)
-    parts.load_optimizer_alone(accelerator._run, optimizer, model, folder)
+    separate_checkpoints.load_optimizer_alone(accelerator._run, optimizer, model, folder)
 
 
 def fsdp2_load_full_state_dict(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *_: Any, **__: Any) -> None:

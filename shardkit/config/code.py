@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardkit.config.keys import Path, all_keys, resolve_name, sections
-from shardkit.config.layers import Entry, Layer, Origin, unknown_setting
+from shardkit.config.layers import Layer, Origin, SettingEntry, unknown_setting
 from shardkit.config.schema import Config
 from shardkit.config.validation import build
 from shardkit.errors import ConfigError
@@ -54,9 +54,9 @@ def _layer_of(config: Config, chosen: Mapping[str, str]) -> Layer:
     for path, key in all_keys().items():
         value = _value_of(config, path)
         if key.name in chosen:
-            layer.entries[path] = Entry(value, Origin("code", chosen[key.name]), key.yaml_name)
+            layer.entries[path] = SettingEntry(value, Origin("code", chosen[key.name]), key.yaml_name)
         elif value != key.default:
-            layer.entries[path] = Entry(value, Origin("hardware", "what was found"), key.yaml_name)
+            layer.entries[path] = SettingEntry(value, Origin("hardware", "what was found"), key.yaml_name)
     return layer
 
 
@@ -79,7 +79,7 @@ def _add(layer: Layer, where: str, name: str, value: Any) -> None:
                 "keep one of them."
             )
         return
-    layer.entries[path] = Entry(value, Origin("code", where), key.yaml_name)
+    layer.entries[path] = SettingEntry(value, Origin("code", where), key.yaml_name)
 
 
 def _canonical(path: Path, value: Any) -> Any:

@@ -23,7 +23,7 @@ _MERGE = _PLAIN + "merge"
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where something stands in a file, counted from 1."""
 
     name: str
@@ -76,15 +76,15 @@ def unwelcome(node: yaml.Node, name: str) -> list[str]:
     return list(dict.fromkeys(f"{place_of(at, name)}: {text}" for at, text in _unwelcome(node)))
 
 
-def place_of(node: yaml.Node, name: str) -> Place:
+def place_of(node: yaml.Node, name: str) -> Location:
     """Where a node begins."""
-    return Place(name, node.start_mark.line + 1, node.start_mark.column + 1)
+    return Location(name, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def place_at(text: str, index: int, name: str) -> Place:
+def place_at(text: str, index: int, name: str) -> Location:
     """Where the character at an index stands."""
     before = text[:index]
-    return Place(name, before.count("\n") + 1, index - (before.rfind("\n") + 1) + 1)
+    return Location(name, before.count("\n") + 1, index - (before.rfind("\n") + 1) + 1)
 
 
 def pairs(node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:

@@ -7,7 +7,7 @@ import yaml
 
 from shardkit.config import document, validation
 from shardkit.config.keys import Path, all_keys, sections
-from shardkit.config.layers import Entry, file_layer
+from shardkit.config.layers import SettingEntry, file_layer
 from shardkit.config.schema import Config
 from shardkit.config.yaml_text import head_lines, key_lines, render, value_at, value_text
 from shardkit.errors import ConfigError
@@ -50,7 +50,7 @@ def _with_value(text: str, path: Path, value: Any) -> str:
     return text[:start] + f"{key}: {value_text(path, value)}" + text[_end(entry.node) :]
 
 
-def _with_value_of(text: str, entry: Entry, written: str) -> str:
+def _with_value_of(text: str, entry: SettingEntry, written: str) -> str:
     """Replace a value where it stands; a value below its key moves up beside it."""
     assert entry.key_node is not None
     assert entry.node is not None

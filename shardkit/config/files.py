@@ -20,7 +20,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from shardkit import env
-from shardkit.config import document, suggested, validation, yaml_text
+from shardkit.config import document, hardware_defaults, validation, yaml_text
 from shardkit.config.keys import all_keys
 from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
 from shardkit.config.schema import Config
@@ -35,7 +35,7 @@ _OF_A_MACHINE |= {"shardkit.launch.log_dir", "shardkit.launch.bind_address"}
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A configuration with the origin of each value by its name in Python, remarks, and its file where it has one."""
 
     config: Config
@@ -87,12 +87,12 @@ def accelerates_own() -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-def read(path: Path | str) -> Loaded:
+def read(path: Path | str) -> LoadedConfig:
     """What one file says; what it does not say has its default. Raises ConfigError with everything that is wrong."""
     return _loaded(_file_layer(Path(path)), Path(path))
 
 
-def read_text(text: str, name: str = "shardkit.yaml") -> Loaded:
+def read_text(text: str, name: str = "shardkit.yaml") -> LoadedConfig:
     """As `read`, from a text."""
     return _loaded(file_layer(text, name), None)
 
@@ -102,20 +102,20 @@ def resolve(
     settings: Mapping[str, str] | None = None,
     folder: Path | None = None,
     defaults_for_hardware: bool = True,
-) -> Loaded:
+) -> LoadedConfig:
     """The configuration that a run here has: settings over environment over the file over what the hardware suggests.
     Without a path the file is looked for from the folder. Raises ConfigError with everything that is wrong."""
     path = path or find(folder or Path.cwd())
     given = [_without_address(_file_layer(path))] if path else []
     given += [environment_layer(), flag_layer(settings or {})]
-    below = [suggested.hardware_layer(combine(given).entries, has_file=path is not None)]
+    below = [hardware_defaults.hardware_layer(combine(given).entries, has_file=path is not None)]
     return _loaded(combine([*(below if defaults_for_hardware else []), *given]), path)
 
 
-def suggest(settings: Mapping[str, str] | None = None) -> Loaded:
+def suggest(settings: Mapping[str, str] | None = None) -> LoadedConfig:
     """What suits this machine, with some settings given: what `shardkit config --defaults` writes."""
     given = combine([environment_layer(), flag_layer(settings or {})])
-    return _loaded(combine([suggested.hardware_layer(given.entries, has_file=False), given]), None)
+    return _loaded(combine([hardware_defaults.hardware_layer(given.entries, has_file=False), given]), None)
 
 
 def overlaid(config: Config, settings: Mapping[str, Any]) -> Config:
@@ -218,10 +218,10 @@ def _without_address(layer: Layer) -> Layer:
     return layer
 
 
-def _loaded(layer: Layer, path: Path | None) -> Loaded:
+def _loaded(layer: Layer, path: Path | None) -> LoadedConfig:
     config, origins = validation.build(layer)
     raise_problems(layer.problems)
-    return Loaded(config, origins, _ordered(layer.notes), path)
+    return LoadedConfig(config, origins, _ordered(layer.notes), path)
 
 
 def raise_problems(problems: list[str]) -> None:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from shardkit.config.foreign import INSTEAD
+from shardkit.config.accelerate_keys import INSTEAD
+from shardkit.config.descriptions import text_of
 from shardkit.config.keys import SYNONYMS, Key, Path, all_keys, sections
 from shardkit.config.schema import Config, FsdpConfig, Section, ShardingStrategy
-from shardkit.config.texts import text_of
 from shardkit.config.validation import choices_of
 
 _TRANSLATED = {

@@ -81,7 +81,10 @@ def names_in(section: Path) -> dict[str, Path]:
 
 
 def resolve_name(dotted: str) -> Path | None:
-    """The path in Python of a setting that is named in either spelling, or mixed; None where there is none."""
+    """The path in Python of a setting that is named in either spelling, or mixed; None where there is none. An fsdp_
+    key needs no block before it, as in Accelerate's flat files."""
+    if dotted.strip().startswith("fsdp_") and (flat := names_in(("fsdp",)).get(dotted.strip())):
+        return flat
     path: Path = ()
     for part in dotted.strip().split("."):
         step = names_in(path).get(part) if path in {(), *sections()} else None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from shardkit import env
-from shardkit.config import document, foreign
+from shardkit.config import accelerate_keys, document
 from shardkit.config.keys import Path, all_keys, names_in, resolve_name, sections, suggestion, whole_name
 from shardkit.errors import ConfigError
 
@@ -33,7 +33,7 @@ DEFAULT = Origin("default", "default")
 
 
 @dataclass(frozen=True)
-class Entry:
+class SettingEntry:
     """One value as written. `direct` is false where the file says it in other words (another key, another block)."""
 
     value: Any
@@ -48,7 +48,7 @@ class Entry:
 class Layer:
     """What one source says, what is wrong with it, and what is worth saying about it."""
 
-    entries: dict[Path, Entry] = field(default_factory=dict)
+    entries: dict[Path, SettingEntry] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ def _settings_layer(settings: Mapping[str, str], kind: Kind, where: Mapping[str,
             layer.problems.append(f"{where[name]}: sets the same as {other}; keep one of them.")
         else:
             try:
-                layer.entries[path] = Entry(setting_value(path, value), Origin(kind, where[name]), name)
+                layer.entries[path] = SettingEntry(setting_value(path, value), Origin(kind, where[name]), name)
             except ConfigError as error:
                 layer.problems += [f"{where[name]}: {problem}" for problem in error.problems]
     return layer
@@ -137,10 +137,10 @@ def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str)
         where = document.place_of(key_node, name)
         written = ".".join([*sections().get(section, ()), key])
         path = inner_names.get(key) or _outside(section, key)
-        if foreign.is_foreign(section, key):
+        if accelerate_keys.is_foreign(section, key):
             _take_foreign(layer, section, key, key_node, node, name)
         elif path is None:
-            hint = foreign.hint(section, key, name) or suggestion(key, section)
+            hint = accelerate_keys.hint(section, key, name) or suggestion(key, section)
             layer.problems.append(f"{where}: {document.shortened(written, 80)}: unknown key; {hint}")
         elif path in sections():
             _read_section(layer, node, path, name, written)
@@ -148,7 +148,11 @@ def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str)
             value = document.raw(node)
             if path == ("xla_fsdp_settings",) and isinstance(node, yaml.MappingNode):
                 value = document.typed(node)
-            _put(layer, path, Entry(value, _origin(node, name), written, key_node, node, key in _direct_names(path)))
+            _put(
+                layer,
+                path,
+                SettingEntry(value, _origin(node, name), written, key_node, node, key in _direct_names(path)),
+            )
     if section == ():
         layer.notes += _note_on_flat_keys(layer, name)
 
@@ -173,16 +177,16 @@ def _outside(section: Path, key: str) -> Path | None:
 
 def _take_foreign(layer: Layer, section: Path, key: str, key_node: yaml.Node, node: yaml.Node, name: str) -> None:
     """Translate a key that is not ours, or refuse it in words."""
-    outcome = foreign.translate(section, key, document.raw(node))
+    outcome = accelerate_keys.translate(section, key, document.raw(node))
     where = document.place_of(key_node, name)
     written = ".".join([*sections().get(section, ()), key])
     layer.problems += [f"{where}: {written}: {problem}" for problem in outcome.problems]
     layer.notes += [f"{where}: {written}: {note}" for note in outcome.notes]
     for path, value in outcome.settings.items():
-        _put(layer, path, Entry(value, _origin(key_node, name), written, key_node, node, direct=False))
+        _put(layer, path, SettingEntry(value, _origin(key_node, name), written, key_node, node, direct=False))
 
 
-def _put(layer: Layer, path: Path, entry: Entry) -> None:
+def _put(layer: Layer, path: Path, entry: SettingEntry) -> None:
     former = layer.entries.get(path)
     if former is None or (not entry.direct and former.value == entry.value):
         layer.entries[path] = former or entry
@@ -208,6 +212,6 @@ def _origin(node: yaml.Node, name: str) -> Origin:
     return Origin("file", str(document.place_of(node, name)))
 
 
-def with_value(entry: Entry, value: Any) -> Entry:
+def with_value(entry: SettingEntry, value: Any) -> SettingEntry:
     """The same entry, saying something else."""
     return replace(entry, value=value, direct=False)

@@ -5,8 +5,8 @@ from enum import Enum
 from itertools import groupby
 from typing import Any
 
+from shardkit.config.descriptions import text_of
 from shardkit.config.keys import SYNONYMS, Key, all_keys
-from shardkit.config.texts import text_of
 
 HEAD = """# The configuration file
 

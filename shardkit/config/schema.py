@@ -1,7 +1,7 @@
 """What a configuration can say. The YAML has Accelerate's keys and nesting; here the fields have clean names.
 
 The string under a field is its single text: the docs page, the wizard's help and the comment in the YAML are all made
-from it (`config/texts.py` reads them). A field's `alias` is its key in the YAML. Nothing here looks at a file, a
+from it (`config/descriptions.py` reads them). A field's `alias` is its key in the YAML. Nothing here looks at a file, a
 machine or the environment, and one field never checks another: that is `config/checks.py`.
 """
 

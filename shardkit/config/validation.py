@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardkit.config import checks
+from shardkit.config.accelerate_keys import REFUSED_VALUES
 from shardkit.config.document import shortened
-from shardkit.config.foreign import REFUSED_VALUES
 from shardkit.config.keys import Path, all_keys, names_in, nearest, sections
-from shardkit.config.layers import DEFAULT, STRENGTH, Entry, Layer, Origin, with_value
+from shardkit.config.layers import DEFAULT, STRENGTH, Layer, Origin, SettingEntry, with_value
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy, read_bool, read_strategy
 from shardkit.errors import ConfigError
 
@@ -78,7 +78,7 @@ def settle(layer: Layer) -> None:
         layer.entries[("distributed_type",)] = with_value(xla, DistributedType.XLA)
 
 
-def _settle_reshard(layer: Layer, reshard: Entry) -> None:
+def _settle_reshard(layer: Layer, reshard: SettingEntry) -> None:
     strategy = layer.entries.get(_STRATEGY)
     base = read_strategy(strategy.value) if strategy else ShardingStrategy.FULL_SHARD
     meant = _meaning(reshard.value, base)
@@ -94,7 +94,7 @@ def _settle_reshard(layer: Layer, reshard: Entry) -> None:
         _settle_contradiction(layer, reshard, strategy, meant)
 
 
-def _settle_contradiction(layer: Layer, reshard: Entry, strategy: Entry, meant: ShardingStrategy) -> None:
+def _settle_contradiction(layer: Layer, reshard: SettingEntry, strategy: SettingEntry, meant: ShardingStrategy) -> None:
     version = layer.entries.get(_VERSION)
     if version is not None and str(version.value).strip() == "1":
         text = f"is not used with fsdp_version 1; {strategy.name} says {shortened(strategy.value)}."
@@ -136,17 +136,17 @@ def _settle_mesh(layer: Layer) -> None:
     layer.notes.append(f"{mesh.origin}: {mesh.name}: these sizes make fsdp_sharding_strategy {hybrid.value}.")
 
 
-def _stronger(entry: Entry, other: Entry) -> bool:
+def _stronger(entry: SettingEntry, other: SettingEntry) -> bool:
     return STRENGTH.index(entry.origin.kind) > STRENGTH.index(other.origin.kind)
 
 
-def _is_absent(path: Path, entry: Entry) -> bool:
+def _is_absent(path: Path, entry: SettingEntry) -> bool:
     """null means: not given, except where None is a value of the setting."""
     optional = type(None) in get_args(all_keys()[path].field.annotation) or path == ("fsdp", "backward_prefetch")
     return entry.value is None and not optional
 
 
-def _validated(entries: Mapping[Path, Entry], layer: Layer) -> tuple[Config, set[str]]:
+def _validated(entries: Mapping[Path, SettingEntry], layer: Layer) -> tuple[Config, set[str]]:
     try:
         return Config.model_validate(_nested(entries)), set()
     except ValidationError as error:
@@ -159,7 +159,7 @@ def _validated(entries: Mapping[Path, Entry], layer: Layer) -> tuple[Config, set
     return config, {".".join(path) for path in wrong}
 
 
-def _nested(entries: Mapping[Path, Entry]) -> dict[str, Any]:
+def _nested(entries: Mapping[Path, SettingEntry]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for path, entry in entries.items():
         block = data

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from shardkit.config.descriptions import text_of
 from shardkit.config.keys import Path, all_keys, sections
 from shardkit.config.schema import Config, DistributedType, Section
-from shardkit.config.texts import text_of
 
 HEADER = """\
 # shardkit configuration. The keys are those of Accelerate; a key that is left out has its default.

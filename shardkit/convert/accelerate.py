@@ -7,7 +7,7 @@ import yaml
 
 from shardkit.config import document, validation
 from shardkit.config.keys import Path, all_keys, names_in
-from shardkit.config.layers import Entry, Layer, file_layer
+from shardkit.config.layers import Layer, SettingEntry, file_layer
 from shardkit.config.schema import Config, read_count, read_strategy
 from shardkit.config.yaml_text import value_at, value_text
 from shardkit.convert.report import Conversion, Line
@@ -45,7 +45,13 @@ def _leaves(block: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.No
 
 
 def _line(
-    key: str, node: yaml.Node, layer: Layer, written: Mapping[Path, Entry], config: Config, remarks: Mapping, name: str
+    key: str,
+    node: yaml.Node,
+    layer: Layer,
+    written: Mapping[Path, SettingEntry],
+    config: Config,
+    remarks: Mapping,
+    name: str,
 ) -> Line:
     remark = remarks.get(key, "")
     problem = _said_about(key, node, layer.problems, name)
@@ -61,11 +67,11 @@ def _line(
     return Line(key, "kept" if same else "changed", note or _joined(becomes, remark))
 
 
-def _stands_at(entry: Entry, node: yaml.Node) -> bool:
+def _stands_at(entry: SettingEntry, node: yaml.Node) -> bool:
     return entry.key_node is not None and entry.key_node.start_mark.index == node.start_mark.index
 
 
-def _is_same(path: Path, entry: Entry, key: str, config: Config) -> bool:
+def _is_same(path: Path, entry: SettingEntry, key: str, config: Config) -> bool:
     if path not in all_keys() or path == ("fsdp", "reshard_after_forward"):
         return False
     if key != all_keys()[path].yaml_name:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardkit.config import document, validation
-from shardkit.config.foreign import NEMO_KEYS
+from shardkit.config.accelerate_keys import NEMO_KEYS
 from shardkit.config.keys import Path
-from shardkit.config.layers import Entry, Layer, Origin
+from shardkit.config.layers import Layer, Origin, SettingEntry
 from shardkit.config.schema import ShardingStrategy, StateDictType, read_bool, read_count
 from shardkit.convert.report import Conversion, Line
 
@@ -50,7 +50,7 @@ def from_nemo(text: str, name: str) -> Conversion:
             continue
         line, found = _read(key, value, reading)
         lines.append(line)
-        layer.entries |= {path: Entry(said, Origin("file", name), key) for path, said in found.items()}
+        layer.entries |= {path: SettingEntry(said, Origin("file", name), key) for path, said in found.items()}
     _count(data, layer)
     lines += _without_fsdp(layer)
     config, _ = validation.build(layer)
@@ -203,15 +203,15 @@ def _count(data: Mapping[str, Any], layer: Layer) -> None:
     machines, devices = _number(trainer, "num_nodes") or 1, _number(trainer, "devices")
     origin = Origin("file", "trainer.num_nodes")
     if machines > 1:
-        layer.entries[("num_machines",)] = Entry(machines, origin, "trainer.num_nodes")
+        layer.entries[("num_machines",)] = SettingEntry(machines, origin, "trainer.num_nodes")
     if not devices:
         return
-    layer.entries[("num_processes",)] = Entry(machines * devices, origin, "trainer.devices")
+    layer.entries[("num_processes",)] = SettingEntry(machines * devices, origin, "trainer.devices")
     micro, whole = (_number(model, f"{name}_batch_size") or 0 for name in ("micro", "global"))
     steps, rest = divmod(whole, micro * machines * devices) if micro else (0, 0)
     if steps > 1 and not rest:
         path = ("shardkit", "gradient_accumulation_steps")
-        layer.entries[path] = Entry(steps, Origin("file", "model.global_batch_size"), "model.global_batch_size")
+        layer.entries[path] = SettingEntry(steps, Origin("file", "model.global_batch_size"), "model.global_batch_size")
 
 
 def _number(block: Mapping[str, Any], key: str) -> int | None:
@@ -223,7 +223,7 @@ def _without_fsdp(layer: Layer) -> list[Line]:
     """A file that says nothing about FSDP means data parallelism with whole copies."""
     if ("distributed_type",) in layer.entries or ("fsdp", "sharding_strategy") in layer.entries:
         return []
-    layer.entries[("distributed_type",)] = Entry("MULTI_GPU", Origin("file", "fsdp"), "fsdp")
+    layer.entries[("distributed_type",)] = SettingEntry("MULTI_GPU", Origin("file", "fsdp"), "fsdp")
     return [Line("fsdp", "changed", "is not there: distributed_type: MULTI_GPU (DDP)")]
 
 

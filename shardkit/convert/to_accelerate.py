@@ -25,6 +25,7 @@ _TOLD_OTHERWISE = {
     ("fsdp", "min_num_params"),
     ("fsdp", "transformer_layer_cls_to_wrap"),
     ("shardkit", "compile"),
+    ("shardkit", "offload_activations"),
     ("shardkit", "mesh", "replicate_size"),
     ("shardkit", "mesh", "shard_size"),
 }
@@ -33,7 +34,7 @@ _TOLD_OTHERWISE = {
 def to_accelerate(config: Config) -> tuple[str, list[str]]:
     """The YAML for Accelerate, and a line for everything that it loses."""
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(config)}
-    data |= {name: _value(config, (name,)) for name in _SAME if _is_told(config, name)}
+    data |= {name: _value(config, (name,)) for name in _SAME if _is_given(config, name)}
     data["downcast_bf16"] = "yes" if config.downcast_bf16 else "no"
     if config.mode == "fsdp":
         data["fsdp_config"] = _fsdp(config)
@@ -50,7 +51,7 @@ def _type(config: Config) -> str:
     return config.distributed_type.value
 
 
-def _is_told(config: Config, name: str) -> bool:
+def _is_given(config: Config, name: str) -> bool:
     return name in _ALWAYS or value_at(config, (name,)) != all_keys()[(name,)].default
 
 
@@ -68,6 +69,8 @@ def _fsdp(config: Config) -> dict[str, Any]:
         data["fsdp_transformer_layer_cls_to_wrap"] = ",".join(config.fsdp.transformer_layer_cls_to_wrap)
     if config.fsdp.auto_wrap_policy.value == "SIZE_BASED_WRAP":
         data["fsdp_min_num_params"] = config.fsdp.min_num_params
+    if config.shardkit.offload_activations:
+        data["fsdp_activation_checkpointing_offload"] = True
     if config.fsdp.ignored_modules:
         data["fsdp_ignored_modules"] = config.fsdp.ignored_modules
     return data
@@ -84,14 +87,14 @@ def _mesh(config: Config) -> dict[str, Any]:
 
 
 def _lost(config: Config) -> list[str]:
-    told = {(name,) for name in _SAME} | {("fsdp", name) for name in _SAME_IN_FSDP} | _TOLD_OTHERWISE
-    told |= {("fsdp", "ignored_modules")}
+    given = {(name,) for name in _SAME} | {("fsdp", name) for name in _SAME_IN_FSDP} | _TOLD_OTHERWISE
+    given |= {("fsdp", "ignored_modules")}
     if config.mode != "fsdp":
-        told |= {path for path in all_keys() if path[0] == "fsdp"}
+        given |= {path for path in all_keys() if path[0] == "fsdp"}
     lost = [
         f"{key.yaml_name}: {value_text(path, value_at(config, path))}: Accelerate has no such setting."
         for path, key in all_keys().items()
-        if path not in told and value_at(config, path) != key.default
+        if path not in given and value_at(config, path) != key.default
     ]
     return [*lost, *_behaves_differently(config)]
 

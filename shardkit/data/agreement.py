@@ -40,7 +40,7 @@ def agreed_seed(source: Source, seed: int, rank: int, world_size: int) -> int:
     batches that never come, or read what another reads. Collective."""
     own = {"seed": seed, "rank": rank, **_facts(source)}
     if world_size > 1 and dist.is_initialized():
-        problem, seed = control.start().decide(own, lambda told: (_problem(told, world_size), told[0]["seed"]))
+        problem, seed = control.start().decide(own, lambda answers: (_problem(answers, world_size), answers[0]["seed"]))
     else:
         problem = _problem([own], world_size)
     problem = problem or _uneven_end(source)
@@ -61,29 +61,29 @@ def _facts(source: Source) -> dict[str, Any]:
     }
 
 
-def _problem(told: list[dict[str, Any]], world_size: int) -> str | None:
+def _problem(answers: list[dict[str, Any]], world_size: int) -> str | None:
     """What is wrong with what the ranks told, if anything."""
     for what in ("the dataset's length", "the sampler's length", "the global batch size"):
-        sizes = [own[what] for own in told]
+        sizes = [own[what] for own in answers]
         if len(set(sizes)) > 1:
             return (
                 f"{what} is not the same on all ranks (got {', '.join(map(str, sizes[:8]))} by rank); give every rank "
                 "the whole dataset and the same batch_size: shardkit shards it."
             )
-    if len({own["shuffle"] for own in told}) > 1:
+    if len({own["shuffle"] for own in answers}) > 1:
         return (
             "the stream is shuffled in another order on every rank (no seed?); give its shuffle(seed=...) the same "
             "number on all ranks."
         )
-    if any(own["split"] is not None and list(own["split"]) != [own["rank"], world_size] for own in told):
-        return _wrong_split(told, world_size)
-    if len({own["split"] is None for own in told}) > 1:
+    if any(own["split"] is not None and list(own["split"]) != [own["rank"], world_size] for own in answers):
+        return _wrong_split(answers, world_size)
+    if len({own["split"] is None for own in answers}) > 1:
         return "the stream is split by rank on some ranks only; split it on all of them, or on none."
     return None
 
 
-def _wrong_split(told: list[dict[str, Any]], world_size: int) -> str:
-    parts = [f"part {own['split'][0]} of {own['split'][1]} on rank {own['rank']}" for own in told if own["split"]]
+def _wrong_split(answers: list[dict[str, Any]], world_size: int) -> str:
+    parts = [f"part {own['split'][0]} of {own['split'][1]} on rank {own['rank']}" for own in answers if own["split"]]
     return (
         f"the stream is split, but not over the {world_size} ranks (got {', '.join(parts[:4])}); split it with "
         "split_dataset_by_node(dataset, accelerator.process_index, accelerator.num_processes), or leave it whole."

@@ -23,7 +23,7 @@ FIRST_AT_ONCE, MOST_AT_ONCE = 128, 8192
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How global batches are cut. `global_batch` counts samples, for a custom batch sampler its batches."""
 
     rank: int
@@ -43,7 +43,7 @@ class Share:
     is_last: bool
 
 
-def shares_of_indexed(order: Indexed, start: int, layout: Layout) -> Iterator[Share]:
+def shares_of_indexed(order: Indexed, start: int, layout: BatchLayout) -> Iterator[Share]:
     """This rank's share of every global batch from position `start` (in samples) to the end of the epoch."""
     positions = _shares_of_positions(order.length, start, layout)
     at_once = FIRST_AT_ONCE
@@ -55,7 +55,7 @@ def shares_of_indexed(order: Indexed, start: int, layout: Layout) -> Iterator[Sh
             yield Share(items, share.samples, share.is_padded, share.is_last)
 
 
-def _shares_of_positions(length: int, start: int, layout: Layout) -> Iterator[Share]:
+def _shares_of_positions(length: int, start: int, layout: BatchLayout) -> Iterator[Share]:
     size = layout.global_batch
     batches = _batches_in(length - start, size, layout.drop_last)
     for number in range(batches):
@@ -65,7 +65,7 @@ def _shares_of_positions(length: int, start: int, layout: Layout) -> Iterator[Sh
         yield Share(part, len(batch), is_padded, is_last=number == batches - 1)
 
 
-def shares_of_drawn(order: Drawn, start: int, layout: Layout) -> Iterator[Share]:
+def shares_of_drawn(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
     """The same where a sampler of the user's own is drawn from: one global batch ahead."""
     _refuse_if_short(order, start, order.skip(start))
     batches = iter(partial(order.take, layout.global_batch), [])
@@ -74,7 +74,7 @@ def shares_of_drawn(order: Drawn, start: int, layout: Layout) -> Iterator[Share]
         yield Share(part, len(batch), is_padded, is_last)
 
 
-def shares_of_batches(order: Drawn, start: int, layout: Layout) -> Iterator[Share]:
+def shares_of_batches(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
     """The same for a custom batch sampler: a global batch is world_size of its batches, one for each rank."""
     groups = _groups(order, start, layout.global_batch)
     for group, is_last in with_last(_whole(groups, layout.global_batch) if layout.drop_last else groups):
@@ -82,7 +82,7 @@ def shares_of_batches(order: Drawn, start: int, layout: Layout) -> Iterator[Shar
         yield Share(list(part[0]), sum(map(len, group)), is_padded, is_last)
 
 
-def shares_of_each_batch(order: Drawn, start: int, layout: Layout) -> Iterator[Share]:
+def shares_of_each_batch(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
     """The same with split_batches: every batch of the batch sampler is a global one, and is split."""
     for (batch,), is_last in with_last(_groups(order, start, 1)):
         if len(batch) % layout.world_size and not is_last:
@@ -94,7 +94,7 @@ def shares_of_each_batch(order: Drawn, start: int, layout: Layout) -> Iterator[S
         yield Share(part, len(batch), is_padded, is_last)
 
 
-def split(samples: Sequence[Item], layout: Layout, spare: Sequence[Item]) -> tuple[Sequence[Item], bool]:
+def split(samples: Sequence[Item], layout: BatchLayout, spare: Sequence[Item]) -> tuple[Sequence[Item], bool]:
     """One rank's contiguous part of a global batch, and whether it was padded.
 
     `even`: every rank gets as many; what is missing to that (fewer than world_size samples) is taken from `spare`,
@@ -122,7 +122,7 @@ def uneven_text(left: int, world_size: int) -> str:
     )
 
 
-def number_of_batches(samples: int, layout: Layout) -> int:
+def number_of_batches(samples: int, layout: BatchLayout) -> int:
     """Global batches in an epoch of so many samples."""
     return _batches_in(samples, layout.global_batch, layout.drop_last)
 

@@ -15,7 +15,7 @@ from shardkit.data import hugging_face, sampler, shares
 from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.private_random import stream_seed
 from shardkit.data.sampler import Drawn
-from shardkit.data.shares import Layout, Share, number_of_batches, with_last
+from shardkit.data.shares import BatchLayout, Share, number_of_batches, with_last
 from shardkit.data.stream import CountingCollate, Stream, end_together, split_of
 from shardkit.data.workers import Indices, StartWorker, batches_of
 from shardkit.errors import UsageError
@@ -42,7 +42,7 @@ class Source(Protocol):
     dataset: Any
     split: tuple[int, int] | None
     """(rank, world size) of a stream that yields one rank's part already."""
-    layout: Layout
+    layout: BatchLayout
     total_batch_size: int
     dataset_length: int | None
     units: int | None
@@ -58,7 +58,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
 
-def source_of(loader: DataLoader, layout: Layout, split_batches: bool) -> Source:
+def source_of(loader: DataLoader, layout: BatchLayout, split_batches: bool) -> Source:
     """The source for what the loader reads."""
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, layout)
@@ -67,18 +67,18 @@ def source_of(loader: DataLoader, layout: Layout, split_batches: bool) -> Source
     return BatchSampledSource(loader, layout, split_batches)
 
 
-def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> Layout:
+def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> BatchLayout:
     """How the loader's batches become global ones. UsageError where they cannot be split evenly."""
     drops = loader.drop_last or bool(getattr(loader.batch_sampler, "drop_last", False))
     size = batch_size_of(loader)
     if not split_batches or size is None:
-        return Layout(rank, world_size, world_size * (size or 1), drops, even)
+        return BatchLayout(rank, world_size, world_size * (size or 1), drops, even)
     if size % world_size:
         raise UsageError(
             f"prepare: split_batches: batch_size must be a multiple of the number of ranks (got {size} for "
             f"{world_size} ranks); change one of them."
         )
-    return Layout(rank, world_size, size, drops, even)
+    return BatchLayout(rank, world_size, size, drops, even)
 
 
 def batch_size_of(loader: DataLoader) -> int | None:
@@ -91,7 +91,7 @@ class SampledSource:
 
     split: tuple[int, int] | None = None
 
-    def __init__(self, loader: DataLoader, layout: Layout) -> None:
+    def __init__(self, loader: DataLoader, layout: BatchLayout) -> None:
         self.layout = layout
         self.total_batch_size = layout.global_batch
         self.dataset = loader.dataset
@@ -127,7 +127,7 @@ class BatchSampledSource:
 
     split: tuple[int, int] | None = None
 
-    def __init__(self, loader: DataLoader, layout: Layout, split_batches: bool) -> None:
+    def __init__(self, loader: DataLoader, layout: BatchLayout, split_batches: bool) -> None:
         self.layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
         self.total_batch_size = (getattr(loader.batch_sampler, "batch_size", None) or 1) * self.layout.global_batch
         self.dataset = loader.dataset
@@ -157,7 +157,7 @@ class StreamSource:
     """An iterable dataset. One that gives every rank a part of its own already is read as it is, and ends on all ranks
     where the first part ends."""
 
-    def __init__(self, loader: DataLoader, layout: Layout) -> None:
+    def __init__(self, loader: DataLoader, layout: BatchLayout) -> None:
         self.dataset, self.split = loader.dataset, split_of(loader.dataset)
         self._rank, self._parts = layout.rank, layout.world_size if self.split else 1
         own_size = layout.global_batch // layout.world_size

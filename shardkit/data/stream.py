@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.data import hugging_face
 from shardkit.data.private_random import PrivateRandom, stream_seed
-from shardkit.data.shares import Layout, split
+from shardkit.data.shares import BatchLayout, split
 from shardkit.distributed import control
 from shardkit.distributed.seed import set_seed
 from shardkit.errors import CheckpointError, UsageError
@@ -76,7 +76,7 @@ class Stream(IterableDataset):
     (seed, epoch), the same on every rank and worker.
     """
 
-    def __init__(self, dataset: Any, layout: Layout) -> None:
+    def __init__(self, dataset: Any, layout: BatchLayout) -> None:
         self.dataset = dataset
         self.layout = layout
         self.keeps_state = _keeps_state(dataset)

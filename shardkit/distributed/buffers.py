@@ -27,14 +27,14 @@ def reduce_buffers(model: nn.Module, reduction: Reduction = "mean") -> list[str]
     kinds = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in mine.items()}
     summary = [_digest_of(str(kinds).encode()), _digest_of(*map(_bytes, mine.values()))]
     same_kinds, same_values = everyone.decide(
-        summary, lambda told: [len({*one}) == 1 for one in zip(*told, strict=True)]
+        summary, lambda answers: [len({*one}) == 1 for one in zip(*answers, strict=True)]
     )
     if not same_kinds:
         raise UsageError(everyone.decide(kinds, _difference))
     if same_values:
         return []
     digests = [_digest_of(_bytes(buffer)) for buffer in mine.values()]
-    names = everyone.decide(digests, lambda told: _differing(list(mine), told))
+    names = everyone.decide(digests, lambda answers: _differing(list(mine), answers))
     chosen = [mine[name] for name in names]
     with torch.no_grad():
         _average([one for one in chosen if reduction == "mean" and _has_mean(one)])

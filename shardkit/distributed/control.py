@@ -45,10 +45,10 @@ class Attempt(Generic[Result]):
 
     own: Result | None
     """What it returned here; None where it failed."""
-    told: list[Any]
-    """On rank 0, what every rank chose to tell of what it returned; empty on the others."""
+    answers: list[Any]
+    """On rank 0, what every rank answers of what it returned; empty on the others."""
     verdict: Any
-    """What rank 0 made of all that was told."""
+    """What rank 0 decided from all answers."""
     failure: str
     """What went wrong, as `rank 1 (host a): text`; empty where it went well everywhere."""
 
@@ -129,24 +129,24 @@ class ControlGroup:
     def attempt(
         self,
         action: Callable[[], Result],
-        tell: Callable[[Result], Any] = lambda result: None,
-        judge: Callable[[list[Any]], Any] = lambda told: None,
+        answer: Callable[[Result], Any] = lambda result: None,
+        judge: Callable[[list[Any]], Any] = lambda answers: None,
     ) -> Attempt[Result]:
         """The action, on every rank and whatever happens on one.
 
-        `tell` makes of its result what rank 0 learns, as JSON; where it went well everywhere, `judge` makes of these
-        on rank 0 what all ranks learn.
+        `answer` turns its result into JSON for rank 0. Where it went well everywhere, rank 0 turns all answers into a
+        verdict with `judge`, and every rank receives it.
         """
-        result, told, problem = None, None, None
+        result, answered, problem = None, None, None
         try:
             result = action()
-            told = tell(result)
+            answered = answer(result)
         except Exception as error:  # whatever it is: the others wait for this rank's answer
             problem = words(error)
-        answers = self.collect([told, socket.gethostname(), problem])
-        verdict = None if answers is None else _verdict(answers, judge)
+        collected = self.collect([answered, socket.gethostname(), problem])
+        verdict = None if collected is None else _verdict(collected, judge)
         failure, verdict = self.share(verdict)
-        return Attempt(result, [told for told, _, _ in answers or []], verdict, failure)
+        return Attempt(result, [answered for answered, _, _ in collected or []], verdict, failure)
 
     def _gather(self, data: bytes) -> list[bytes] | None:
         packets = self._gather_packets(data)
@@ -218,7 +218,7 @@ def start(timeout_s: float = 1800.0) -> ControlGroup:
     return ControlGroup(dist.get_rank(), dist.get_world_size(), _on_cpu(), timeout_s)
 
 
-def start_beside(timeout_s: float) -> ControlGroup:
+def start_background(timeout_s: float) -> ControlGroup:
     """As `start`, over connections of its own: for a thread that agrees while the main thread does too. Collective."""
     alone = start(timeout_s)
     if alone.group is None:

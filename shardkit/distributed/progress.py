@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardkit import env
 from shardkit.launch import names
-from shardkit.launch.records import PlaceWriter
+from shardkit.launch.rank_files import ProgressWriter
 
 _pauses: list[str] = []
 """The pauses that this rank is in, the outer one first."""
@@ -53,8 +53,8 @@ def committed(step: int) -> None:
 
 
 @cache
-def _writer() -> PlaceWriter | None:
+def _writer() -> ProgressWriter | None:
     folder, ranks = env.get(names.PROGRESS_DIR), env.ranks()
     if not folder or ranks is None or not Path(folder).is_dir():
         return None
-    return PlaceWriter(Path(folder), ranks.rank, ranks.local_rank)
+    return ProgressWriter(Path(folder), ranks.rank, ranks.local_rank)

@@ -26,16 +26,16 @@ def compare(config: Config, control: ControlGroup) -> None:
     )
 
 
-def _equal_columns(told: list[list[Any]]) -> list[bool]:
-    return [len({*column}) == 1 for column in zip(*told, strict=True)]
+def _equal_columns(answers: list[list[Any]]) -> list[bool]:
+    return [len({*column}) == 1 for column in zip(*answers, strict=True)]
 
 
-def _differences(told: list[dict[str, Any]]) -> str:
+def _differences(answers: list[dict[str, Any]]) -> str:
     """The keys whose values differ, with every value and its ranks."""
     texts = []
-    for name in told[0]:
+    for name in answers[0]:
         ranks_with: dict[str, list[int]] = {}
-        for rank, values in enumerate(told):
+        for rank, values in enumerate(answers):
             ranks_with.setdefault(str(values[name]), []).append(rank)
         if len(ranks_with) > 1:
             shown = ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_with.items())

@@ -23,8 +23,8 @@ from typing import TextIO
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
-from shardkit.launch import failure, names, processes, records
-from shardkit.leaving import leave_torch_standing
+from shardkit.fast_exit import exit_without_torch_teardown
+from shardkit.launch import failure, names, processes, rank_files
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LEAVE_TIMEOUT_S = 30.0
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     """Runs the script; the code that Python would end its process with."""
     die_with(int(env.get(names.LAUNCHER_PID) or 0))
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
-    place = records.PlaceWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
+    place = rank_files.ProgressWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     log_file = open(names.log_path(log_dir, rank), "a", buffering=1)  # noqa: SIM115
     faulthandler.enable()
@@ -150,7 +150,7 @@ def report(folder: Path, rank: int, error: BaseException, log_file) -> int:
     record = failure.describe(rank, error, OWN_FILES)
     expected = isinstance(error, (ShardkitError, SystemExit)) and not env.is_true("SHARDKIT_DEBUG")
     print(f"{record.kind}: {record.message}" if expected else record.traceback, file=log_file)
-    records.write_error(folder, record)
+    rank_files.write_error(folder, record)
     if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # the others are to say where they are
         leave_together(folder, rank)
     return code
@@ -160,7 +160,7 @@ def leave_together(folder: Path, rank: int) -> None:
     """Waits for the machine's other ranks: the launcher ends the rest as soon as the first has left."""
     ranks_here = int(env.get("LOCAL_WORLD_SIZE") or 1)
     until = time.monotonic() + LEAVE_TIMEOUT_S
-    while len(records.read_errors(folder)) < ranks_here and time.monotonic() < until:
+    while len(rank_files.read_errors(folder)) < ranks_here and time.monotonic() < until:
         time.sleep(0.02)
 
 
@@ -177,5 +177,5 @@ def has_open_group() -> bool:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     if has_open_group():
-        leave_torch_standing(code)
+        exit_without_torch_teardown(code)
     sys.exit(code)

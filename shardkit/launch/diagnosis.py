@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardkit.errors import EXIT_CHECK_FAILED
-from shardkit.launch.records import RankError
+from shardkit.launch.rank_files import RankError
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The end of one rank. `exit_code` is negative for a signal, None where the rank never ended by itself."""
 
     rank: int
@@ -43,10 +43,10 @@ class Diagnosis:
     where: str
     others: tuple[str, ...]
     exit_code: int
-    outcome: Outcome
+    outcome: RankOutcome
 
 
-def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
+def diagnose(outcomes: Sequence[RankOutcome]) -> Diagnosis:
     """The root cause among ranks of which at least one failed."""
     root = root_of(outcomes)
     others = tuple(_consequence(outcome) for outcome in outcomes if outcome is not root and _failed(outcome))
@@ -54,7 +54,7 @@ def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
     return Diagnosis(root.rank, cause_of(root), where, others, exit_code_of(root), root)
 
 
-def root_of(outcomes: Sequence[Outcome]) -> Outcome:
+def root_of(outcomes: Sequence[RankOutcome]) -> RankOutcome:
     """The outcome that all others follow from."""
     own = [outcome for outcome in outcomes if _is_own_failure(outcome)]
     if own:
@@ -68,7 +68,7 @@ def root_of(outcomes: Sequence[Outcome]) -> Outcome:
     return min(failed, key=lambda outcome: (_lost_a_peer(outcome), outcome.time_s))
 
 
-def cause_of(outcome: Outcome) -> str:
+def cause_of(outcome: RankOutcome) -> str:
     """What happened to a rank, in one or a few lines."""
     error, code = outcome.error, outcome.exit_code
     if error is not None:
@@ -90,7 +90,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def exit_code_of(outcome: Outcome) -> int:
+def exit_code_of(outcome: RankOutcome) -> int:
     """The exit code of a run that failed of this: the rank's own, 128 + the signal, never 0."""
     if outcome.error is not None:
         return outcome.error.exit_code
@@ -143,22 +143,22 @@ def saved(step: int) -> str:
     return f"\n  Last good checkpoint: step {step}; --resume auto goes on from it." if step >= 0 else ""
 
 
-def _is_own_failure(outcome: Outcome) -> bool:
+def _is_own_failure(outcome: RankOutcome) -> bool:
     """Whether a rank failed by itself: not for a lost peer, and not because the launcher ended it."""
     if outcome.error is not None:
         return not _lost_a_peer(outcome)
     return _failed(outcome) and not outcome.was_killed
 
 
-def _lost_a_peer(outcome: Outcome) -> bool:
+def _lost_a_peer(outcome: RankOutcome) -> bool:
     return outcome.error is not None and outcome.error.is_lost_peer
 
 
-def _failed(outcome: Outcome) -> bool:
+def _failed(outcome: RankOutcome) -> bool:
     return outcome.error is not None or outcome.exit_code != 0
 
 
-def _consequence(outcome: Outcome) -> str:
+def _consequence(outcome: RankOutcome) -> str:
     if _lost_a_peer(outcome):
         return f"rank {outcome.rank} ended because its peer was gone"
     if outcome.was_killed and outcome.error is None:

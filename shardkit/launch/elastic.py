@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 from shardkit import __version__, env
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, hangs, names, records, ways
-from shardkit.launch.diagnosis import Outcome
-from shardkit.launch.hangs import Row
+from shardkit.launch import diagnosis, hangs, names, rank_files, start_methods
+from shardkit.launch.diagnosis import RankOutcome
+from shardkit.launch.hangs import HangRow
+from shardkit.launch.monitor import CTRL_C_S, Monitor
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, headline
-from shardkit.launch.watch import CTRL_C_S, Watch
-from shardkit.launch.ways import Start
+from shardkit.launch.start_methods import Start
 
 if TYPE_CHECKING:  # they load torch
     from shardkit.launch.meeting import Meeting
@@ -38,16 +38,16 @@ if TYPE_CHECKING:  # they load torch
 
 
 @dataclass(frozen=True)
-class Attempt:
+class LaunchAttempt:
     """What came of starting the ranks once, on all machines."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RankOutcome, ...]
     started_s: float
     committed_step: int
     """The newest step of which some rank saw a complete checkpoint; -1: none."""
     logs: dict[int, str]
     """Where each rank's log is."""
-    hang: tuple[Row, ...] = ()
+    hang: tuple[HangRow, ...] = ()
     """What each rank did when it was found that they hang; none where they did not."""
     stop: int | None = None
     """The signal that ended it."""
@@ -66,7 +66,7 @@ def run(spec: LaunchSpec) -> Path:
     say(headline(spec, _short(log_dir)))
     began_s = time.monotonic()
     restarts = Restarts(spec.launch.max_restarts)
-    with ways.prepared(spec) as start:
+    with start_methods.prepared(spec) as start:
         from shardkit.launch import meeting
 
         with (
@@ -156,13 +156,15 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
     }
 
 
-def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, log_dir: Path, restart: int) -> Attempt:
+def run_once(
+    spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, log_dir: Path, restart: int
+) -> LaunchAttempt:
     """Starts the ranks and waits for the last one, on all machines. Raises MachineError where one of them is lost."""
     from shardkit.launch import ranks
-    from shardkit.launch.line import Lost
+    from shardkit.launch.store_client import Lost
 
     limits = spec.launch
-    watch = Watch(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, spec.num_machines > 1)
+    watch = Monitor(folder, log_dir, limits.hang_timeout_s, limits.stop_timeout_s, say, spec.num_machines > 1)
     try:
         with signals_to(watch):
             machines.begin(ranks.name_of(restart))
@@ -172,7 +174,7 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
                 ended = ranks.run(spec, start, machines, folder, restart, watch)
             finally:
                 watch.close()
-        report = report_of(watch, ended, records.read_errors(folder), started_s, _short(log_dir))
+        report = report_of(watch, ended, rank_files.read_errors(folder), started_s, _short(log_dir))
         reports = machines.gather(f"{ranks.name_of(restart)}-end", report)
     except OSError as error:
         raise MachineError(f"launch: the ranks could not be started: {error}") from error
@@ -186,7 +188,7 @@ def run_once(spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, 
 
 
 def report_of(
-    watch: Watch, ended: "Ended", errors: dict[int, records.RankError], started_s: float, logs: str
+    watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError], started_s: float, logs: str
 ) -> dict[str, Any]:
     """What this machine tells the others of its ranks. Times are seconds since the start, which all share."""
     return {
@@ -199,49 +201,49 @@ def report_of(
     }
 
 
-def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> Attempt:
+def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> LaunchAttempt:
     """The attempt, from what each machine says of it."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RankOutcome] = []
     logs: dict[int, str] = {}
     for machine, report in sorted(reports.items()):
         where = report["logs"] if machine == machines.machine else f"{machines.name_of(machine)}: {report['logs']}"
         for fields in report["outcomes"]:
-            error = records.RankError(**fields["error"]) if fields["error"] else None
-            outcomes.append(shifted(Outcome(**{**fields, "error": error}), started_s))
+            error = rank_files.RankError(**fields["error"]) if fields["error"] else None
+            outcomes.append(shifted(RankOutcome(**{**fields, "error": error}), started_s))
             logs[fields["rank"]] = where
     known = [report for _, report in sorted(reports.items())]
-    return Attempt(
+    return LaunchAttempt(
         tuple(outcomes),
         started_s,
         max(report["committed_step"] for report in known),
         logs,
-        tuple(_later(Row(**row), started_s) for report in known for row in report["rows"])
+        tuple(_later(HangRow(**row), started_s) for report in known for row in report["rows"])
         if any(report["is_hung"] for report in known)
         else (),
         next((report["stop"] for report in known if report["stop"]), None),
     )
 
 
-def shifted(outcome: Outcome, seconds: float) -> Outcome:
+def shifted(outcome: RankOutcome, seconds: float) -> RankOutcome:
     """The outcome with its times counted from another moment."""
     error = outcome.error and replace(outcome.error, time_s=outcome.error.time_s + seconds)
     return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
 
 
-def _later(row: Row, seconds: float) -> Row:
+def _later(row: HangRow, seconds: float) -> HangRow:
     *rest, since_s = row.order
     return replace(row, order=(*rest, since_s + seconds))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
-def signals_to(watch: Watch) -> Iterator[None]:
+def signals_to(watch: Monitor) -> Iterator[None]:
     """SIGTERM, SIGUSR1 and Ctrl-C go to the ranks; while there are none yet, they end the launch.
 
     A terminal that is closed (SIGHUP) is a wish to end as SIGTERM is, unless it is ignored (nohup).
     """
 
     def tell(number: int, frame: object) -> None:
-        if not watch.ranks and not records.read_places(watch.folder):
+        if not watch.ranks and not rank_files.read_progress(watch.folder):
             raise (
                 KeyboardInterrupt
                 if number == signal.SIGINT
@@ -266,13 +268,13 @@ def signals_to(watch: Watch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def outcomes_of(watch: Watch, ended: "Ended", errors: dict[int, records.RankError]) -> tuple[Outcome, ...]:
+def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError]) -> tuple[RankOutcome, ...]:
     """What their parent, the watch and the ranks themselves know of each rank of this machine, put together."""
     outcomes = []
     for rank, code in sorted(ended.codes.items()):
         known = watch.ranks.get(rank)
         outcomes.append(
-            Outcome(
+            RankOutcome(
                 rank=rank,
                 pid=known.place.pid if known else 0,
                 exit_code=code,
@@ -287,7 +289,7 @@ def outcomes_of(watch: Watch, ended: "Ended", errors: dict[int, records.RankErro
     return tuple(outcomes)
 
 
-def error_of(attempt: Attempt, spec: LaunchSpec, output: Output) -> ShardkitError:
+def error_of(attempt: LaunchAttempt, spec: LaunchSpec, output: Output) -> ShardkitError:
     """The error that a failed attempt ends with; shows the traceback of the rank that failed first, and no other."""
     if attempt.hang:
         logs = attempt.logs[min(attempt.hang, key=lambda row: row.order).rank]

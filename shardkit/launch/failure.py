@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shardkit.errors import EXIT_INTERRUPTED, ShardkitError
-from shardkit.launch.records import RankError
+from shardkit.launch.rank_files import RankError
 
 LOST_PEER = re.compile(
     r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|broken pipe|socket closed|remote process exited"

@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 
 from shardkit import env
 from shardkit.errors import MachineError
+from shardkit.fast_exit import exit_without_interpreter_teardown, exit_without_torch_teardown
 from shardkit.launch import bootstrap, preloaded
 from shardkit.launch.preloaded import Before, Preloaded, Taken
 from shardkit.launch.spec import python_command
-from shardkit.leaving import leave_interpreter_standing, leave_torch_standing
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -268,8 +268,8 @@ def _become_rank(
         sys.meta_path.insert(0, Preloaded(taken, sys.orig_argv))
         code = bootstrap.main(arguments)
         if bootstrap.has_open_group():
-            leave_torch_standing(code)
-        leave_interpreter_standing(code)
+            exit_without_torch_teardown(code)
+        exit_without_interpreter_teardown(code)
     except BaseException:
         traceback.print_exc()
     finally:

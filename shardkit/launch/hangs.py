@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from shardkit.launch.records import Place
+from shardkit.launch.rank_files import RankProgress
 from shardkit.launch.stacks import Stack
 
 PATIENCE = 3
@@ -19,7 +19,7 @@ PATIENCE = 3
 class Rank:
     """What is known of one rank's process. `worked_s`: when it, or what it has started, was last seen to work."""
 
-    place: Place
+    place: RankProgress
     exit_code: int | None = None
     ended_s: float | None = None
     is_gone: bool = False
@@ -103,7 +103,7 @@ def judge(
 
 
 @dataclass(frozen=True)
-class Row:
+class HangRow:
     """A rank's line in the table of a hang. The smallest `order` is the rank that the others wait for: one that left,
     one stopped from outside, one not inside a collective; among equals the one that is furthest behind."""
 
@@ -113,17 +113,17 @@ class Row:
     order: tuple[bool, bool, int, float]
 
 
-def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> list[Row]:
+def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> list[HangRow]:
     """One a rank: step, phase, seconds since it last moved, and the line of the script that it is at."""
     rows = []
     for number in sorted(ranks):
         rank, waits = ranks[number], _waits(seen, number)
         order = (rank.runs and not rank.stopped_since_s, waits, rank.place.step, rank.place.since_s)
-        rows.append(Row(number, _row(number, rank, seen, now), waits, order))
+        rows.append(HangRow(number, _row(number, rank, seen, now), waits, order))
     return rows
 
 
-def render(rows: Iterable[Row], timeout_s: float, logs: str) -> str:
+def render(rows: Iterable[HangRow], timeout_s: float, logs: str) -> str:
     """What ends a run that hangs: the table of all ranks, and which of them the others wait for."""
     rows = sorted(rows, key=lambda row: row.rank)
     first = min(rows, key=lambda row: row.order).rank

@@ -16,9 +16,9 @@ from typing import Any
 from torch.distributed import Store
 
 from shardkit.errors import ConfigError, MachineError
-from shardkit.launch import addresses, reach, stores
-from shardkit.launch.line import POLL_S, Alarm, Line
+from shardkit.launch import addresses, connectivity, stores
 from shardkit.launch.spec import LaunchSpec
+from shardkit.launch.store_client import POLL_S, Alarm, StoreClient
 from shardkit.launch.stores import Announcement, Say
 
 
@@ -33,7 +33,7 @@ class Meeting:
     machines: int
     address: str
     listens_on: tuple[str, int]
-    line: "Line | None" = None
+    line: "StoreClient | None" = None
     hosts: list[str] = field(default_factory=list)
     places: dict[int, Any] = field(default_factory=dict)
     port: int = 0
@@ -89,11 +89,11 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
         who = f"machine {spec.machine_rank} of {spec.num_machines}"
         advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
         store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
-    line = Line(store, spec.machine_rank, spec.num_machines)
+    line = StoreClient(store, spec.machine_rank, spec.num_machines)
     meeting = Meeting(spec.machine_rank, spec.num_machines, host, (store.host, 0), line)
     line.start()
     try:
-        with reach.open_to_others(host) as place:
+        with connectivity.open_to_others(host) as place:
             greet(meeting, {**greeting, "place": place}, say, spec.launch.meet_timeout_s)
             say_who_is_not_reached(meeting, say)
         yield meeting
@@ -126,13 +126,13 @@ def say_who_is_not_reached(meeting: Meeting, say: Say) -> None:
     """A warning on machine 0, and on a machine that does not reach another: over what the ranks meet may be configured
     otherwise (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
     known = {machine: meeting.name_of(machine) for machine in meeting.places}
-    problems = meeting.gather("reach", reach.problem_here(meeting.machine, meeting.places, known))
+    problems = meeting.gather("reach", connectivity.problem_here(meeting.machine, meeting.places, known))
     for machine, problem in sorted(problems.items()):
         if problem and meeting.machine in (0, machine):
             say(f"warning: {problem}.")
 
 
-def refuse_differences(line: Line, found: dict[int, Any]) -> None:
+def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
     """End the meeting where one of the machines that have come starts otherwise than machine 0."""
     known = sorted(found) if 0 in found else []
     problems = [text for machine in known for text in differences(found[0], found[machine], machine)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from shardkit.launch import records
+from shardkit.launch import rank_files
 from shardkit.launch.names import log_path
 
 BAR_PERIOD_S = 10.0
@@ -141,7 +141,7 @@ class Output:
         except BlockingIOError:
             return
         if stream.rank < 0:
-            places = records.read_places(self._folder).values()
+            places = rank_files.read_progress(self._folder).values()
             stream.rank = next(place.rank for place in places if place.local_rank == stream.local_rank)
         stream.read_s = time.monotonic()
         with contextlib.suppress(OSError):  # a full disk under the logs must not stop the run

@@ -11,11 +11,11 @@ from pathlib import Path
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED
 from shardkit.launch import addresses
-from shardkit.launch.line import Alarm
 from shardkit.launch.meeting import Meeting
+from shardkit.launch.monitor import SURVIVOR_GRACE_S, Monitor
 from shardkit.launch.spec import LaunchSpec
-from shardkit.launch.watch import SURVIVOR_GRACE_S, Watch
-from shardkit.launch.ways import Process, Start
+from shardkit.launch.start_methods import RankProcess, Start
+from shardkit.launch.store_client import Alarm
 
 POLL_S = 0.02
 TERM_S = 30.0
@@ -30,7 +30,7 @@ class Ended:
     stopped: frozenset[int]
 
 
-def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Watch) -> Ended:
+def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Monitor) -> Ended:
     """Starts the ranks, and waits until all have ended well, one has failed, or another machine says that one has."""
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
@@ -61,20 +61,20 @@ def name_of(restart: int) -> str:
     return f"attempt-{restart}"
 
 
-def over(processes: Sequence[Process]) -> bool:
+def over(processes: Sequence[RankProcess]) -> bool:
     """Whether one has failed, or all have ended."""
     codes = [process.poll() for process in processes]
     return any(codes) or None not in codes
 
 
-def wait_for(processes: Sequence[Process], timeout_s: float) -> None:
+def wait_for(processes: Sequence[RankProcess], timeout_s: float) -> None:
     """Until all have ended, but no longer than this."""
     until = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(POLL_S)
 
 
-def end(processes: Sequence[Process]) -> None:
+def end(processes: Sequence[RankProcess]) -> None:
     """Ends the ranks that still run; after a failure also what the ranks have started and left behind."""
     has_failed = any(process.poll() != 0 for process in processes)
     if has_failed:
@@ -84,7 +84,7 @@ def end(processes: Sequence[Process]) -> None:
         wait_for(processes, float("inf"))
 
 
-def tell(processes: Sequence[Process], number: int) -> None:
+def tell(processes: Sequence[RankProcess], number: int) -> None:
     """Sends a signal to every rank and to what it has started: each rank leads a process group of its own."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardkit.launch.failure import is_users, short_name
 
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-WAITING = ("/torch/distributed/", "/shardkit/distributed/control.py", "/shardkit/distributed/meeting.py")
+WAITING = ("/torch/distributed/", "/shardkit/distributed/control.py", "/shardkit/distributed/named_barrier.py")
 """Code in which a rank waits for its peers."""
 BACKWARD = "/torch/autograd/graph.py"
 """Code in which a rank runs a backward, and waits for its peers if it uses no CPU time: DDP's reducer is native."""

@@ -40,7 +40,7 @@ class TransformerFacts:
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelDescription:
     """A model: its module tree, where it came from, and the facts that its memory depends on.
 
     `has_class_names` is False where the tree was read from names of weights: then its class names are made up and
@@ -85,7 +85,7 @@ def count_text(number: int) -> str:
     return f"{number:,}"
 
 
-def to_json(description: Description) -> dict[str, Any]:
+def to_json(description: ModelDescription) -> dict[str, Any]:
     """A JSON-able form that `from_json` reads back exactly."""
     return {
         "spec": description.spec,
@@ -97,9 +97,9 @@ def to_json(description: Description) -> dict[str, Any]:
     }
 
 
-def from_json(data: dict[str, Any]) -> Description:
+def from_json(data: dict[str, Any]) -> ModelDescription:
     """The description that `to_json` was given."""
-    return Description(
+    return ModelDescription(
         spec=data["spec"],
         name=data["name"],
         tree=_node_from_json(data["tree"]),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.model.describe import Description, TransformerFacts, to_json
+from shardkit.model.describe import ModelDescription, TransformerFacts, to_json
 from shardkit.model.families import activation_gaps
 from shardkit.model.live import tree_of
 
@@ -30,13 +30,13 @@ def main() -> None:
     Path(result).write_text(json.dumps(answer))
 
 
-def describe_factory(spec: str) -> Description:
+def describe_factory(spec: str) -> ModelDescription:
     """The model that `module:function` returns, built on the meta device."""
     with torch.device("meta"):
         model = build_factory(spec)
     config = getattr(model, "config", None)
     facts = transformer_facts(config, model) if config is not None and not isinstance(config, Mapping) else None
-    return Description(spec, type(model).__name__, tree_of(model), facts)
+    return ModelDescription(spec, type(model).__name__, tree_of(model), facts)
 
 
 def build_factory(spec: str) -> nn.Module:
@@ -55,12 +55,12 @@ def build_factory(spec: str) -> nn.Module:
     return model
 
 
-def describe_transformers(path: str) -> Description:
+def describe_transformers(path: str) -> ModelDescription:
     """The model of a Transformers config.json, with new weights on the meta device."""
     with torch.device("meta"):
         model = build_transformers(path)
     note = "Parameters count as fp32, as in training with mixed precision, whatever dtype the weights were saved in."
-    return Description(
+    return ModelDescription(
         path, type(model).__name__, tree_of(model), transformer_facts(model.config, model), notes=(note,)
     )
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from shardkit.errors import ModelError
 from shardkit.model import child, gpt, weights
 from shardkit.model.builtin import BUILTIN
-from shardkit.model.describe import Description, from_json
+from shardkit.model.describe import ModelDescription, from_json
 
 FORMS = "module:function, a Transformers config.json, a .safetensors file or folder, " + ", ".join(BUILTIN)
 CLOSED_FORM_HINT = "or describe its sizes: --model gpt:layers=..,hidden=..,heads=.. needs no code"
 
 
-def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) -> Description:
+def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) -> ModelDescription:
     """What is known of the model that `spec` names; relative paths and modules are looked up in `folder` (here).
 
     Raises ModelError, with what to do, for a model that is not there, fails to build or takes too long.
@@ -50,10 +50,10 @@ def has_form(spec: str, folder: Path) -> bool:
     return is_by_sizes(spec) or (folder / spec).exists() or _looks_like_factory(spec)
 
 
-def _by_formula(spec: str) -> Description:
+def _by_formula(spec: str) -> ModelDescription:
     shape = BUILTIN.get(spec) or gpt.parse(spec.removeprefix("gpt:"))
     name = spec if spec in BUILTIN else "GPT"
-    return Description(spec, name, gpt.tree(shape), gpt.facts(shape))
+    return ModelDescription(spec, name, gpt.tree(shape), gpt.facts(shape))
 
 
 def _looks_like_factory(spec: str) -> bool:
@@ -70,7 +70,7 @@ def _unknown(spec: str, path: Path) -> str:
     return f"--model {spec}: not a model; give {FORMS}, or gpt:layers=..,hidden=..,heads=.."
 
 
-def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> Description:
+def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> ModelDescription:
     with tempfile.TemporaryDirectory(prefix="shardkit-model-") as scratch:
         result = Path(scratch) / "result.json"
         ended = child.run("shardkit.model.probe", [kind, spec, str(result)], folder, timeout_s)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import ModelError
-from shardkit.model.describe import Description
+from shardkit.model.describe import ModelDescription
 from shardkit.model.tree import ModuleNode, Parameter
 
 # https://github.com/huggingface/safetensors#format: 8 bytes little-endian header size, at most 100 MB, then JSON.
@@ -15,7 +15,7 @@ _LARGEST_HEADER_BYTES = 100_000_000
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def describe(spec: str, path: Path) -> Description:
+def describe(spec: str, path: Path) -> ModelDescription:
     """The model whose weights lie in a .safetensors file or in the ones of a folder.
 
     Class names are not in such files: repeated blocks get the name of their list, e.g. `layers[*]`.
@@ -29,7 +29,7 @@ def describe(spec: str, path: Path) -> Description:
     parameters = {name: _parameter(name, entry) for name, entry in entries.items() if entry["dtype"] in _DTYPES}
     if not parameters:
         raise ModelError(f"{path}: no floating-point tensor in it; name the file that holds the model's weights.")
-    return Description(
+    return ModelDescription(
         spec=spec,
         name=path.stem if path.is_file() else path.name,
         tree=_tree("", _nested(parameters)),

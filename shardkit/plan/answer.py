@@ -7,19 +7,19 @@ from typing import Any
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
-from shardkit.model.describe import Description
+from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
-from shardkit.plan.layout import axes
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
+from shardkit.plan.unit_sizes import axes
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is asked: a model, a configuration, and where it should run. `batch_size` is a rank's micro-batch."""
 
-    description: Description
+    description: ModelDescription
     config: Config
     world_size: int
     ranks_per_machine: int
@@ -29,7 +29,7 @@ class Request:
     seq_len: int | None = None
     loss: Loss = Loss.HELD
 
-    def with_config(self, config: Config) -> "Request":
+    def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
 
     @property
@@ -82,7 +82,7 @@ class Finding:
 class Answer:
     """Everything that `shardkit plan` says: `rows` are the possible strategies in order, `chosen` the config's own."""
 
-    request: Request
+    request: PlanRequest
     rows: tuple[Row, ...]
     chosen: ShardingStrategy
     suggested: ShardingStrategy | None
@@ -97,7 +97,7 @@ class Answer:
         return next(row for row in self.rows if row.strategy is self.chosen)
 
 
-def row(request: Request, strategy: ShardingStrategy | None = None) -> Row:
+def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
     """One strategy's row; None takes the configuration as it is."""
     config = request.config if strategy is None else with_strategy(request.config, strategy)
     facts = request.description.facts
@@ -139,7 +139,7 @@ def retries(device: Device, memory: RankMemory) -> bool | None:
     return None if alive is None or reserved is None else alive and not reserved
 
 
-def check_seq_len(request: Request) -> str | None:
+def check_seq_len(request: PlanRequest) -> str | None:
     """A remark where sequences are longer than the model is built for; UsageError where it lacks positions for them."""
     facts, given = request.description.facts, request.seq_len
     if facts is None or facts.seq_len is None or given is None or given <= facts.seq_len:
@@ -162,7 +162,7 @@ def check_seq_len(request: Request) -> str | None:
 _REMARKABLE = 0.01
 
 
-def undivided(request: Request) -> str | None:
+def undivided(request: PlanRequest) -> str | None:
     """A remark where a good part of the model cannot be split evenly over the ranks that share it."""
     found = axes(request.config, request.world_size, request.ranks_per_machine)
     if found.mode != "fsdp":
@@ -182,7 +182,7 @@ def undivided(request: Request) -> str | None:
     )
 
 
-def possible_strategies(request: Request) -> list[ShardingStrategy]:
+def possible_strategies(request: PlanRequest) -> list[ShardingStrategy]:
     """All five, without the hybrid ones where there is one machine and nobody asked for them."""
     has_mesh = bool(request.config.shardkit.mesh.shard_size or request.config.shardkit.mesh.replicate_size)
     several = request.machines > 1 and request.world_size % request.ranks_per_machine == 0

@@ -27,8 +27,8 @@ from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import activations
 from shardkit.plan.activations import Activations, Loss
-from shardkit.plan.layout import Axes, Layout, Unit, compute_dtype, itemsize, layout
 from shardkit.plan.traffic import Traffic, traffic
+from shardkit.plan.unit_sizes import Axes, ShardedSizes, UnitSizes, compute_dtype, itemsize, layout
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _why_unknown(facts: TransformerFacts | None, batch_size: int | None) -> str:
     return "all activations: add --seq-len" if batch_size else "all activations: add --batch-size"
 
 
-def _is_offloaded(plan: Layout, config: Config) -> bool:
+def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
     return config.fsdp.offload_params and plan.axes.mode == "fsdp" and not config.use_cpu
 
 
@@ -176,7 +176,7 @@ def _offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
     return device, Memory(last.parameters, last.gradients, last.optimizer_state)
 
 
-def _persistent(plan: Layout) -> Memory:
+def _persistent(plan: ShardedSizes) -> Memory:
     """What is alive all along: shards of parameters, buffers, optimizer state."""
     everything = [*plan.units, plan.root, plan.replicated]
     return Memory(
@@ -185,16 +185,16 @@ def _persistent(plan: Layout) -> Memory:
     )
 
 
-def _all_gradients(plan: Layout) -> int:
+def _all_gradients(plan: ShardedSizes) -> int:
     return sum(unit.gradient_bytes for unit in [*plan.units, plan.root, plan.replicated])
 
 
-def _kept_bytes(unit: Unit, config: Config, kept: Activations) -> int:
+def _kept_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
     """What the unit's blocks keep on the device between forward and backward."""
     return 0 if config.shardkit.offload_activations else _saved_bytes(unit, config, kept)
 
 
-def _saved_bytes(unit: Unit, config: Config, kept: Activations) -> int:
+def _saved_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
     """What the unit's blocks keep between forward and backward, on the device or on the host."""
     if not config.fsdp.activation_checkpointing:
         return unit.blocks * kept.block_bytes
@@ -202,20 +202,20 @@ def _saved_bytes(unit: Unit, config: Config, kept: Activations) -> int:
     return unit.blocks * (kept.block_input_bytes + (every - 1) * kept.block_bytes) // every
 
 
-def _working_bytes(unit: Unit, config: Config, kept: Activations) -> int:
+def _working_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
     """What is alive beside that while one of the unit's blocks is recomputed, or comes back from the host."""
     comes_back = config.fsdp.activation_checkpointing or config.shardkit.offload_activations
     return kept.block_bytes if comes_back and unit.blocks else 0
 
 
-def _walk_fsdp(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
     """One optimizer step under FSDP2, the last micro-batch of it."""
     yield from _forward(plan, config, kept)
     yield from _backward(plan, config, kept)
     yield from _ends(plan, config)
 
 
-def _forward(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
     """A unit is gathered, used, and freed (or kept), the next one's all-gather at most one ahead."""
     base = replace(_persistent(plan), gradients=_gradients_before(plan, config))
     alive, held = _kept_bytes(plan.root, config, kept), plan.root.gathered_bytes
@@ -233,18 +233,18 @@ def _forward(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment
     yield Moment("loss", "", replace(base, gathered=held, activations=alive + kept.logits_bytes))
 
 
-def _copy_bytes(plan: Layout, unit: Unit) -> int:
+def _copy_bytes(plan: ShardedSizes, unit: UnitSizes) -> int:
     """The output of an all-gather, before it is copied out, and what is put in order on the way; with one shard nothing
     is gathered."""
     return unit.gathered_bytes + unit.rearranged_bytes if plan.axes.shards > 1 else 0
 
 
-def _gradients_before(plan: Layout, config: Config) -> int:
+def _gradients_before(plan: ShardedSizes, config: Config) -> int:
     """Sharded gradients alive before the last backward of a step: those of the micro-batches before."""
     return _all_gradients(plan) if config.shardkit.gradient_accumulation_steps > 1 else 0
 
 
-def _backward(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+def _backward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
     """Units in reverse. While one computes, the next is gathered ahead and the one before is still being reduced."""
     base, root = _persistent(plan), plan.root
     before = _gradients_before(plan, config)
@@ -273,7 +273,7 @@ def _backward(plan: Layout, config: Config, kept: Activations) -> Iterator[Momen
         yield from _root_backward(plan, config, kept, alive, in_flight)
 
 
-def _gathered_in_backward(plan: Layout, config: Config, index: int) -> int:
+def _gathered_in_backward(plan: ShardedSizes, config: Config, index: int) -> int:
     """Unsharded parameters while this unit computes backward, without the root's."""
     if not plan.axes.reshards_after_forward:
         return sum(unit.gathered_bytes for unit in plan.units[: index + 1])
@@ -285,7 +285,9 @@ def _gathered_in_backward(plan: Layout, config: Config, index: int) -> int:
     return unit.gathered_bytes + ahead
 
 
-def _root_backward(plan: Layout, config: Config, kept: Activations, alive: int, in_flight: int) -> Iterator[Moment]:
+def _root_backward(
+    plan: ShardedSizes, config: Config, kept: Activations, alive: int, in_flight: int
+) -> Iterator[Moment]:
     """The root computes its last gradients (embeddings) beside the first unit's reduction, then reduces its own."""
     base, root = _persistent(plan), plan.root
     others = max(_gradients_before(plan, config), _all_gradients(plan) - root.gradient_bytes)
@@ -308,11 +310,11 @@ def _root_backward(plan: Layout, config: Config, kept: Activations, alive: int, 
     yield Moment("reduction", "the root", reducing)
 
 
-def _ends(plan: Layout, config: Config) -> Iterator[Moment]:
+def _ends(plan: ShardedSizes, config: Config) -> Iterator[Moment]:
     yield Moment("optimizer", "", replace(_persistent(plan), gradients=_all_gradients(plan)))
 
 
-def _walk_ddp(plan: Layout, config: Config, kept: Activations) -> Iterator[Moment]:
+def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
     """One step of DistributedDataParallel, or of one process alone: everything whole on every rank.
 
     The gradients are views of the reducer's buckets (gradient_as_bucket_view), so they are there once. Under mixed
@@ -334,7 +336,7 @@ def _walk_ddp(plan: Layout, config: Config, kept: Activations) -> Iterator[Momen
     yield Moment("optimizer", "", replace(base, gradients=everything))
 
 
-def _cast_bytes(plan: Layout, config: Config) -> int:
+def _cast_bytes(plan: ShardedSizes, config: Config) -> int:
     if dtypes(config).param in (None, "fp32"):
         return 0
     return plan.root.gathered_bytes

@@ -21,7 +21,7 @@ _MOST_RUNS = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class RepeatedBlocks:
     """Equal blocks one after another: `length` children of the module `container`, from index `start` on."""
 
     container: str
@@ -29,10 +29,10 @@ class Run:
     length: int
 
 
-def runs_of(tree: ModuleNode) -> list[Run]:
+def runs_of(tree: ModuleNode) -> list[RepeatedBlocks]:
     """The runs that are worth leaving blocks out of; empty where there is none, or where there are too many."""
     shared = {p.tied_to for node in tree.walk() for p in node.parameters if p.tied_to}
-    found: list[Run] = []
+    found: list[RepeatedBlocks] = []
 
     def visit(node: ModuleNode) -> None:
         mine = list(_runs_in(node, shared)) if node.is_container or node.class_name == "Sequential" else []
@@ -46,13 +46,13 @@ def runs_of(tree: ModuleNode) -> list[Run]:
     return found if len(found) <= _MOST_RUNS else []
 
 
-def _runs_in(node: ModuleNode, shared: set[str]) -> Iterator[Run]:
+def _runs_in(node: ModuleNode, shared: set[str]) -> Iterator[RepeatedBlocks]:
     kinds = [_kind(child, shared) for child in node.children]
     start = 0
     for index in range(1, len(kinds) + 1):
         if index == len(kinds) or kinds[index] is None or kinds[index] != kinds[start]:
             if index - start > MORE and kinds[start] is not None:
-                yield Run(node.fqn, start, index - start)
+                yield RepeatedBlocks(node.fqn, start, index - start)
             start = index
 
 
@@ -68,14 +68,14 @@ def _kind(block: ModuleNode, shared: set[str]) -> Hashable:
     return tuple(parts) if block.children and block.numel else None
 
 
-def shorten(model: Any, runs: Sequence[Run], kept: Sequence[int]) -> None:
+def shorten(model: Any, runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> None:
     """Leave only `kept[i]` blocks of run i in the torch model, in place; those after them move up."""
     for run, keep in sorted(zip(runs, kept, strict=True), key=lambda pair: -pair[0].start):
         container = model.get_submodule(run.container)
         del container[run.start + 2 : run.start + 2 + run.length - keep]
 
 
-def original_name(fqn: str, runs: Sequence[Run], kept: Sequence[int]) -> tuple[str, int | None, int]:
+def original_name(fqn: str, runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> tuple[str, int | None, int]:
     """(name in the whole model, number of the run that it lies in, the block's index in the shortened run).
 
     A block's name is that of the block as far from the nearer end.
@@ -99,7 +99,9 @@ def original_name(fqn: str, runs: Sequence[Run], kept: Sequence[int]) -> tuple[s
     return fqn, None, 0
 
 
-def whole_step(runs: Sequence[Run], short: Sequence[Moment], longer: Sequence[Sequence[Moment]]) -> list[Moment] | None:
+def whole_step(
+    runs: Sequence[RepeatedBlocks], short: Sequence[Moment], longer: Sequence[Sequence[Moment]]
+) -> list[Moment] | None:
     """The moments of a step with all blocks. `short` is a step with KEPT blocks in every run, `longer[i]` one with
     MORE in run i. None where they do not correspond, moment by moment."""
     base_kept = [KEPT] * len(runs)
@@ -124,7 +126,7 @@ class _Step:
     index: int
 
 
-def _keyed(moments: Sequence[Moment], runs: Sequence[Run], kept: Sequence[int]) -> Iterator[_Step]:
+def _keyed(moments: Sequence[Moment], runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> Iterator[_Step]:
     counts: Counter[Hashable] = Counter()
     for moment in moments:
         name, run, index = original_name(moment.unit, runs, kept)
@@ -134,7 +136,7 @@ def _keyed(moments: Sequence[Moment], runs: Sequence[Run], kept: Sequence[int]) 
         yield _Step((key, counts[key]), Moment(moment.phase, name, moment.memory), run, index)
 
 
-def _grown(step: _Step, runs: Sequence[Run], growth: Sequence[Mapping[Hashable, Memory]]) -> _Step:
+def _grown(step: _Step, runs: Sequence[RepeatedBlocks], growth: Sequence[Mapping[Hashable, Memory]]) -> _Step:
     memory = step.moment.memory
     for run, found in zip(runs, growth, strict=True):
         memory = _add(memory, found[step.key], step.moment.memory, run.length - KEPT)
@@ -148,7 +150,7 @@ def _add(memory: Memory, more: Memory, less: Memory, times: int) -> Memory:
     return Memory(**{field.name: one(field.name) for field in fields(Memory)})
 
 
-def _filled(steps: Sequence[_Step], runs: Sequence[Run]) -> Iterator[Moment]:
+def _filled(steps: Sequence[_Step], runs: Sequence[RepeatedBlocks]) -> Iterator[Moment]:
     """All moments in order, those of the blocks between drawn in a straight line between their neighbours."""
     position = 0
     while position < len(steps):
@@ -180,7 +182,7 @@ def _group(steps: Sequence[_Step], position: int) -> list[_Step]:
     return found
 
 
-def _between(first: Sequence[_Step], second: Sequence[_Step], run: Run) -> Iterator[Moment]:
+def _between(first: Sequence[_Step], second: Sequence[_Step], run: RepeatedBlocks) -> Iterator[Moment]:
     """The groups of blocks 1 to length - 2, in the order in which the two that are known came."""
     last = run.length - 3
     forward = first[0].index == 1
@@ -191,7 +193,7 @@ def _between(first: Sequence[_Step], second: Sequence[_Step], run: Run) -> Itera
             yield Moment(one.moment.phase, name, _mean(one.moment.memory, other.moment.memory, number, last))
 
 
-def _renumbered(fqn: str, run: Run, index: int) -> str:
+def _renumbered(fqn: str, run: RepeatedBlocks, index: int) -> str:
     prefix = f"{run.container}." if run.container else ""
     _, dot, rest = fqn[len(prefix) :].partition(".")
     return f"{prefix}{index}{dot}{rest}"

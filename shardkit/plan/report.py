@@ -7,7 +7,7 @@ from textwrap import fill, wrap
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.plan.activations import LOSS_TEXTS
-from shardkit.plan.answer import Answer, Request, Row, retries
+from shardkit.plan.answer import Answer, PlanRequest, Row, retries
 from shardkit.plan.closed_form import Memory
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 
@@ -36,7 +36,7 @@ def render(answer: Answer) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _headline(request: Request) -> str:
+def _headline(request: PlanRequest) -> str:
     config = request.config
     where = f"{request.world_size:,} rank{'s' if request.world_size > 1 else ''}"
     if request.machines > 1:
@@ -240,7 +240,7 @@ def _has_logits(answer: Answer) -> bool:
     return facts is not None and facts.vocabulary is not None
 
 
-def _links(request: Request) -> str:
+def _links(request: PlanRequest) -> str:
     device = request.device
     inside = f"{device.link_bytes_per_s / 1e9:,.4g} GB/s in a machine"
     return (

@@ -9,8 +9,8 @@ from shardkit.config.schema import Config
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan.devices import Device, Efficiency
-from shardkit.plan.layout import compute_dtype
 from shardkit.plan.traffic import Traffic
+from shardkit.plan.unit_sizes import compute_dtype
 
 # What NCCL's own tests reach of a link for large messages: an assumption, printed with every answer.
 LINK_EFFICIENCY = 0.8

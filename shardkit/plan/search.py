@@ -5,22 +5,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.plan.answer import Finding, Request, Row, possible_strategies, row
+from shardkit.plan.answer import Finding, PlanRequest, Row, possible_strategies, row
 from shardkit.plan.closed_form import Memory, with_strategy
 from shardkit.plan.suggest import suggest_from
 
 LARGEST_BATCH = 2**16
 LARGEST_WORLD = 2**16
 
-Evaluate = Callable[[Request], Row]
+Evaluate = Callable[[PlanRequest], Row]
 
 
-def find(question: str, request: Request, evaluate: Evaluate = row) -> Finding:
+def find(question: str, request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     """The answer to max-batch, min-gpus or strategy. `evaluate` gives the row of a request's own configuration.
 
     UsageError for any other question, and where memory or activations are not known: nothing is searched without.
     """
-    questions: dict[str, Callable[[Request, Evaluate], Finding]] = {
+    questions: dict[str, Callable[[PlanRequest, Evaluate], Finding]] = {
         "max-batch": max_batch,
         "min-gpus": min_gpus,
         "strategy": strategy,
@@ -32,7 +32,7 @@ def find(question: str, request: Request, evaluate: Evaluate = row) -> Finding:
     return questions[question](request, evaluate)
 
 
-def max_batch(request: Request, evaluate: Evaluate = row) -> Finding:
+def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     """The largest micro-batch a rank that fits, for the configuration's strategy."""
     _check_known("max-batch", evaluate(replace(request, batch_size=1)))
     room = (request.device.memory_bytes or 0) - request.device.reserve_bytes
@@ -98,7 +98,7 @@ class _Tried:
 class _Worlds:
     """Which numbers of ranks fit, each tried once, and the one that needed least."""
 
-    request: Request
+    request: PlanRequest
     evaluate: Evaluate
     least: _Tried | None = None
 
@@ -113,7 +113,7 @@ class _Worlds:
         return bool(found.fits)
 
 
-def min_gpus(request: Request, evaluate: Evaluate = row) -> Finding:
+def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     """The fewest ranks on which the configuration's strategy fits; beyond one machine, whole machines only."""
     _check_known("min-gpus", evaluate(request))
     name = request.config.fsdp.sharding_strategy.value
@@ -146,7 +146,7 @@ def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
     return machines * ranks_per_machine
 
 
-def strategy(request: Request, evaluate: Evaluate = row) -> Finding:
+def strategy(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     """The strategy that is suggested here."""
     under = partial(with_strategy, request.config)
     rows = [evaluate(request.with_config(under(each))) for each in possible_strategies(request)]

@@ -16,7 +16,7 @@ from shardkit.errors import ModelError, ShardkitError, UsageError
 from shardkit.model import child
 from shardkit.model.sources import is_by_sizes
 from shardkit.plan import repeats
-from shardkit.plan.answer import Request, Row, fits, row
+from shardkit.plan.answer import PlanRequest, Row, fits, row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 
 # A step of so many blocks takes about as long as starting the child process does: all of them are run, and so the
@@ -35,7 +35,7 @@ class Simulation:
 
 
 def refine(
-    request: Request,
+    request: PlanRequest,
     rows: tuple[Row, ...],
     strategies: list[ShardingStrategy],
     *,
@@ -58,15 +58,15 @@ def refine(
     return tuple(refined(each) for each in rows), tuple(notes)
 
 
-def _with_memory(each: Row, request: Request, found: Simulation) -> Row:
+def _with_memory(each: Row, request: PlanRequest, found: Simulation) -> Row:
     return replace(each, simulated=found.memory, fits=fits(request.device, found.memory))
 
 
-def _has_few_blocks(request: Request) -> bool:
+def _has_few_blocks(request: PlanRequest) -> bool:
     return sum(run.length for run in repeats.runs_of(request.description.tree)) <= WHOLE_BLOCKS
 
 
-def simulated_row(request: Request, *, is_exact: bool = False, batch: str | None, optimizer: str | None) -> Row:
+def simulated_row(request: PlanRequest, *, is_exact: bool = False, batch: str | None, optimizer: str | None) -> Row:
     """The row of the request's own configuration, with simulated memory."""
     own = row(request)
     (found,) = simulate(request, [own.estimate.config], is_exact=is_exact, batch=batch, optimizer=optimizer)
@@ -74,7 +74,7 @@ def simulated_row(request: Request, *, is_exact: bool = False, batch: str | None
 
 
 def simulate(
-    request: Request,
+    request: PlanRequest,
     configs: list[Config] | None = None,
     *,
     is_exact: bool = False,
@@ -107,7 +107,7 @@ def simulate(
     return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]
 
 
-def _kind(request: Request, folder: Path) -> str:
+def _kind(request: PlanRequest, folder: Path) -> str:
     spec = request.description.spec
     if is_by_sizes(spec):
         return "gpt"
@@ -145,7 +145,7 @@ def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[
     return answer["steps"]
 
 
-def _simulation(request: Request, config: Config, step: dict[str, Any], batch: str | None) -> Simulation:
+def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batch: str | None) -> Simulation:
     timeline = tuple(Moment(phase, unit, Memory(*numbers)) for phase, unit, numbers in step["moments"])
     host = Memory()
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
@@ -175,7 +175,7 @@ def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory
     ), Memory(last.parameters, last.gradients, last.optimizer_state)
 
 
-def _notes(request: Request, config: Config, remarks: list[str], batch: str | None) -> list[str]:
+def _notes(request: PlanRequest, config: Config, remarks: list[str], batch: str | None) -> list[str]:
     notes = ["Simulated: one steady training step on fake tensors, with torch's operators for the CPU.", *remarks]
     if request.batch_size is None and batch is None:
         notes.append("The simulated micro-batch is one sample; --batch-size changes it.")

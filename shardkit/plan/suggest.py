@@ -8,7 +8,7 @@ from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.plan.activations import Loss
-from shardkit.plan.answer import Change, Request, Row, configured_strategy, possible_strategies, row
+from shardkit.plan.answer import Change, PlanRequest, Row, configured_strategy, possible_strategies, row
 from shardkit.plan.closed_form import RankMemory, with_strategy
 from shardkit.plan.devices import SPARE, Device
 from shardkit.plan.traffic import Traffic
@@ -66,7 +66,7 @@ def suggest_from(rows: Sequence[Row], device: Device) -> tuple[ShardingStrategy 
     return suggest([Candidate(row.strategy, row.memory, row.estimate.traffic) for row in rows], device)
 
 
-def changes(request: Request) -> tuple[Change, ...]:
+def changes(request: PlanRequest) -> tuple[Change, ...]:
     """What would lower the peak of the request's own configuration, the largest effect first, each on its own.
 
     Where none of them is enough, the last one is a combination that is, if there is one. Changes without effect on the
@@ -79,7 +79,7 @@ def changes(request: Request) -> tuple[Change, ...]:
     return (*found, together) if together else tuple(found)
 
 
-def _tried(request: Request) -> Iterator[tuple[Request, Change]]:
+def _tried(request: PlanRequest) -> Iterator[tuple[PlanRequest, Change]]:
     """Every single change that lowers the peak, and the request with it."""
     peak = row(request).memory.peak.total
     for text, changed in _candidates(request):
@@ -91,7 +91,7 @@ def _tried(request: Request) -> Iterator[tuple[Request, Change]]:
             yield changed, Change(text, other.memory.peak.total, peak - other.memory.peak.total, other.fits)
 
 
-def _together(request: Request, most: int = 6) -> Change | None:
+def _together(request: PlanRequest, most: int = 6) -> Change | None:
     """Changes one after the other, the most effective first, until it fits; None where it never does.
 
     The optimizer stays: another one is another training.
@@ -116,18 +116,24 @@ def _last_of_each(texts: list[str]) -> list[str]:
     return [text for text in texts if by_key[text.split()[0]] is text]
 
 
-def _candidates(request: Request) -> Iterator[tuple[str, Request]]:
+def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     config = request.config
     yield from _other_layouts(request)
     yield from _other_loads(request)
     if not config.fsdp.activation_checkpointing:
         text = "fsdp_activation_checkpointing: true (a third more compute)"
         yield text, request.with_config(_fsdp(config, activation_checkpointing=True))
+    section = config.shardkit
+    recomputes_blocks = config.fsdp.activation_checkpointing and section.recompute == "blocks"
+    if recomputes_blocks and not section.offload_activations and not section.compile:
+        section = section.model_copy(update={"offload_activations": True})
+        text = "shardkit.offload_activations: true (slower steps, host memory)"
+        yield text, request.with_config(config.model_copy(update={"shardkit": section}))
     if dtypes(config).param is None:
         yield "mixed_precision: bf16", request.with_config(config.model_copy(update={"mixed_precision": "bf16"}))
 
 
-def _other_layouts(request: Request) -> Iterator[tuple[str, Request]]:
+def _other_layouts(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     config = request.config
     for strategy in possible_strategies(request):
         if strategy is not configured_strategy(config):
@@ -142,7 +148,7 @@ def _other_layouts(request: Request) -> Iterator[tuple[str, Request]]:
         yield text, request.with_config(_fsdp(config, **update))
 
 
-def _other_loads(request: Request) -> Iterator[tuple[str, Request]]:
+def _other_loads(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     from dataclasses import replace
 
     for factor in (2, 4):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardkit.config.schema import BackwardPrefetch, Config
-from shardkit.plan.layout import Layout, Unit
+from shardkit.plan.unit_sizes import ShardedSizes, UnitSizes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Traffic:
         return sum(c.between_bytes for c in self.collectives)
 
 
-def traffic(plan: Layout, config: Config, world_size: int, ranks_per_machine: int) -> Traffic:
+def traffic(plan: ShardedSizes, config: Config, world_size: int, ranks_per_machine: int) -> Traffic:
     """The step's collectives, all its micro-batches together."""
     machine = min(ranks_per_machine, world_size)
     match plan.axes.mode:
@@ -78,7 +78,7 @@ def traffic(plan: Layout, config: Config, world_size: int, ranks_per_machine: in
             return Traffic(_of_fsdp(plan, config, world_size, machine))
 
 
-def _of_ddp(plan: Layout, machine: int) -> tuple[Collective, ...]:
+def _of_ddp(plan: ShardedSizes, machine: int) -> tuple[Collective, ...]:
     """Gradients once a step, in buckets; buffers once a step, from rank 0 before forward."""
     gradients = plan.root.reduce_bytes + plan.replicated.reduce_bytes
     ranks = plan.axes.replicas
@@ -90,7 +90,7 @@ def _of_ddp(plan: Layout, machine: int) -> tuple[Collective, ...]:
     )
 
 
-def _of_fsdp(plan: Layout, config: Config, world_size: int, machine: int) -> tuple[Collective, ...]:
+def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) -> tuple[Collective, ...]:
     """Every micro-batch gathers and reduces over the shards; the replicas exchange once a step.
 
     Parameters that no rank splits are reduced over all ranks, in one call a micro-batch.
@@ -116,7 +116,7 @@ def _present(collectives: list[Collective]) -> tuple[Collective, ...]:
     return tuple(c for c in collectives if c.group_size > 1 and c.payload_bytes)
 
 
-def _gathered(plan: Layout, config: Config) -> Iterator[Unit]:
+def _gathered(plan: ShardedSizes, config: Config) -> Iterator[UnitSizes]:
     """Units in the order in which they are gathered, once each time: forward, then backward where they were freed.
 
     The root is gathered once: FSDP2 does not free it after forward. Backward stops gathering where no gradient flows
@@ -133,5 +133,5 @@ def _gathered(plan: Layout, config: Config) -> Iterator[Unit]:
         yield plan.units[left - 1]
 
 
-def _reduced(plan: Layout) -> list[Unit]:
+def _reduced(plan: ShardedSizes) -> list[UnitSizes]:
     return [unit for unit in [*plan.units, plan.root] if unit.reduce_bytes]

@@ -106,7 +106,7 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     return Step(moments, _grown_payload(runs, short, longer), short.unused, host_bytes=host_bytes), None
 
 
-def _grown_payload(runs: list[repeats.Run], short: Step, longer: list[Step]) -> dict[str, int]:
+def _grown_payload(runs: list[repeats.RepeatedBlocks], short: Step, longer: list[Step]) -> dict[str, int]:
     payload = dict(short.payload_bytes)
     for run, step in zip(runs, longer, strict=True):
         for kind, size in step.payload_bytes.items():
@@ -123,14 +123,16 @@ def _tree(job: Job) -> ModuleNode:
         return tree_of(_built(job))
 
 
-def _short_tree(job: Job, runs: list[repeats.Run], kept: list[int]) -> ModuleNode:
+def _short_tree(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> ModuleNode:
     if job.kind == "gpt":
         return gpt.tree(replace(_shape(job), layers=kept[0]))
     with fake_world.fake_tensors():
         return tree_of(_shortened(job, runs, kept))
 
 
-def _is_cut_alike(job: Job, config: Config, tree: ModuleNode, runs: list[repeats.Run], kept: list[int]) -> bool:
+def _is_cut_alike(
+    job: Job, config: Config, tree: ModuleNode, runs: list[repeats.RepeatedBlocks], kept: list[int]
+) -> bool:
     """Whether the shortened model's units are those of the whole one, without those of the blocks left out."""
     if config.mode != "fsdp":
         return True
@@ -166,7 +168,7 @@ def _built(job: Job) -> nn.Module:
     return fake_world.with_fake_tensors(model)
 
 
-def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
+def _shortened(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> nn.Module:
     """The model with as many blocks as asked for; all of them where `runs` is empty."""
     if job.kind == "gpt":
         from shardkit.model import gpt_module
@@ -178,13 +180,15 @@ def _shortened(job: Job, runs: list[repeats.Run], kept: list[int]) -> nn.Module:
     return model
 
 
-def _step(job: Job, config: Config, runs: list[repeats.Run], kept: list[int]) -> Step:
+def _step(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> Step:
     """One step; a second time where some parameters turn out to have no gradient, and so no optimizer state."""
     found = _tracked(job, config, runs, kept, ())
     return _tracked(job, config, runs, kept, found.unused) if found.unused else found
 
 
-def _tracked(job: Job, config: Config, runs: list[repeats.Run], kept: list[int], stateless: tuple[str, ...]) -> Step:
+def _tracked(
+    job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int], stateless: tuple[str, ...]
+) -> Step:
     # Rank 0's values and the compiler's kernels change nothing in what a step holds.
     fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
     section = config.shardkit.model_copy(update={"compile": False})

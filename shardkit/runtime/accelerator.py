@@ -39,26 +39,26 @@ from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import clip
 from shardkit.runtime import (
-    boundary,
-    given,
     hooks,
     measure,
     objects,
     prepare,
+    process_control,
     settings,
+    settings_objects,
     speed,
+    step_boundary,
     summary,
-    turns,
     unsupported,
 )
 from shardkit.runtime.accumulate import Counters
+from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.project import ProjectConfiguration, project_of
 from shardkit.runtime.run import Loops, Run
-from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.runtime.state import State
 from shardkit.runtime.topology import Topology
-from shardkit.runtime.turns import Turns
 from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding import mesh as layout
 from shardkit.sharding.mesh import build_mesh
@@ -70,15 +70,16 @@ __all__ = ["Accelerator", "ProjectConfiguration"]
 log = get_logger(__name__)
 
 
-class Accelerator(Turns, Topology):
+class Accelerator(ProcessControl, Topology):
     """The run as this rank sees it: its configuration, its place among the ranks, and what was prepared.
 
     The configuration is the launcher's; without one, `config` (a Config, a dict with the YAML's keys, or a path),
     else the file found from the working folder. The other arguments replace single settings, and the table at the
     start says so. `split_batches`: the loader's batch size is that of all ranks together. `even_batches`: a short last
     batch is padded so that every rank gets as many samples. `kwargs_handlers` and the plugins are objects that say
-    settings (`shardkit_settings()`, see `runtime/given.py`), with the names and checks of the YAML. `rng_types` changes
-    nothing: the order of the data is a function of (seed, epoch), and no generator has to be synchronised.
+    settings (`shardkit_settings()`, see `runtime/settings_objects.py`), with the names and checks of the YAML.
+    `rng_types` changes nothing: the order of the data is a function of (seed, epoch), and no generator has to be
+    synchronised.
     `log_with`: names of trackers, or objects of a shardkit.Tracker; see `init_trackers`.
     Collective: every rank creates one, with equal arguments.
 
@@ -119,7 +120,7 @@ class Accelerator(Turns, Topology):
         handlers = tuple(kwargs_handlers or ())
         chosen = settings.settings(
             config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
-        ).with_given(given.read(objects_given, handlers))
+        ).with_given(settings_objects.read(objects_given, handlers))
         selected = trackers.chosen(log_with)
         launched = process.check_world(chosen.config, chosen.chosen)
         place = process.start(launched)
@@ -140,7 +141,7 @@ class Accelerator(Turns, Topology):
         self._speed: speed.Speed | None = None
         if supported.shardkit.seed is not None:
             set_seed(supported.shardkit.seed)
-        boundary.watch(self._run)
+        step_boundary.watch(self._run)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):  # a property of ours, inside of which an attribute is missing
@@ -243,10 +244,10 @@ class Accelerator(Turns, Topology):
 
             saving.forget(self._run)
         self._run.forget()
-        boundary.watch(self._run)
+        step_boundary.watch(self._run)
         if self._speed is not None:
             self._speed = speed.Speed(self._run)
-        boundary.collect_garbage()
+        step_boundary.collect_garbage()
         return (None,) * len(released)
 
     def clear(self, *released: Any) -> tuple[None, ...]:
@@ -451,7 +452,7 @@ class Accelerator(Turns, Topology):
         never (the default): nothing; auto: the project's newest valid checkpoint, nothing where there is none yet;
         a path: that checkpoint. Without this call nothing is resumed: a script decides when its objects are ready.
         """
-        return boundary.resume(self._run)
+        return step_boundary.resume(self._run)
 
     def save_model(
         self,
@@ -604,7 +605,7 @@ class Accelerator(Turns, Topology):
         """The function on one rank; None elsewhere. Also as `@accelerator.on_process(process_index=1)`."""
         if function is None:
             return lambda later: self.on_process(later, process_index)
-        return turns.only(lambda: self.process_index == process_index, function)
+        return process_control.only(lambda: self.process_index == process_index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int = 0
@@ -612,12 +613,12 @@ class Accelerator(Turns, Topology):
         """The function on one rank of each machine; None elsewhere."""
         if function is None:
             return lambda later: self.on_local_process(later, local_process_index)
-        return turns.only(lambda: self.local_process_index == local_process_index, function)
+        return process_control.only(lambda: self.local_process_index == local_process_index, function)
 
     def end_training(self) -> None:
         """Ends the trackers, waits for every rank and for a save in flight, then takes the process group down; under
         `launch --measure` says what the run took of memory. The last call of a script. Collective."""
-        boundary.end(self._run)
+        step_boundary.end(self._run)
 
     # ---- who and where: see `Topology` ----
 

@@ -11,7 +11,7 @@ from shardkit.distributed import control
 from shardkit.distributed.control import ranks_text
 from shardkit.errors import MachineError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime.boundary import collect_garbage
+from shardkit.runtime.step_boundary import collect_garbage
 
 log = get_logger(__name__)
 
@@ -90,13 +90,13 @@ def _attempt(
     except Exception as error:
         failure = error
         outcome = "is too large" if is_out_of_memory(error) else "fails"
-    told = control.start().decide(outcome, list)
-    if "fails" in told:
+    outcomes = control.start().decide(outcome, list)
+    if "fails" in outcomes:
         if outcome == "fails":
             assert failure is not None
             raise failure
-        who = ranks_text([rank for rank, one in enumerate(told) if one == "fails"])
+        who = ranks_text([rank for rank, one in enumerate(outcomes) if one == "fails"])
         raise UsageError(f"find_executable_batch_size: {who} failed with a batch of {size}; see the error there.")
     if failure is not None:
         failure.__traceback__ = None  # it holds the tensors of the call
-    return result, "is too large" not in told
+    return result, "is too large" not in outcomes

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime.accumulate import Accumulation
-from shardkit.sharding.released import ReleasedParameter
+from shardkit.sharding.original_parameters import ReleasedParameter
 
 log = get_logger(__name__)
 _runs: WeakSet[Accumulation] = WeakSet()

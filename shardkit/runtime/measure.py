@@ -20,7 +20,7 @@ _STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
-class Memory:
+class MeasuredMemory:
     """One rank's memory in bytes. `peak_bytes` is the device's allocations; on the CPU what the process grew by."""
 
     rank: int
@@ -57,11 +57,11 @@ def peak_bytes(device: torch.device, started_bytes: int) -> int:
     return max(0, resident_bytes("VmHWM") - started_bytes if on_cpu else accelerators.peak_bytes(device))
 
 
-def memory_of(run: Run, started_bytes: int) -> Memory:
+def memory_of(run: Run, started_bytes: int) -> MeasuredMemory:
     """What this rank took so far; `started_bytes` is what the process had before it prepared anything."""
     parameters = [parameter for model in run.models for parameter in model.parameters()]
     states = [optimizer.state for optimizer in run.optimizers]
-    return Memory(
+    return MeasuredMemory(
         run.process.rank,
         accelerators.name_of(run.device),
         peak_bytes(run.device, started_bytes),
@@ -80,11 +80,11 @@ def report(run: Run, started_bytes: int) -> None:
         path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
         if run.device.type == "cuda":  # every allocation with its stack, for pytorch.org/memory_viz
             torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank{mine.rank}.snapshot.pickle")))
-    everyone = [Memory(**one) for one in run.process.control.exchange(asdict(mine))]
+    everyone = [MeasuredMemory(**one) for one in run.process.control.exchange(asdict(mine))]
     log.info("%s", text(everyone))
 
 
-def text(everyone: list[Memory]) -> str:
+def text(everyone: list[MeasuredMemory]) -> str:
     """The rank that took most, in a line."""
     most = max(everyone, key=lambda memory: memory.peak_bytes)
     rest = most.peak_bytes - most.parameter_bytes - most.gradient_bytes - most.optimizer_bytes

@@ -1,5 +1,5 @@
 """SIGTERM, SIGUSR1 and, in a launched run, SIGINT (Ctrl-C) are remembered: the run ends at a step boundary that all
-ranks agree on (`distributed/watch.py`).
+ranks agree on (`distributed/background_agreement.py`).
 
 A scheduler signals the launcher, one rank, or all of them; whoever hears it first, all ranks stop at the same step.
 """
@@ -35,7 +35,7 @@ def uninstall() -> None:
 
 
 def is_requested_here() -> bool:
-    """Whether this rank itself was told to stop. Ranks may differ; see `distributed/watch.py`."""
+    """Whether this rank itself was told to stop. Ranks may differ; see `distributed/background_agreement.py`."""
     return bool(_received)
 
 

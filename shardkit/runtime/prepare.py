@@ -15,11 +15,11 @@ from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
+from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import Run, Taken
-from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.sharding import precision
-from shardkit.sharding.released import ReleasedParameter
+from shardkit.sharding.original_parameters import ReleasedParameter
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from shardkit.config.code import with_given
 from shardkit.config.schema import Config, ProfileConfig
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import given
+from shardkit.runtime import settings_objects
 from shardkit.runtime.run import Run
 
 log = get_logger(__name__)
@@ -44,12 +44,13 @@ def traced(run: Run, handler: Any = None) -> Iterator[profile]:
 
 
 def _section_of(handler: Any) -> ProfileConfig:
-    if not given.says_settings(handler):
+    if not settings_objects.says_settings(handler):
         text = (
-            given.foreign_text(handler) or f"does not say settings (got {handler!r}); use shardkit.profile in the YAML"
+            settings_objects.foreign_text(handler)
+            or f"does not say settings (got {handler!r}); use shardkit.profile in the YAML"
         )
         raise UsageError(f"profile: {text}.")
-    config, _, _ = with_given(Config(), {}, [given.said_by(handler, "profile_handler")])
+    config, _, _ = with_given(Config(), {}, [settings_objects.said_by(handler, "profile_handler")])
     return config.shardkit.profile
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import ConfigError, UsageError
-from shardkit.runtime.given import foreign_text
+from shardkit.runtime.settings_objects import foreign_text
 
 
 @dataclass

@@ -12,21 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
+from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.process import Process
-from shardkit.distributed.watch import Watch
 from shardkit.optim import loss_scale, rebind
 from shardkit.runtime import foreign_steps
 from shardkit.runtime.accumulate import Accumulation, Counters
 from shardkit.runtime.hooks import StateHooks
+from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_modules import SameModules
-from shardkit.runtime.schedule import AcceleratedScheduler
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
-    from shardkit.runtime.session import Session
+    from shardkit.runtime.save_session import SaveSession
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Run:
     """The objects that the script gave as `kwargs_handlers`."""
     started_bytes: int = 0
     """What the process had of memory before anything was prepared."""
-    watch: Watch | None = None
+    watch: BackgroundAgreement | None = None
     selected_trackers: Sequence[str | Tracker] = ()
     """What the script gave as `log_with`."""
     trackers: Trackers = field(init=False)
@@ -69,7 +69,7 @@ class Run:
     """Checkpoints loaded so far."""
     hooks: StateHooks = field(default_factory=StateHooks)
     """The user's code at saves and loads."""
-    saving: Session | None = None
+    saving: SaveSession | None = None
     """What saving and loading keep over the run, from their first use on."""
     counters: Counters = field(default_factory=Counters)
     """How far the run is."""

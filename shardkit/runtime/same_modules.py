@@ -9,7 +9,8 @@ from shardkit.errors import ModelError
 from shardkit.sharding.ddp import Replica
 from shardkit.sharding.trace import trace_of
 
-# So many steps are checked before the optimizer steps; then ranks compare beside training (`distributed/watch.py`).
+# So many steps are checked before the optimizer steps; then ranks compare in the background
+# (`distributed/background_agreement.py`).
 CHECKED_STEPS = 2
 
 

@@ -12,44 +12,44 @@ import torch.distributed as dist
 
 from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
-from shardkit.checkpoint.read import Loaded, Unfinished
-from shardkit.checkpoint.request import Prepared, Request
-from shardkit.checkpoint.snapshot import Background
+from shardkit.checkpoint.async_save import AsyncSave
+from shardkit.checkpoint.read import LoadedState, Unfinished
+from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured, Live, capture
 from shardkit.config import files
 from shardkit.config.schema import StateDictType
-from shardkit.distributed import control, meeting, progress
+from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import state_hooks
 from shardkit.runtime.run import Run
-from shardkit.runtime.session import Session
+from shardkit.runtime.save_session import SaveSession
 
 logger = get_logger(__name__)
 
 
-def session_of(run: Run) -> Session:
+def session_of(run: Run) -> SaveSession:
     """This run's session. Collective on first use, and where the process group is a new one."""
     group = dist.group.WORLD if dist.is_initialized() else None
     found = run.saving
     if found is None or found.group is not group:
         agreed = control.start(run.config.shardkit.checkpoint.timeout_s)
         unfinished = Unfinished() if found is None else found.unfinished
-        found = Session(agreed, agreed.share(uuid.uuid4().hex), group, unfinished=unfinished)
+        found = SaveSession(agreed, agreed.share(uuid.uuid4().hex), group, unfinished=unfinished)
         run.saving = found
     return found
 
 
-def met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> Session:
+def met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> SaveSession:
     """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective.
 
     Rank 0 logs how far it has come where that takes more than two seconds.
     """
     step = run.counters.step
     progress.post(phase, step)
-    meeting.meet(call, run.config.shardkit.checkpoint.timeout_s, error)
+    named_barrier.meet(call, run.config.shardkit.checkpoint.timeout_s, error)
     session = session_of(run)
     say = logger.info if session.control.rank == 0 else None
     session.control.work = LongWork(f"checkpoint: {call}", lambda: progress.post(phase, step), say)
@@ -97,7 +97,7 @@ def _settle(run: Run, is_last_chance: bool) -> None:
         logger.error("%s", error)
 
 
-def _captured(run: Run, session: Session, elsewhere: frozenset[int]) -> Captured:
+def _captured(run: Run, session: SaveSession, elsewhere: frozenset[int]) -> Captured:
     if session.unfinished.parts:
         raise CheckpointError(
             f"the state is incomplete since loading {session.unfinished.path} failed half-way; load a checkpoint first"
@@ -106,10 +106,10 @@ def _captured(run: Run, session: Session, elsewhere: frozenset[int]) -> Captured
     return capture(replace(live_of(run), elsewhere=elsewhere), state_kind(run), agreed.rank, agreed.world_size)
 
 
-def _warn_of_buffers(session: Session, drifted: list[str]) -> None:
+def _warn_of_buffers(session: SaveSession, drifted: list[str]) -> None:
     if not drifted:
         return
-    session.has_told_of_buffers = True
+    session.has_warned_of_buffers = True
     if session.control.rank == 0:
         more = f" and {len(drifted) - 5} more" if len(drifted) > 5 else ""
         logger.warning(
@@ -120,16 +120,16 @@ def _warn_of_buffers(session: Session, drifted: list[str]) -> None:
         )
 
 
-def _save_beside(run: Run, session: Session, request: Request, prepared: Prepared) -> None:
+def _save_beside(run: Run, session: SaveSession, request: SaveRequest, prepared: PreparedSave) -> None:
     if session.background is None:
-        beside = control.start_beside(run.config.shardkit.checkpoint.timeout_s)
-        session.background = Background(beside)
+        beside = control.start_background(run.config.shardkit.checkpoint.timeout_s)
+        session.background = AsyncSave(beside)
         atexit.register(session.background.last_words)
     optimizers = [item.optimizer for item in run.optimizers]
     session.background.start(prepared, optimizers, lambda: _committed(session, request))
 
 
-def _committed(session: Session, request: Request) -> None:
+def _committed(session: SaveSession, request: SaveRequest) -> None:
     session.last = request.final
     if request.in_series:
         session.last_step = request.step
@@ -166,7 +166,7 @@ def forget(run: Run) -> None:
         return
     if session.background is not None:
         session.background.forget()
-    session.parent, session.last, session.has_told_of_buffers = None, None, False
+    session.parent, session.last, session.has_warned_of_buffers = None, None, False
     session.unfinished = Unfinished()
 
 
@@ -179,10 +179,10 @@ def _final(run: Run, output: str | Path | None) -> Path:
     return final
 
 
-def _request(run: Run, session: Session, final: Path, output: str | Path | None) -> Request:
+def _request(run: Run, session: SaveSession, final: Path, output: str | Path | None) -> SaveRequest:
     section, project = run.config.shardkit.checkpoint, run.project
     loaders = run.loaders
-    return Request(
+    return SaveRequest(
         final=final,
         step=run.counters.step,
         run_id=session.run_id,
@@ -198,7 +198,7 @@ def _request(run: Run, session: Session, final: Path, output: str | Path | None)
         keep_last=project.total_limit or section.keep_last,
         keep_every=section.keep_every,
         unless_equal=session.last == final and not run.hooks.at_save,
-        compare_buffers=not session.has_told_of_buffers,
+        compare_buffers=not session.has_warned_of_buffers,
         claim=partial(_claim, session, final.parent) if output is None else _nothing,
     )
 
@@ -206,7 +206,7 @@ def _request(run: Run, session: Session, final: Path, output: str | Path | None)
 def _nothing() -> None: ...
 
 
-def _claim(session: Session, root: Path) -> None:
+def _claim(session: SaveSession, root: Path) -> None:
     """One run a folder. On rank 0; CheckpointSaveError where another run holds it."""
     if session.lock is not None and session.lock.path.parent == root:
         return
@@ -305,18 +305,18 @@ def _load_newest(run: Run, call: str, root: Path, data_position: bool = True, st
     return None if loaded is None else _loaded(run, session, loaded)
 
 
-def _how(run: Run, session: Session, data_position: bool, strict: bool) -> dict[str, Any]:
+def _how(run: Run, session: SaveSession, data_position: bool, strict: bool) -> dict[str, Any]:
     verify = run.config.shardkit.checkpoint.verify
     return {"verify": verify, "strict": strict, "data_position": data_position, "unfinished": session.unfinished}
 
 
-def _begin_load(run: Run, call: str) -> Session:
+def _begin_load(run: Run, call: str) -> SaveSession:
     session = met(run, call, "load")
     wait(run)
     return session
 
 
-def _refuse_series(path: Path, session: Session) -> None:
+def _refuse_series(path: Path, session: SaveSession) -> None:
     """A folder of checkpoints, or the project's folder around it, is not one of them: say which there are."""
     is_one = session.control.rank != 0 or (path / manifest.NAME).exists()
     found = [] if is_one else folder.steps(path) or folder.steps(path / locate.SERIES)
@@ -325,7 +325,7 @@ def _refuse_series(path: Path, session: Session) -> None:
         raise CheckpointError(f"checkpoint: {path}: a folder of checkpoints; name one of them, such as {newest}.")
 
 
-def _loaded(run: Run, session: Session, loaded: Loaded) -> Path:
+def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Path:
     record = loaded.checkpoint.manifest
     session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
     for optimizer in run.optimizers:
@@ -352,7 +352,7 @@ def save_model(
             f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
             "load a checkpoint first."
         )
-    compare = not session.has_told_of_buffers
+    compare = not session.has_warned_of_buffers
     _warn_of_buffers(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
 
 

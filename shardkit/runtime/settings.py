@@ -166,7 +166,7 @@ def _with_launch(found: Settings) -> Settings:
     return Settings(config, chosen)
 
 
-def _chosen(loaded: files.Loaded) -> dict[str, str]:
+def _chosen(loaded: files.LoadedConfig) -> dict[str, str]:
     return {name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")}
 
 

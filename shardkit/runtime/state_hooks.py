@@ -16,7 +16,7 @@ from typing import Any
 from shardkit.checkpoint import additions, put, state
 from shardkit.checkpoint.additions import Staging
 from shardkit.checkpoint.attempt import together
-from shardkit.checkpoint.request import Request
+from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
@@ -24,7 +24,7 @@ from shardkit.runtime.hooks import StateHooks
 
 
 def save(
-    hooks: StateHooks, models: list[Any], request: Request, control: ControlGroup
+    hooks: StateHooks, models: list[Any], request: SaveRequest, control: ControlGroup
 ) -> tuple[Staging, frozenset[int]]:
     """Run the save hooks: the folder that they have written into, and the numbers of the models that they have saved.
 
@@ -44,8 +44,8 @@ def save(
             request,
             "hooks",
             lambda: _run_at_save(hooks, models, staging.path),
-            tell=sorted,
-            judge=lambda told: told[0],
+            answer=sorted,
+            judge=lambda answers: answers[0],
         )
     except BaseException:
         for one in begun:

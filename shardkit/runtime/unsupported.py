@@ -4,7 +4,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardkit.errors import UsageError
-from shardkit.runtime import given
+from shardkit.runtime import settings_objects
 
 ARGUMENTS = {
     "deepspeed_plugin": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
@@ -36,7 +36,7 @@ def _argument_text(name: str, value: Any) -> str:
         return f"Accelerator({name}=...): not taken (got {value!r}); {ARGUMENTS[name]}."
     own = ["mixed_precision", "gradient_accumulation_steps", "cpu", "project_dir", "project_config", "config"]
     own += ["step_scheduler_with_optimizer", "split_batches", "even_batches"]
-    near = get_close_matches(name, [*own, *given.ARGUMENTS, "kwargs_handlers", "log_with"], 1)
+    near = get_close_matches(name, [*own, *settings_objects.ARGUMENTS, "kwargs_handlers", "log_with"], 1)
     hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(own)}."
     return f"Accelerator({name}=...): unknown argument (got {value!r}); {hint}"
 

@@ -19,12 +19,12 @@ from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
-from shardkit.sharding import fsdp_unit, hooks, outputs, parameters, precision, random_values, released
+from shardkit.sharding import fsdp_unit, hooks, original_parameters, outputs, parameters, precision, random_values
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
 from shardkit.sharding.trace import Trace
-from shardkit.sharding.units import Unit, Units
+from shardkit.sharding.units import LiveUnit, Units
 
 
 def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
@@ -56,7 +56,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             ignored_params=left_out | elsewhere,
             shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
         )
-        released.release(unit.parameters)
+        original_parameters.release(unit.parameters)
     modules = [unit.module for unit in units.units if isinstance(unit.module, FSDPModule)]
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
@@ -183,7 +183,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _dtype_of(unit: Unit) -> torch.dtype:
+def _dtype_of(unit: LiveUnit) -> torch.dtype:
     return next((p.dtype for p in unit.parameters.values()), torch.float32)
 
 

@@ -25,7 +25,7 @@ from shardkit.distributed import control
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
-from shardkit.sharding.units import Unit
+from shardkit.sharding.units import LiveUnit
 
 log = get_logger(__name__)
 
@@ -151,7 +151,7 @@ def put(target: torch.Tensor, read: Reader) -> None:
 
 def fill(
     model: nn.Module,
-    units: Iterable[Unit],
+    units: Iterable[LiveUnit],
     device: torch.device,
     parameter_device: torch.device,
     weights: Path | None,
@@ -274,7 +274,9 @@ def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
     return None
 
 
-def initialise(model: nn.Module, units: Iterable[Unit], wanted: set[str], device: torch.device, seed: int) -> list[str]:
+def initialise(
+    model: nn.Module, units: Iterable[LiveUnit], wanted: set[str], device: torch.device, seed: int
+) -> list[str]:
     """Fill the tensors named in `wanted` by the modules' own initialisation; fqns that no module fills come back.
 
     Unit by unit: its modules get whole tensors for a moment, initialise them with generators seeded by `seed` and the
@@ -291,7 +293,7 @@ def initialise(model: nn.Module, units: Iterable[Unit], wanted: set[str], device
     return left
 
 
-def _areas(model: nn.Module, units: Iterable[Unit]) -> list[dict[str, nn.Module]]:
+def _areas(model: nn.Module, units: Iterable[LiveUnit]) -> list[dict[str, nn.Module]]:
     """The modules of each unit by fqn, without those of units inside it, children first."""
     heads = {id(unit.module): unit.fqn for unit in units} | {id(model): ""}
     areas: dict[int, dict[str, nn.Module]] = {identity: {} for identity in heads}

@@ -113,7 +113,8 @@ class _Copies:
 
     def of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """What brings the tensor back. One without gaps is the same memory in all its shapes and orders of dims."""
-        order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
         as_it_lies = tensor.detach().permute(order)
         if not as_it_lies.is_contiguous():
             return self._of(tensor).back

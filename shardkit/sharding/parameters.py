@@ -1,6 +1,6 @@
 """What sharded parameters carry over: attributes and hooks of the ones that they take the place of.
 
-The new ones are of `sharded_parameter.py`; what becomes of the old ones: `released.py`.
+The new ones are of `sharded_parameter.py`; what becomes of the old ones: `original_parameters.py`.
 """
 
 from __future__ import annotations

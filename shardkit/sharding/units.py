@@ -12,7 +12,7 @@ from shardkit.model.live import tree_of
 
 
 @dataclass(frozen=True)
-class Unit:
+class LiveUnit:
     """As `shardkit.model.cut.Unit`, with the module and the parameters themselves."""
 
     fqn: str
@@ -29,7 +29,7 @@ class Units:
     """
 
     cut: Cut
-    units: list[Unit]
+    units: list[LiveUnit]
     ignored: dict[str, nn.Module] = field(default_factory=dict)
     replicated: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -54,7 +54,9 @@ def _bound(model: nn.Module, decided: Cut) -> Units:
     return Units(
         decided,
         [
-            Unit(unit.fqn, model.get_submodule(unit.fqn), {n: parameters[n] for n in unit.parameters}, unit.keeps_dtype)
+            LiveUnit(
+                unit.fqn, model.get_submodule(unit.fqn), {n: parameters[n] for n in unit.parameters}, unit.keeps_dtype
+            )
             for unit in decided.units
         ],
         {fqn: model.get_submodule(fqn) for fqn in decided.ignored},

@@ -58,7 +58,7 @@ class Trackers:
     def __init__(self, selected: Sequence[str | Tracker], is_main: bool, loads: Callable[[], int]) -> None:
         self._selected, self._is_main, self._loads = selected, is_main, loads
         self._loads_seen = 0
-        self._has_told = False
+        self._has_announced = False
         self.active: list[Tracker] = []
         """On this rank, in the order of `log_with`; those of files of the run's own come last."""
         self._by_name: dict[str, Tracker] = {}
@@ -107,8 +107,8 @@ class Trackers:
         one is not a number or text."""
         refuse_others(values)
         if not self.active:
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_announced:
+                self._has_announced = True
                 log.info("trackers: log() before init_trackers(): nothing is kept.")
             return
         self._note_loads(step, frozenset(values))

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardkit.config.keys import all_keys
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
-from shardkit.wizard import when
+from shardkit.wizard import conditions
 from shardkit.wizard.question import Question
 from shardkit.wizard.questions import QUESTIONS
 from shardkit.wizard.readers import split_address
@@ -152,7 +152,7 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
 
 def _details(situation: Situation, given: Mapping[str, Any]) -> dict[str, str]:
     """Whether a file says any of FSDP's details in another way than suggested."""
-    own = [question for question in QUESTIONS if question.asked is when.each_detail and question.key in given]
+    own = [question for question in QUESTIONS if question.asked is conditions.each_detail and question.key in given]
     here = settle(situation, {key: value for key, value in given.items() if key not in {q.key for q in own}})
     same = all(given[q.key] == here.answers[q.key] for q in own if q.key in here.answers)
     return {} if same else {"details": "each"}

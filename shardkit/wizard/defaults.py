@@ -4,9 +4,9 @@ from socket import gethostname
 
 from shardkit.config.schema import ShardingStrategy
 from shardkit.wizard import numbers
+from shardkit.wizard.conditions import gpu_without_bf16, why_not
 from shardkit.wizard.question import Default
 from shardkit.wizard.situation import ELSEWHERE, HERE, SEVERAL, SLURM, Situation
-from shardkit.wizard.when import gpu_without_bf16, why_not
 
 
 def where(s: Situation) -> Default:

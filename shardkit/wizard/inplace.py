@@ -13,7 +13,7 @@ from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 from prompt_toolkit.output import Output
 from questionary.prompts.common import InquirerControl
 
-from shardkit.waiting import waiting
+from shardkit.spinner import waiting
 from shardkit.wizard.prompter import NO_HELP, Back, Option, Prompt, fit, label_width, option_line, wrap
 
 STYLE = questionary.Style([("highlighted", "bold"), ("disabled", "italic"), ("problem", "fg:ansired")])

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkit.errors import ModelError
-from shardkit.model.describe import Description
-from shardkit.wizard import when
+from shardkit.model.describe import ModelDescription
+from shardkit.wizard import conditions
 from shardkit.wizard.answers import answer_of, settle, typed
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Prompt, Prompter
@@ -16,7 +16,7 @@ from shardkit.wizard.situation import Situation
 
 
 @dataclass
-class Session:
+class Conversation:
     """What lives as long as the wizard: what is known, what was answered, and the model."""
 
     prompter: Prompter
@@ -34,7 +34,7 @@ class Session:
         return settle(self.start, self.given, until)
 
 
-def ask_all(session: Session, skip_given: bool = False) -> None:
+def ask_all(session: Conversation, skip_given: bool = False) -> None:
     """Ask every question on the way to the review; of a resumed session only those after the answered ones.
     Back at the first one asks it again."""
     trail: list[Question] = []
@@ -51,7 +51,7 @@ def ask_all(session: Session, skip_given: bool = False) -> None:
             question = trail.pop() if trail else question
 
 
-def ask_one(session: Session, key: str) -> None:
+def ask_one(session: Conversation, key: str) -> None:
     """Ask one question again, then those that only now are asked or lost their answer. Answers that were the default
     become the new default. Back changes nothing."""
     before, model = dict(session.given), session.start.model
@@ -73,7 +73,7 @@ def ask_one(session: Session, key: str) -> None:
         _say_what_followed(session, former, usual)
 
 
-def read_model(session: Session) -> str:
+def read_model(session: Conversation) -> str:
     """Know the model that is given, or none; in words. Raises ModelError, and forgets it, where it cannot be read."""
     spec = session.given.get("model")
     try:
@@ -87,14 +87,14 @@ def read_model(session: Session) -> str:
     return found.text if found is not None else ""
 
 
-def _read(session: Session, spec: str) -> Description:
+def _read(session: Conversation, spec: str) -> ModelDescription:
     if session.reader.knows(spec):
         return session.reader.read(spec)
     with session.prompter.waiting(f"reading the model {spec}"):
         return session.reader.read(spec)
 
 
-def _next(session: Session, after: Question | None) -> Question | None:
+def _next(session: Conversation, after: Question | None) -> Question | None:
     """The next screen after a question."""
     rest = QUESTIONS if after is None else QUESTIONS[QUESTIONS.index(after) + 1 :]
     for question in rest:
@@ -105,7 +105,7 @@ def _next(session: Session, after: Question | None) -> Question | None:
     return None
 
 
-def _asked(session: Session) -> dict[str, Any]:
+def _asked(session: Conversation) -> dict[str, Any]:
     """The answers of the questions that are screens on the way."""
     settled = session.situation().answers
     return {
@@ -115,7 +115,7 @@ def _asked(session: Session) -> dict[str, Any]:
     }
 
 
-def _at_default(session: Session) -> set[str]:
+def _at_default(session: Conversation) -> set[str]:
     """The questions whose given answer is what Enter takes."""
     return {
         question.key
@@ -125,7 +125,7 @@ def _at_default(session: Session) -> set[str]:
     }
 
 
-def _follow(session: Session, usual: set[str]) -> None:
+def _follow(session: Conversation, usual: set[str]) -> None:
     """Give these questions the default that they have now."""
     for question in QUESTIONS:
         situation = session.situation(until=question.key)
@@ -133,7 +133,7 @@ def _follow(session: Session, usual: set[str]) -> None:
             session.given[question.key] = question.default(situation).value
 
 
-def _say_what_followed(session: Session, former: Mapping[str, Any], usual: set[str]) -> None:
+def _say_what_followed(session: Conversation, former: Mapping[str, Any], usual: set[str]) -> None:
     settled = session.situation().answers
     for question in QUESTIONS:
         key = question.key
@@ -143,7 +143,7 @@ def _say_what_followed(session: Session, former: Mapping[str, Any], usual: set[s
             session.prompter.say(f"  {question.name} is now {shown(question, situation, settled[key])}: {reason}")
 
 
-def _changed(session: Session, known: Mapping[str, Any]) -> Question | None:
+def _changed(session: Conversation, known: Mapping[str, Any]) -> Question | None:
     """The first screen that had no answer before, or whose given answer is not possible any more."""
     settled = session.situation().answers
     for question in QUESTIONS:
@@ -154,7 +154,7 @@ def _changed(session: Session, known: Mapping[str, Any]) -> Question | None:
     return None
 
 
-def ask(session: Session, question: Question) -> None:
+def ask(session: Conversation, question: Question) -> None:
     """Put one question, check the answer, keep it. A model that cannot be read is asked for again, at once.
     Raises Back."""
     situation = session.situation(until=question.key)
@@ -176,9 +176,9 @@ def ask(session: Session, question: Question) -> None:
     return None
 
 
-def _forget_details(session: Session) -> None:
+def _forget_details(session: Conversation) -> None:
     for question in QUESTIONS:
-        if question.asked is when.each_detail:
+        if question.asked is conditions.each_detail:
             session.given.pop(question.key, None)
 
 
@@ -189,7 +189,7 @@ def shown(question: Question, situation: Situation, value: Any) -> str:
     return show(value)
 
 
-def _put(session: Session, question: Question, situation: Situation, problem: str) -> Any:
+def _put(session: Conversation, question: Question, situation: Situation, problem: str) -> Any:
     present = answer_of(question, situation, session.given)
     options = question.options(situation)
     enter = _enter(session, question, situation, present)
@@ -201,7 +201,7 @@ def _put(session: Session, question: Question, situation: Situation, problem: st
     return _put_text(session.prompter, question, situation, prompt, present)
 
 
-def _enter(session: Session, question: Question, situation: Situation, present: Any) -> str:
+def _enter(session: Conversation, question: Question, situation: Situation, present: Any) -> str:
     """What the default is and why; of typed answers, what Enter takes or keeps."""
     default = question.default(situation)
     value = shown(question, situation, default.value)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardkit.errors import ModelError
-from shardkit.model.describe import Description
+from shardkit.model.describe import ModelDescription
 from shardkit.model.sources import describe
 
 TIMEOUT_S = 120.0
@@ -15,13 +15,13 @@ class ModelReader:
     def __init__(self, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
         self.folder = folder
         self.timeout_s = timeout_s
-        self._known: dict[str, Description] = {}
+        self._known: dict[str, ModelDescription] = {}
 
     def knows(self, spec: str) -> bool:
         """Whether `read` answers at once."""
         return spec in self._known
 
-    def read(self, spec: str) -> Description:
+    def read(self, spec: str) -> ModelDescription:
         """What is known of the model that `spec` names. Raises ModelError where it cannot be read."""
         if spec not in self._known:
             try:

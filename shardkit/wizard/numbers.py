@@ -7,7 +7,7 @@ from functools import lru_cache
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
 from shardkit.model.blocks import BlockClass
-from shardkit.model.describe import Description
+from shardkit.model.describe import ModelDescription
 from shardkit.plan import devices
 from shardkit.plan.answer import fits
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
@@ -77,13 +77,13 @@ def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[Shard
     return strategy, reason
 
 
-def _tokens(model: Description) -> int | None:
+def _tokens(model: ModelDescription) -> int | None:
     """Tokens of the one sequence whose activations are counted; None where these are not known."""
     facts = model.facts
     return min(facts.seq_len or TOKENS, TOKENS) if facts and not facts.gaps else None
 
 
-def _of_activations(model: Description) -> str:
+def _of_activations(model: ModelDescription) -> str:
     tokens = _tokens(model)
     return f"activations of {tokens:,} tokens" if tokens else "NO activations"
 
@@ -192,7 +192,7 @@ def _wrapping(s: Situation) -> dict[str, object]:
     return {"auto_wrap_policy": WrapPolicy.SIZE_BASED_WRAP, "min_num_params": max(1, s.model.numel // 4)}
 
 
-def _estimate(model: Description, config: Config, s: Situation) -> Estimate | None:
+def _estimate(model: ModelDescription, config: Config, s: Situation) -> Estimate | None:
     """None where the closed form has no answer, such as a mesh that does not fit."""
     return _estimated(_Model(model), config.model_dump_json(), s.world_size, s.per_machine)
 
@@ -200,7 +200,7 @@ def _estimate(model: Description, config: Config, s: Situation) -> Estimate | No
 class _Model:
     """A description that is its own key: large trees are not compared value by value."""
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: ModelDescription) -> None:
         self.description = description
 
     def __hash__(self) -> int:
@@ -210,12 +210,12 @@ class _Model:
         return isinstance(other, _Model) and other.description is self.description
 
 
-def suggested_classes(model: Description) -> list[str]:
+def suggested_classes(model: ModelDescription) -> list[str]:
     """The model's repeated block classes; a large tree is walked once."""
     return _suggested_classes(_Model(model))
 
 
-def block_classes(model: Description) -> list[BlockClass]:
+def block_classes(model: ModelDescription) -> list[BlockClass]:
     """Classes of the model that could be units; a large tree is walked once."""
     return _block_classes(_Model(model))
 

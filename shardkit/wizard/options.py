@@ -9,10 +9,10 @@ from shardkit.model.describe import count_text
 from shardkit.plan import devices
 from shardkit.sizes import in_words
 from shardkit.wizard import defaults, numbers
+from shardkit.wizard.conditions import gpu_without_bf16, why_not
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import show
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
-from shardkit.wizard.when import gpu_without_bf16, why_not
 
 STRATEGY_TEXTS = {
     ShardingStrategy.FULL_SHARD: "parameters, gradients and optimizer state sharded; least memory",

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardkit.config.descriptions import text_of
 from shardkit.config.keys import all_keys
-from shardkit.config.texts import text_of
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import Situation
 

@@ -14,7 +14,7 @@ from shardkit.errors import ConfigError
 from shardkit.model import comment
 from shardkit.wizard import numbers
 from shardkit.wizard.answers import to_config
-from shardkit.wizard.loop import Session, ask_one, shown
+from shardkit.wizard.loop import Conversation, ask_one, shown
 from shardkit.wizard.prompter import Back, Option, Prompt
 from shardkit.wizard.question import Question
 from shardkit.wizard.questions import QUESTIONS
@@ -39,7 +39,7 @@ class Target:
             return str(self.path)
 
 
-def review(session: Session, target: Target) -> Target | None:
+def review(session: Conversation, target: Target) -> Target | None:
     """Show, change, until it is saved: where it was saved, or None where the person left without."""
     while True:
         config = to_config(session.situation())
@@ -60,7 +60,7 @@ def review(session: Session, target: Target) -> Target | None:
                 return None
 
 
-def file_text(config: Config, session: Session, target: Target) -> str:
+def file_text(config: Config, session: Conversation, target: Target) -> str:
     """The file's text: an edited one keeps its own comments and order, a new one has the schema's."""
     text = files.dump(config, path=Path(target.shown)) if target.former is None else edit.edited(target.former, config)
     spec = session.given.get("model")
@@ -78,7 +78,7 @@ def save(text: str, target: Target) -> None:
     files.write_text(text, target.path)
 
 
-def _show(session: Session, config: Config, text: str, target: Target) -> None:
+def _show(session: Conversation, config: Config, text: str, target: Target) -> None:
     say = session.prompter.say
     say("")
     if target.former is not None:
@@ -110,7 +110,7 @@ def _yaml_name(finding: checks.Finding) -> str:
     return all_keys()[tuple(finding.keys[0].split("."))].yaml_name
 
 
-def _choose(session: Session, config: Config, target: Target) -> Choice:
+def _choose(session: Conversation, config: Config, target: Target) -> Choice:
     wrong = "the settings contradict each other, see above" if checks.problems(config) else ""
     save = "Print it (dry run)" if target.dry_run else f"Save to {target.shown}"
     advanced = [question.name for question in _listed(session, advanced=True)]
@@ -137,7 +137,7 @@ def _some(names: list[str]) -> str:
     return ", ".join([*first, "..."] if len(names) > len(first) else first)
 
 
-def _listed(session: Session, advanced: bool) -> list[Question]:
+def _listed(session: Conversation, advanced: bool) -> list[Question]:
     """The questions that a menu offers: those on the way, or the others that apply."""
     settled = session.situation()
     return [
@@ -147,7 +147,7 @@ def _listed(session: Session, advanced: bool) -> list[Question]:
     ]
 
 
-def _menu(session: Session, title: str, advanced: bool) -> None:
+def _menu(session: Conversation, title: str, advanced: bool) -> None:
     """Ask questions by name until the person is done."""
     chosen = None
     every = object()
@@ -171,7 +171,7 @@ def _menu(session: Session, title: str, advanced: bool) -> None:
                 ask_one(session, key)
 
 
-def _elsewhere(session: Session, target: Target) -> Target:
+def _elsewhere(session: Conversation, target: Target) -> Target:
     """Another path that can be written; the same target where the person goes back."""
     prompt = Prompt("Save to which file?", help="A path; its folder must exist.")
     while True:
@@ -187,7 +187,7 @@ def _elsewhere(session: Session, target: Target) -> Target:
             return target
 
 
-def _overwrites(session: Session, path: Path) -> bool:
+def _overwrites(session: Conversation, path: Path) -> bool:
     options = (Option(False, "no", "give another name"), Option(True, "yes", f"the old one is kept as {path.name}.bak"))
     return session.prompter.choose(Prompt(f"{path} exists. Replace it?"), options, False)
 

@@ -15,7 +15,7 @@ from shardkit.errors import EXIT_INTERRUPTED, ConfigError, ModelError, UsageErro
 from shardkit.model import comment
 from shardkit.wizard import commands, draft
 from shardkit.wizard.answers import from_config, to_config
-from shardkit.wizard.loop import Session, ask_all, read_model
+from shardkit.wizard.loop import Conversation, ask_all, read_model
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
 from shardkit.wizard.review import Target, check_writable, review
@@ -118,7 +118,7 @@ def _prompter(plain: bool) -> Prompter:
 class _Begun:
     """The session with what is known before the first question, and where its file goes."""
 
-    session: Session
+    session: Conversation
     target: Target
     is_resumed: bool
     """Whether the answers are those of a stopped run."""
@@ -135,14 +135,14 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     given = from_config(known, situation) if known is not None else {}
     spec = options.model or (comment.read(former) if former else None)
     given |= resumed | ({"model": spec} if spec else {})
-    session = Session(prompter, situation, ModelReader(options.folder), given)
+    session = Conversation(prompter, situation, ModelReader(options.folder), given)
     session.model_is_asked = options.model is None
     session.on_answer = lambda answers: draft.keep(path, dict(answers))
     _read_named_model(session, is_edited=known is not None)
     return _Begun(session, Target(path, former, options.dry_run), bool(resumed), known is not None)
 
 
-def _read_named_model(session: Session, is_edited: bool) -> None:
+def _read_named_model(session: Conversation, is_edited: bool) -> None:
     """Read the model that the command line, the file or the stopped run names; say at once where it cannot be."""
     try:
         found = read_model(session)
@@ -227,13 +227,13 @@ def _choose(prompter: Prompter, prompt: Prompt, options: tuple[Option, ...], def
             continue
 
 
-def _say_what_next(session: Session, options: WizardOptions, saved: Target) -> None:
+def _say_what_next(session: Conversation, options: WizardOptions, saved: Target) -> None:
     situation, model = session.situation(), session.given.get("model")
     if not saved.dry_run:
         print(f"Saved {saved.shown}.")
-        told = commands.lines(situation, saved.path, model)
-        print("\n".join(told))
-        if meaning := commands.meanings(told):
+        lines = commands.lines(situation, saved.path, model)
+        print("\n".join(lines))
+        if meaning := commands.meanings(lines):
             session.prompter.say(meaning)
     usual = options.user or saved.path == options.folder / "shardkit.yaml"
     again = commands.config_line(to_config(situation), model, None if usual else saved.path, options.user)

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardkit.config.hardware import Hardware
 from shardkit.config.schema import Config, ShardingStrategy
-from shardkit.model.describe import Description
+from shardkit.model.describe import ModelDescription
 from shardkit.model.sources import is_by_sizes
 
 HERE, CPU, ELSEWHERE, SEVERAL, SLURM, TPU = "here", "cpu", "elsewhere", "several", "slurm", "tpu"
@@ -18,7 +18,7 @@ class Situation:
     """The world of one question. `answers` holds the settled answer of every question before it that applies."""
 
     hardware: Hardware
-    model: Description | None = None
+    model: ModelDescription | None = None
     answers: Mapping[str, Any] = field(default_factory=dict)
     base: Config = field(default_factory=Config)
     has_base: bool = False

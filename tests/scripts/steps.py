@@ -5,14 +5,14 @@ import os
 import torch.distributed as dist
 
 from shardkit.distributed import progress
-from shardkit.distributed.watch import Watch
+from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.errors import Preempted
 from shardkit.runtime import preemption
 from shardkit.runtime.same_modules import noticed_late
 
 dist.init_process_group("gloo")
 preemption.install()
-watch = Watch(preemption.is_requested_here, noticed_late)
+watch = BackgroundAgreement(preemption.is_requested_here, noticed_late)
 print(f"pid {os.getpid()} of rank {dist.get_rank()}")
 for step in range(10**9):
     progress.post("step", step)

@@ -16,7 +16,7 @@ from shardkit.launch import forking, names, preloaded
 from shardkit.launch.spec import LaunchSpec
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """A rank's process: a child of this one, at the head of a session of its own."""
 
     pid: int
@@ -25,7 +25,7 @@ class Process(Protocol):
         """Its exit code, negative for a signal; None while it runs."""
 
 
-Start = Callable[[Sequence[Mapping[str, str]]], Sequence[Process]]
+Start = Callable[[Sequence[Mapping[str, str]]], Sequence[RankProcess]]
 """Starts the ranks of this machine, given each one's own variables on top of those of this process."""
 
 
@@ -61,7 +61,9 @@ def refuse_if_asked_for(spec: LaunchSpec, reason: str) -> None:
         raise MachineError(f"launch: start: the ranks cannot be forked: {reason}; give --start auto or exec.")
 
 
-def start_forked(spec: LaunchSpec, template: forking.Template, own: Sequence[Mapping[str, str]]) -> Sequence[Process]:
+def start_forked(
+    spec: LaunchSpec, template: forking.Template, own: Sequence[Mapping[str, str]]
+) -> Sequence[RankProcess]:
     """Every rank forked from the template, or a Python of its own if it turns out that it cannot be."""
     reason = template.problem()
     if reason is not None:
@@ -70,7 +72,7 @@ def start_forked(spec: LaunchSpec, template: forking.Template, own: Sequence[Map
     return [forking.Forked(pid) for pid in template.start(spec.rank_arguments, env.copy(), own)]
 
 
-def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list[Process]:
+def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list[RankProcess]:
     """Every rank as a Python of its own; none where one of them cannot be started."""
     shared, started = env.copy(), []
     try:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.checkpoint import manifest
-from shardkit.distributed import meeting
+from shardkit.distributed import named_barrier
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.runtime import saving
 from tests import forked
@@ -21,15 +21,15 @@ def hasty(lines=None, times=0.1):
     """A part of the seconds that ranks wait otherwise; what they log goes into `lines`."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    found = meeting.PATIENCE_S, meeting.WARN_AFTER_S, meeting.IN_EXCEPT_S
-    meeting.PATIENCE_S, meeting.WARN_AFTER_S, meeting.IN_EXCEPT_S = (value * times for value in found)
+    found = named_barrier.PATIENCE_S, named_barrier.WARN_AFTER_S, named_barrier.IN_EXCEPT_S
+    named_barrier.PATIENCE_S, named_barrier.WARN_AFTER_S, named_barrier.IN_EXCEPT_S = (value * times for value in found)
     if lines is not None:
-        logging.getLogger("shardkit.distributed.meeting").addHandler(handler)
+        logging.getLogger("shardkit.distributed.named_barrier").addHandler(handler)
     try:
         yield
     finally:
-        meeting.PATIENCE_S, meeting.WARN_AFTER_S, meeting.IN_EXCEPT_S = found
-        logging.getLogger("shardkit.distributed.meeting").removeHandler(handler)
+        named_barrier.PATIENCE_S, named_barrier.WARN_AFTER_S, named_barrier.IN_EXCEPT_S = found
+        logging.getLogger("shardkit.distributed.named_barrier").removeHandler(handler)
 
 
 CALLS = {
@@ -131,7 +131,7 @@ def test_a_save_in_one_ranks_except_keeps_the_users_error(ranks, tmp_path):
     (lines, told, seconds, is_kept), others = ranks.run(2, save_in_an_except, tmp_path, (0,))
     assert others[:2] == ([], None)
     assert 'ValueError("bad sample at index 1234")' in lines[0] or "ValueError: bad sample at index 1234" in lines[0]
-    assert "called while this was handled" in lines[0] and "test_meeting.py" in lines[0], "logged before it waits"
+    assert "called while this was handled" in lines[0] and "test_named_barrier.py" in lines[0], "logged before it waits"
     assert "rank 1 has not come after 3 s" in told
     assert "called while handling ValueError: bad sample at index 1234" in told
     assert is_kept and seconds < 20, "not the 600 s of checkpoint.timeout_s"
@@ -161,7 +161,7 @@ def test_the_error_is_that_of_the_save_and_not_of_another_line(tmp_path):
 def several_meetings():
     began = time.monotonic()
     for number in range(20):
-        meeting.meet("save_state" if number % 3 else "load_state", 60.0, CheckpointError)
+        named_barrier.meet("save_state" if number % 3 else "load_state", 60.0, CheckpointError)
         assert torch.tensor(1).item() == 1
     return time.monotonic() - began < 30
 
@@ -171,4 +171,4 @@ def test_meetings_follow_one_another(ranks):
 
 
 def test_one_process_meets_nobody():
-    meeting.meet("save_state", 0.0, CheckpointError)
+    named_barrier.meet("save_state", 0.0, CheckpointError)

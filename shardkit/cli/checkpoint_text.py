@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 from shardkit import sizes
 
 if TYPE_CHECKING:
-    from shardkit.checkpoint.compare import Difference, Magnitude
+    from shardkit.checkpoint.compare import CheckpointDifference, Magnitude
 
 
 def row(row: dict[str, Any]) -> str:
     if row["problem"]:
         return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
     marks = [name for name in ("latest", "pinned") if row[name]]
-    told = f"{row['kind']:<7}  {count(row['world_size'], 'rank'):>9}  {sizes.in_words(row['bytes']):>9}  {date(row)}"
-    return "  ".join([f"step {row['step']:>8}", told, ", ".join(["complete", *marks])])
+    facts = f"{row['kind']:<7}  {count(row['world_size'], 'rank'):>9}  {sizes.in_words(row['bytes']):>9}  {date(row)}"
+    return "  ".join([f"step {row['step']:>8}", facts, ", ".join(["complete", *marks])])
 
 
 def facts(facts: dict[str, Any]) -> list[str]:
@@ -42,7 +42,7 @@ def facts(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def difference(found: "Difference") -> list[str]:
+def difference(found: "CheckpointDifference") -> list[str]:
     lines = [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.facts.items()]
     lines += [f"only in the first: {name}" for name in found.only_first]
     lines += [f"only in the second: {name}" for name in found.only_second]
@@ -53,13 +53,13 @@ def difference(found: "Difference") -> list[str]:
     return [*lines, f"{count(found.equal, 'tensor')} equal, {counted} not."]
 
 
-def pruned(told: dict[str, Any]) -> list[str]:
-    verb = "would delete" if told["dry_run"] else "deleted"
-    lines = [f"stays, and does not count: {problem}" for problem in told["damaged"]]
-    lines += [f"{verb} {found} (left by a save that was cut off)" for found in told["debris"]]
-    lines += [f"{verb} {found}" for found in told["removed"]]
-    end = " (dry run)" if told["dry_run"] else ""
-    return [*lines, f"{count(len(told['removed']), 'checkpoint')}, {sizes.in_words(told['bytes'])}{end}"]
+def pruned(result: dict[str, Any]) -> list[str]:
+    verb = "would delete" if result["dry_run"] else "deleted"
+    lines = [f"stays, and does not count: {problem}" for problem in result["damaged"]]
+    lines += [f"{verb} {found} (left by a save that was cut off)" for found in result["debris"]]
+    lines += [f"{verb} {found}" for found in result["removed"]]
+    end = " (dry run)" if result["dry_run"] else ""
+    return [*lines, f"{count(len(result['removed']), 'checkpoint')}, {sizes.in_words(result['bytes'])}{end}"]
 
 
 def count(number: int, what: str) -> str:

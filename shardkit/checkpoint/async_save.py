@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardkit.checkpoint import faults, state, tensors, write
 from shardkit.checkpoint.layout import Chunk
-from shardkit.checkpoint.request import Prepared
+from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
@@ -36,7 +36,7 @@ class _Uncopied:
 
 
 @dataclass
-class Background:
+class AsyncSave:
     """The saves of one run that happen beside training. `beside` is a control group that only the thread uses."""
 
     beside: ControlGroup
@@ -48,7 +48,7 @@ class Background:
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def start(
-        self, prepared: Prepared, optimizers: Sequence[Optimizer] = (), on_commit: Callable[[], None] = lambda: None
+        self, prepared: PreparedSave, optimizers: Sequence[Optimizer] = (), on_commit: Callable[[], None] = lambda: None
     ) -> None:
         """Begin to save this rank's pieces; the loop may go on when this returns.
 
@@ -70,7 +70,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(prepared, uncopied, on_commit), name="shardkit-save")
         self._thread.start()
 
-    def _copy_first(self, prepared: Prepared, may_leave: bool) -> list[_Uncopied]:
+    def _copy_first(self, prepared: PreparedSave, may_leave: bool) -> list[_Uncopied]:
         """Copy all but what may be left to the thread; what was left."""
         left = []
         for section, pieces in prepared.pieces.items():
@@ -88,7 +88,7 @@ class Background:
             buffer = self._buffers[section, chunk.name] = tensors.empty(chunk.dtype, tensor.shape)
         return buffer.copy_(tensor.detach())
 
-    def _run(self, prepared: Prepared, uncopied: list[_Uncopied], on_commit: Callable[[], None]) -> None:
+    def _run(self, prepared: PreparedSave, uncopied: list[_Uncopied], on_commit: Callable[[], None]) -> None:
         try:
             self._copy_rest(prepared, uncopied)
             write.finish(prepared, self.beside)
@@ -96,7 +96,7 @@ class Background:
         except Exception as error:  # told to all ranks by the next `wait`
             self._problem = str(error) or repr(error)
 
-    def _copy_rest(self, prepared: Prepared, uncopied: list[_Uncopied]) -> None:
+    def _copy_rest(self, prepared: PreparedSave, uncopied: list[_Uncopied]) -> None:
         try:
             for item in uncopied:
                 pieces = prepared.pieces[item.section]

@@ -41,7 +41,7 @@ class Lost(Exception):
         self.machines = machines
 
 
-class Line:
+class StoreClient:
     """The thread that talks to the store, so that nothing else ever waits for the network."""
 
     def __init__(self, store: "Store", machine: int, machines: int) -> None:

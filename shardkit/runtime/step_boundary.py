@@ -9,9 +9,9 @@ from functools import partial
 
 from shardkit import env
 from shardkit.distributed import accelerators, progress
+from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.distributed.process import leave
-from shardkit.distributed.watch import Watch
 from shardkit.errors import Preempted, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import measure, preemption
@@ -27,7 +27,7 @@ def watch(run: Run) -> None:
     if env.resolved_config_path() is not None:
         preemption.install()
     if run.watch is None:
-        run.watch = Watch(preemption.is_requested_here, noticed_late)
+        run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late)
     run.accumulation.at_boundary = partial(pass_boundary, run)
 
 

@@ -17,7 +17,7 @@ PLACE_BYTES = 512
 
 
 @dataclass(frozen=True)
-class Place:
+class RankProgress:
     """Where a rank is. `since_s` is CLOCK_MONOTONIC, which all processes of a machine share."""
 
     rank: int
@@ -44,11 +44,11 @@ class RankError:
     time_s: float
 
 
-class PlaceWriter:
+class ProgressWriter:
     """A rank's own place, mapped into memory: a post costs microseconds and no system call."""
 
     def __init__(self, folder: Path, rank: int, local_rank: int) -> None:
-        path = place_path(folder, rank)
+        path = progress_path(folder, rank)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, PLACE_BYTES)
@@ -77,20 +77,20 @@ class PlaceWriter:
         self._bytes[:] = json.dumps(place).encode().ljust(PLACE_BYTES)
 
 
-def place_path(folder: Path, rank: int) -> Path:
+def progress_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.place"
 
 
-def read_places(folder: Path) -> dict[int, Place]:
+def read_progress(folder: Path) -> dict[int, RankProgress]:
     """The place of every rank that has said one, by rank."""
-    found = (_read_place(path) for path in folder.glob("rank-*.place"))
+    found = (_read_one(path) for path in folder.glob("rank-*.place"))
     return {place.rank: place for place in found if place is not None}
 
 
-def _read_place(path: Path) -> Place | None:
+def _read_one(path: Path) -> RankProgress | None:
     for _ in range(5):  # a post may fall between two halves of a read
         try:
-            return Place(*json.loads(path.read_bytes()))
+            return RankProgress(*json.loads(path.read_bytes()))
         except (ValueError, TypeError):
             continue
         except OSError:

@@ -17,7 +17,7 @@ Pieces = dict[str, list[tuple[Chunk, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
-class Request:
+class SaveRequest:
     """Where and as what a state is saved."""
 
     final: Path
@@ -50,10 +50,10 @@ class Request:
 
 
 @dataclass
-class Prepared:
+class PreparedSave:
     """A save that all ranks have agreed to begin: `pieces` are this rank's, by section, in file order."""
 
-    request: Request
+    request: SaveRequest
     index: Index
     common: dict[str, Any]
     own: dict[str, Any]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkit.checkpoint import paths, read, state, write
-from shardkit.checkpoint.request import Request
+from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Live
 from shardkit.distributed import random_state
 from shardkit.runtime.run import Run
@@ -68,7 +68,7 @@ def _plain(optimizer: Any) -> Optimizer:
 def _save(run: Run, live: Live, folder: str | Path, call: str) -> Path:
     final = paths.named(folder, call)
     session = met(run, call, "save")
-    request = Request(
+    request = SaveRequest(
         final=final,
         step=run.counters.step,
         run_id=session.run_id,

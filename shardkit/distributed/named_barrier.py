@@ -39,7 +39,7 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
         return
-    place = _Meeting(call, dist.get_rank(), dist.get_world_size())
+    place = _Arrivals(call, dist.get_rank(), dist.get_world_size())
     try:
         place.arrive()
         if not place.wait(PATIENCE_S):
@@ -52,7 +52,7 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
         raise
 
 
-def _wait_long(place: "_Meeting", timeout_s: float, error: type[ShardkitError]) -> None:
+def _wait_long(place: "_Arrivals", timeout_s: float, error: type[ShardkitError]) -> None:
     handled = sys.exc_info()[1]
     limit_s = timeout_s if handled is None else min(timeout_s, IN_EXCEPT_S)
     text = f"{place.call}: rank {place.rank} waits for the others, {limit_s:.0f} s at most"
@@ -75,7 +75,7 @@ _ADVICE = "every rank must call it, in the same order as the others, outside of 
 
 
 @dataclass
-class _Meeting:
+class _Arrivals:
     """One call of all ranks. `total` counts arrivals at all meetings of this name: nobody comes to the next one before
     all have come to this one, so that the number of a meeting follows from it. `at` is what each rank does last."""
 
@@ -137,7 +137,7 @@ class _Meeting:
         match self._at(rank):
             case [call, "given-up"]:
                 return f"rank {rank} has given up {call}"
-            case [call, number] if not _Meeting(call, rank, self.world_size, int(number)).is_complete():
+            case [call, number] if not _Arrivals(call, rank, self.world_size, int(number)).is_complete():
                 return f"rank {rank} waits in {call}"
         return None
 

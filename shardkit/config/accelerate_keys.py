@@ -14,7 +14,7 @@ from shardkit.config.schema import read_bool
 
 
 @dataclass
-class Outcome:
+class Translation:
     """What a foreign key becomes: settings of ours, remarks, and what cannot be done."""
 
     settings: dict[Path, Any] = field(default_factory=dict)
@@ -33,7 +33,6 @@ _SAGEMAKER = ["ec2_instance_type", "iam_role_name", "image_uri", "profile", "reg
 _SAGEMAKER += ["pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file"]
 _SAGEMAKER += ["sagemaker_metrics_file", "additional_args"]
 INSTEAD |= dict.fromkeys(_SAGEMAKER, "SageMaker jobs are not started here; run shardkit launch on the machine itself")
-_OFFLOADED_CHECKPOINTS = "moving recomputed activations to the CPU is not supported; leave it false"
 
 # Values, not keys, that belong to things we do not do: what the message says in place of the list of choices.
 REFUSED_VALUES: dict[Path, dict[str, str]] = {
@@ -67,7 +66,7 @@ def is_foreign(section: Path, key: str) -> bool:
     return key in _TRANSLATIONS.get(section, {})
 
 
-def translate(section: Path, key: str, value: Any) -> Outcome:
+def translate(section: Path, key: str, value: Any) -> Translation:
     """What a foreign key with this value means for us."""
     return _TRANSLATIONS[section][key](key, value)
 
@@ -90,10 +89,10 @@ def _is_empty(value: Any) -> bool:
     return value is None or str(value).strip().lower() in {"", "no", "none", "false", "null", "0"}
 
 
-def _refuse(key: str, value: Any) -> Outcome:
+def _refuse(key: str, value: Any) -> Translation:
     if _is_empty(value):
-        return Outcome()
-    return Outcome(problems=[_refusal(INSTEAD[key], value)])
+        return Translation()
+    return Translation(problems=[_refusal(INSTEAD[key], value)])
 
 
 def _refusal(text: str, value: Any) -> str:
@@ -102,31 +101,39 @@ def _refusal(text: str, value: Any) -> str:
     return f"{what} (got {shortened(value)}); {instead}."
 
 
-def _refuse_offloaded_checkpoints(key: str, value: Any) -> Outcome:
-    return Outcome() if _is_empty(value) else Outcome(problems=[_refusal(_OFFLOADED_CHECKPOINTS, value)])
+def _offloaded_checkpoints(key: str, value: Any) -> Translation:
+    """What recomputed blocks keep, on the host."""
+    if _is_empty(value):
+        return Translation()
+    note = f"is read as shardkit.offload_activations: {shortened(value)}."
+    return Translation({("shardkit", "offload_activations"): value}, notes=[note])
 
 
-def _mpirun(key: str, value: Any) -> Outcome:
+def _mpirun(key: str, value: Any) -> Translation:
     """Accelerate writes `mpirun_ccl: '1'` beside a host file that it names by default."""
     hosts = value.get("mpirun_hostfile") if isinstance(value, Mapping) else value
     return _refuse(key, hosts)
 
 
-def _half_precision(key: str, value: Any) -> Outcome:
+def _half_precision(key: str, value: Any) -> Translation:
     """Very old files say `fp16: true` for mixed_precision."""
     match read_bool(value):
         case True:
-            return Outcome({("mixed_precision",): key})
+            return Translation({("mixed_precision",): key})
         case False | None:
-            return Outcome()
-    return Outcome(problems=[f"is not yes or no (got {shortened(value)!r}); write mixed_precision: {key}."])
+            return Translation()
+    return Translation(problems=[f"is not yes or no (got {shortened(value)!r}); write mixed_precision: {key}."])
 
 
-def _parallelism(key: str, value: Any) -> Outcome:
+def _parallelism(key: str, value: Any) -> Translation:
     """Sizes of the mesh. 1 is Accelerate's word for: not used."""
     if not isinstance(value, Mapping):
-        return Outcome() if _is_empty(value) else Outcome(problems=[f"is a block of sizes (got {shortened(value)!r})."])
-    outcome = Outcome()
+        return (
+            Translation()
+            if _is_empty(value)
+            else Translation(problems=[f"is a block of sizes (got {shortened(value)!r})."])
+        )
+    outcome = Translation()
     sizes = {name.removeprefix("parallelism_config_"): size for name, size in value.items()}
     ours = {"dp_replicate_size": "replicate_size", "dp_shard_size": "shard_size"}
     for name, size in sizes.items():
@@ -139,7 +146,7 @@ def _parallelism(key: str, value: Any) -> Outcome:
     return _plain_mesh(outcome)
 
 
-def _plain_mesh(outcome: Outcome) -> Outcome:
+def _plain_mesh(outcome: Translation) -> Translation:
     """One size alone is no hybrid: all ranks share one copy, or each has its own."""
     replicate, shard = (("shardkit", "mesh", name) for name in ("replicate_size", "shard_size"))
     if replicate in outcome.settings:
@@ -149,14 +156,14 @@ def _plain_mesh(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _dynamo(key: str, value: Any) -> Outcome:
+def _dynamo(key: str, value: Any) -> Translation:
     """torch.compile. Its inductor backend with default settings is shardkit.compile."""
     settings = value if isinstance(value, Mapping) else {"backend": value}
     settings = {name.removeprefix("dynamo_"): inner for name, inner in settings.items()}
     backend = str(settings.pop("backend", None) or "no").lower()
     if backend in {"no", "none", "false"}:
-        return Outcome()
-    outcome = Outcome()
+        return Translation()
+    outcome = Translation()
     if backend == "inductor":
         outcome.settings[("shardkit", "compile")] = "true"
         outcome.notes.append("is read as shardkit.compile: true, which compiles unit by unit.")
@@ -168,7 +175,7 @@ def _dynamo(key: str, value: Any) -> Outcome:
     return outcome
 
 
-_TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Outcome]]] = {
+_TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Translation]]] = {
     (): {
         **dict.fromkeys(INSTEAD, _refuse),
         "mpirun_config": _mpirun,
@@ -178,5 +185,5 @@ _TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Outcome]]] = {
         "dynamo_config": _dynamo,
         "dynamo_backend": _dynamo,
     },
-    ("fsdp",): {"fsdp_activation_checkpointing_offload": _refuse_offloaded_checkpoints},
+    ("fsdp",): {"fsdp_activation_checkpointing_offload": _offloaded_checkpoints},
 }

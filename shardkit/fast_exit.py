@@ -12,14 +12,14 @@ import threading
 from typing import NoReturn
 
 
-def leave_torch_standing(code: int) -> NoReturn:
+def exit_without_torch_teardown(code: int) -> NoReturn:
     """Ends the process as Python would, but for the interpreter and for what native libraries do at the end."""
     _end_python()
     _flush()
     os._exit(code)
 
 
-def leave_interpreter_standing(code: int) -> NoReturn:
+def exit_without_interpreter_teardown(code: int) -> NoReturn:
     """As above, with what native libraries do at the end: profilers write their files then.
 
     The script's own objects are finalized, as they are when Python takes down `__main__`.

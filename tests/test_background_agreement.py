@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.distributed import watch
+from shardkit.distributed import background_agreement
 from shardkit.errors import ModelError
 
 
@@ -18,11 +18,19 @@ def different(ranks: list[int]) -> ModelError:
 
 
 def quick() -> None:
-    watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 0.02, 0.005, 0.05
+    background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
+        0.02,
+        0.005,
+        0.05,
+    )
 
 
 def usual() -> None:
-    watch.POLL_S, watch.POLL_SOON_S, watch.COMPARE_EVERY_S = 1.0, 0.05, 10.0
+    background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
+        1.0,
+        0.05,
+        10.0,
+    )
 
 
 def stopped_at(told: dict[int, int], seed: int, is_coupled: bool) -> int:
@@ -33,7 +41,7 @@ def stopped_at(told: dict[int, int], seed: int, is_coupled: bool) -> int:
     quick()
     rank, flag = dist.get_rank(), []
     speed = random.Random(seed * 10 + rank)
-    looking = watch.Watch(lambda: bool(flag), different)
+    looking = background_agreement.BackgroundAgreement(lambda: bool(flag), different)
     try:
         for boundary in range(1, 200 if told else 30):
             time.sleep(speed.random() * 0.01)
@@ -66,7 +74,7 @@ def test_nobody_stops_where_nobody_was_told(ranks):
 def noticed(from_boundary: int) -> tuple[int, str]:
     """The boundary at which this rank raised, where rank 1's trace is another from some boundary on."""
     quick()
-    looking = watch.Watch(lambda: False, different)
+    looking = background_agreement.BackgroundAgreement(lambda: False, different)
     try:
         for boundary in range(1, 400):
             time.sleep(0.002)
@@ -95,7 +103,10 @@ def threads_left() -> set[int | None]:
     quick()
     before = _watching()
     try:
-        closed, dropped = watch.Watch(lambda: False, different), watch.Watch(lambda: False, different)
+        closed, dropped = (
+            background_agreement.BackgroundAgreement(lambda: False, different),
+            background_agreement.BackgroundAgreement(lambda: False, different),
+        )
         closed.close()
         del dropped
         gc.collect()
@@ -116,6 +127,6 @@ def test_no_thread_outlives_its_run(ranks):
 
 
 def test_different_traces():
-    assert watch._different([5, 5, 5]) == []
-    assert watch._different([5, 6, None, 5, 7]) == [1, 4]
-    assert watch._different([None, 6]) == []
+    assert background_agreement._different([5, 5, 5]) == []
+    assert background_agreement._different([5, 6, None, 5, 7]) == [1, 4]
+    assert background_agreement._different([None, 6]) == []

@@ -41,7 +41,7 @@ def decorated(function: Callable[..., Any] | None, condition: Callable[[], bool]
     return only(condition, function)
 
 
-class Turns(Place):
+class ProcessControl(Place):
     """What a rank does with the others, given who it is: for an Accelerator and for what shows its state."""
 
     def wait_for_everyone(self) -> None:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from shardkit.checkpoint import snapshot, write
+from shardkit.checkpoint import async_save, write
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError
 from tests import checkpoints
@@ -20,11 +20,11 @@ def live():
 
 @pytest.fixture
 def background():
-    return snapshot.Background(control.start_beside(60.0))
+    return async_save.AsyncSave(control.start_background(60.0))
 
 
 def begin(live, background, path):
-    request = write.Request(path, 2, "test")
+    request = write.SaveRequest(path, 2, "test")
     background.start(write.prepare(live, "sharded", request, background.beside), live.optimizers)
 
 

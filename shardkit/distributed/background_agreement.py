@@ -35,15 +35,15 @@ REMEMBERED = 4096
 log = get_logger(__name__)
 
 
-class Watch:
+class BackgroundAgreement:
     """One run's. `is_told` says whether this rank itself was told to stop; any thread may call it.
 
     Every rank makes one at the same place in the program, passes the same boundaries, and gives its trace there.
     """
 
-    def __init__(self, is_told: Callable[[], bool], on_difference: Callable[[list[int]], ShardkitError]) -> None:
+    def __init__(self, stop_requested: Callable[[], bool], on_difference: Callable[[list[int]], ShardkitError]) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._is_told, self._on_difference = is_told, on_difference
+        self._stop_requested, self._on_difference = stop_requested, on_difference
         self._changed = threading.Condition()
         self._passed = 0
         self._traces: OrderedDict[int, int] = OrderedDict()
@@ -62,7 +62,7 @@ class Watch:
         """Counts a boundary; whether all ranks stop here. Where traces differed they all raise what `on_difference`
         makes of the ranks that differ from rank 0."""
         if self.world_size == 1:
-            return self._is_told()
+            return self._stop_requested()
         with self._changed:
             self._passed += 1
             self._traces[self._passed] = trace
@@ -100,9 +100,9 @@ class Watch:
             return self._traces.get(boundary)
 
 
-def _look(reference: Callable[[], Watch | None], store: Any, closed: threading.Event) -> None:
+def _look(reference: Callable[[], BackgroundAgreement | None], store: Any, closed: threading.Event) -> None:
     """The thread: until the run is over or nobody refers to its watch. It holds the watch only while it looks."""
-    looker = _Looker(store)
+    looker = _StoreThread(store)
     pause = POLL_S
     while not closed.wait(pause):
         watch = reference()
@@ -116,7 +116,7 @@ def _look(reference: Callable[[], Watch | None], store: Any, closed: threading.E
         del watch
 
 
-class _Looker:
+class _StoreThread:
     """What one thread has done so far."""
 
     def __init__(self, store: Any) -> None:
@@ -125,17 +125,17 @@ class _Looker:
         self._round = 0
         self._asked_at = time.monotonic()
         self._boundary: int | None = None
-        self._has_told = False
+        self._has_announced = False
         self._different: list[int] = []
 
-    def look(self, watch: Watch) -> float:
+    def look(self, watch: BackgroundAgreement) -> float:
         """Looks once; seconds until the next time."""
         if watch._stop_at is not None:
             return POLL_S
         if self._is_stopping:
             self._find_target(watch)
             return POLL_SOON_S
-        if watch._is_told():
+        if watch._stop_requested():
             self._store.set("stop/told", str(watch.rank))
         if self._store.check(["stop/told"]):
             self._is_stopping = True
@@ -144,7 +144,7 @@ class _Looker:
         self._compare(watch)
         return POLL_S
 
-    def _find_target(self, watch: Watch) -> None:
+    def _find_target(self, watch: BackgroundAgreement) -> None:
         if watch.rank == 0:
             answers = self._of_all("stop/passed", watch)
             if answers is not None:
@@ -153,12 +153,12 @@ class _Looker:
             stop_at, different = json.loads(self._store.get("stop/at"))
             watch._set(stop_at=stop_at, different=different)
 
-    def _of_all(self, name: str, watch: Watch) -> list[bytes] | None:
+    def _of_all(self, name: str, watch: BackgroundAgreement) -> list[bytes] | None:
         """What every rank has said under this name; None where one has not yet."""
         keys = [f"{name}/{rank}" for rank in range(watch.world_size)]
         return [self._store.get(key) for key in keys] if self._store.check(keys) else None
 
-    def _compare(self, watch: Watch) -> None:
+    def _compare(self, watch: BackgroundAgreement) -> None:
         key = f"trace/{self._round}"
         if watch.rank == 0 and self._boundary is None and time.monotonic() - self._asked_at >= COMPARE_EVERY_S:
             self._asked_at = time.monotonic()
@@ -166,15 +166,15 @@ class _Looker:
                 self._store.set(f"{key}/at", str(watch._passed))
         if self._boundary is None and self._store.check([f"{key}/at"]):
             self._boundary = int(self._store.get(f"{key}/at"))
-            self._has_told = False
+            self._has_announced = False
         if self._boundary is None:
             return
-        if not self._has_told:
+        if not self._has_announced:
             trace = watch._trace_at(self._boundary)
             if trace is None and watch._passed < self._boundary:
                 return
             self._store.set(f"{key}/{watch.rank}", json.dumps(trace))
-            self._has_told = True
+            self._has_announced = True
         if watch.rank == 0:
             answers = self._of_all(key, watch)
             if answers is None:
@@ -187,7 +187,7 @@ class _Looker:
             self._forget(key, watch)
             self._round, self._boundary = self._round + 1, None
 
-    def _forget(self, key: str, watch: Watch) -> None:
+    def _forget(self, key: str, watch: BackgroundAgreement) -> None:
         """The round before this one is read by all: its keys would otherwise stay in the store for ever."""
         self._store.delete_key(f"{key}/{watch.rank}")
         if watch.rank == 0 and self._round:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardkit.errors import EXIT_PREEMPTED
-from shardkit.launch import hangs, processes, records, stacks
-from shardkit.launch.hangs import Rank, Row, Seen, Verdict
-from shardkit.launch.line import Alarm
+from shardkit.launch import hangs, processes, rank_files, stacks
+from shardkit.launch.hangs import HangRow, Rank, Seen, Verdict
 from shardkit.launch.names import stack_path
 from shardkit.launch.stacks import Stack
+from shardkit.launch.store_client import Alarm
 
 POLL_S = 0.05
 CHECK_S = 1.0
@@ -49,7 +49,7 @@ class Stop:
     since_s: float = field(default_factory=time.monotonic)
 
 
-class Watch:
+class Monitor:
     """Watches the ranks whose places are in `folder`, from `start` to `close`."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Watch:
         self.folder, self.log_dir, self._say, self._has_others = folder, log_dir, say, has_others
         self.hang_timeout_s, self.stop_timeout_s = hang_timeout_s, stop_timeout_s
         self.ranks: dict[int, Rank] = {}
-        self.rows: list[Row] | None = None
+        self.rows: list[HangRow] | None = None
         """What the ranks here did when a hang was found, on this machine or on another."""
         self.is_hung = False
         """Whether it was found here."""
@@ -107,7 +107,7 @@ class Watch:
 
     def _running_pids(self) -> list[int]:
         """The processes of the ranks that have come up and, as far as is known, still run."""
-        places = records.read_places(self.folder).values()
+        places = rank_files.read_progress(self.folder).values()
         return [place.pid for place in places if place.rank not in self.ranks or self.ranks[place.rank].runs]
 
     def _run(self) -> None:
@@ -122,7 +122,7 @@ class Watch:
 
     def _look(self) -> None:
         """Renew places and exit codes."""
-        for number, place in records.read_places(self.folder).items():
+        for number, place in rank_files.read_progress(self.folder).items():
             known = self.ranks.get(number)
             if known is None or known.place.pid != place.pid:
                 self.ranks[number] = known = Rank(place, worked_s=time.monotonic())
@@ -158,7 +158,7 @@ class Watch:
 
     def _grace_s(self) -> float:
         """After a failure a few seconds; a preempted run's ranks wait for one another as long as a stop may take."""
-        preempted = any(error.exit_code == EXIT_PREEMPTED for error in records.read_errors(self.folder).values())
+        preempted = any(error.exit_code == EXIT_PREEMPTED for error in rank_files.read_errors(self.folder).values())
         return self.stop_timeout_s if preempted else SURVIVOR_GRACE_S
 
     def _find_hang(self, now: float) -> None:

@@ -29,7 +29,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitSizes:
     """Bytes of one FSDP unit on one rank, in each of its forms. The root's fqn is "".
 
     early_gradient_bytes: unsharded gradients that exist from the start of backward on, because their parameters come
@@ -52,13 +52,13 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardedSizes:
     """Everything that memory and traffic follow from. `units` are in forward order, without the root."""
 
     axes: Axes
-    units: tuple[Unit, ...]
-    root: Unit
-    replicated: Unit
+    units: tuple[UnitSizes, ...]
+    root: UnitSizes
+    replicated: UnitSizes
     buffer_bytes: int
 
 
@@ -88,7 +88,7 @@ def itemsize(dtype: str) -> int:
     return _ITEMSIZES.get(dtype, 1)
 
 
-def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine: int, optimizer: str) -> Layout:
+def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine: int, optimizer: str) -> ShardedSizes:
     """The model laid out over the ranks. ModelError where it cannot be cut as the configuration says."""
     found = axes(config, world_size, ranks_per_machine)
     is_sharded, used = found.mode == "fsdp", dtypes(config)
@@ -101,13 +101,13 @@ def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine:
     sizes = _Sizes(used, found.shards, optimizer, not is_sharded)
     early, late = _root_ends(tree, chosen)
     blocks = _block_counts(tree, chosen)
-    units: list[Unit] = []
+    units: list[UnitSizes] = []
     has_trainable = any(p.trainable for name, p in owned[""] if name in early)
     for fqn in [node.fqn for node in tree.walk() if node.fqn in chosen]:
         has_trainable = has_trainable or any(p.trainable for _, p in owned[fqn])
         if owned[fqn]:
             units.append(sizes.unit(fqn, owned[fqn], has_trainable, blocks.get(fqn, 0), keeps_dtype[fqn]))
-    return Layout(
+    return ShardedSizes(
         axes=found,
         units=tuple(units),
         root=sizes.unit("", owned[""], True, blocks.get("", 0), early=late),
@@ -133,7 +133,7 @@ class _Sizes:
         blocks: int,
         keeps_dtype: bool = False,
         early: Iterable[str] = (),
-    ) -> Unit:
+    ) -> UnitSizes:
         """A shard of dim 0 is padded to ceil(dim 0 / shards) rows on every rank (FSDPParam._init_sharded_param). One of
         another dim is gathered into a buffer of its own first (foreach_all_gather_copy_out)."""
         rows = [(name, p, self._local_shape(p)) for name, p in parameters]
@@ -142,7 +142,7 @@ class _Sizes:
         reduce = "fp32" if keeps_dtype and self.dtypes.param else self.dtypes.reduce
         by_ddp = self.is_ddp and reduce == "fp32"  # DDP reduces gradients as they are unless told otherwise
         head = set(early)
-        return Unit(
+        return UnitSizes(
             fqn=fqn,
             numel=sum(p.numel for _, p, _ in rows),
             parameter_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in rows),

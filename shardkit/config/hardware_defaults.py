@@ -5,14 +5,14 @@ from typing import Any
 
 from shardkit.config.hardware import Hardware, detect
 from shardkit.config.keys import Path
-from shardkit.config.layers import Entry, Layer, Origin
+from shardkit.config.layers import Layer, Origin, SettingEntry
 from shardkit.config.scheduler import Scheduler, scheduler
 from shardkit.config.schema import read_bool, read_count, read_distributed_type
 
 _COUNT = ("num_processes",)
 
 
-def hardware_layer(given: Mapping[Path, Entry], has_file: bool) -> Layer:
+def hardware_layer(given: Mapping[Path, SettingEntry], has_file: bool) -> Layer:
     """What the hardware suggests for settings that nobody gave. A file that is silent about precision or the kind of
     device means the default; only the number of processes and of machines is always the machine's own."""
     job = scheduler()
@@ -22,10 +22,10 @@ def hardware_layer(given: Mapping[Path, Entry], has_file: bool) -> Layer:
         hardware = detect()
         values = for_machines(hardware, given) if has_file else for_hardware(hardware, given)
         words = f"found here: {hardware.in_words}"
-    return Layer({path: Entry(value, Origin("hardware", words), path[-1]) for path, value in values.items()})
+    return Layer({path: SettingEntry(value, Origin("hardware", words), path[-1]) for path, value in values.items()})
 
 
-def for_hardware(hardware: Hardware, given: Mapping[Path, Entry] | None = None) -> dict[Path, Any]:
+def for_hardware(hardware: Hardware, given: Mapping[Path, SettingEntry] | None = None) -> dict[Path, Any]:
     """Settings that suit a machine, next to those that are given: all GPUs, or two processes on the CPU."""
     given = given or {}
     said = _says(given, ("use_cpu",), read_bool)
@@ -40,7 +40,7 @@ def for_hardware(hardware: Hardware, given: Mapping[Path, Entry] | None = None) 
     return values
 
 
-def for_machines(hardware: Hardware, given: Mapping[Path, Entry]) -> dict[Path, Any]:
+def for_machines(hardware: Hardware, given: Mapping[Path, SettingEntry]) -> dict[Path, Any]:
     """How many machines and processes, as the scheduler and the devices say."""
     values = for_job(hardware.scheduler, given)
     machines = _says(given, ("num_machines",), read_count) or values.get(("num_machines",), 1)
@@ -52,7 +52,7 @@ def for_machines(hardware: Hardware, given: Mapping[Path, Entry]) -> dict[Path, 
     return values
 
 
-def for_job(job: Scheduler | None, given: Mapping[Path, Entry]) -> dict[Path, Any]:
+def for_job(job: Scheduler | None, given: Mapping[Path, SettingEntry]) -> dict[Path, Any]:
     """What the scheduler says about the machines of a job that has several, where the settings do not contradict."""
     machines = _says(given, ("num_machines",), read_count)
     if job is None or job.machines < 2 or machines not in (None, job.machines):
@@ -66,5 +66,5 @@ def for_job(job: Scheduler | None, given: Mapping[Path, Entry]) -> dict[Path, An
     return {path: value for path, value in values.items() if value is not None and path not in given}
 
 
-def _says(given: Mapping[Path, Entry], path: Path, reading: Any) -> Any:
+def _says(given: Mapping[Path, SettingEntry], path: Path, reading: Any) -> Any:
     return reading(given[path].value) if path in given else None
