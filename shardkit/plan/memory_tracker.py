@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -141,7 +142,7 @@ class MemoryTracker(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         if function is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "_is_drawn", False):
             return 0  # a layer that would be dropped by chance is not: that is the most memory
-        result = function(*args, **(kwargs or {}))
+        result = _run(function, args, kwargs or {})
         if function in _DRAWS and result.dim() == 0:
             result._is_drawn = True
         if function in _COMPARISONS and getattr(args[0], "_is_drawn", False):
@@ -267,6 +268,16 @@ class MemoryTracker(TorchDispatchMode):
         if self._total >= self._peak:
             self._peak = self._total
             self._at_peak = dict(self._bytes)
+
+
+def _run(function: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's result. On fake tensors torch takes grouped products in bf16 only, while its kernels take other
+    dtypes too (`_meta_grouped_mm_common`, torch 2.13): these go as bf16, and what comes out has their own dtype."""
+    is_grouped = function is torch.ops.aten._grouped_mm.default
+    if not is_grouped or not isinstance(args[0], FakeTensor) or args[0].dtype is torch.bfloat16:
+        return function(*args, **kwargs)
+    narrow = (args[0].to(torch.bfloat16), args[1].to(torch.bfloat16), *args[2:])
+    return torch.empty_like(function(*narrow, **kwargs), dtype=args[0].dtype)
 
 
 def _depth(fake_mode: Any) -> int:
