@@ -1,6 +1,7 @@
 """Which models the closed form's activations are right for, and what they leave out of the others, in words.
 
-A family is known where the formula of `plan/activations.py` agrees with a simulated step (`tests/test_simulation_families.py`).
+A family is known where the formula of `plan/activations.py` agrees with a simulated step
+(`tests/test_simulation_families.py`).
 """
 
 from typing import Any

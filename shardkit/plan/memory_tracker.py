@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -119,7 +119,6 @@ class MemoryTracker(TorchDispatchMode):
         return found[1] if found else None
 
     def __enter__(self) -> MemoryTracker:
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
