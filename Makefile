@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Tests that need nothing but this repository and its dependencies, and no more than minutes.
-EVERYWHERE := not faults and not loops and not compat and not storage and not slurm and not ray
+EVERYWHERE := not faults and not loops and not compat and not families and not storage and not slurm and not ray
 # The range of pyproject.toml: `make test-oldest` and `make test-newest` run the tests with either end of it, each in an
 # environment of its own. PyPI's builds of torch bring CUDA: several gigabytes.
 TORCH_oldest := 2.11.*
@@ -14,7 +14,7 @@ WHEELS ?=
 # Where Python cannot make environments (no python3-venv) or has all of these: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
-.PHONY: demo test test-fast test-faults test-loops test-compat test-storage test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -43,6 +43,9 @@ test-loops: .venv/.ready
 
 test-compat: .venv/.compat
 	$(BIN)/python -m pytest -m compat
+
+test-families: .venv/.ready
+	$(BIN)/python -m pytest -m families
 
 test-slurm: .venv/.ready
 	$(BIN)/python -m pytest -m slurm tests/test_slurm.py

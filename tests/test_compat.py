@@ -168,7 +168,9 @@ def test_what_plugins_say_has_names_of_ours():
         state_dict_type="sharded_state_dict",
         mixed_precision_policy={"param_dtype": torch.bfloat16},
         activation_checkpointing=True,
+        activation_checkpointing_offload=True,
     ).shardkit_settings()
+    assert said["shardkit.offload_activations"] is True
     assert settings_are_known(said)
     assert said["fsdp_config.fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
     assert said["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] == ["Block", "Other"]

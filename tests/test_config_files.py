@@ -181,6 +181,12 @@ def test_accelerates_mesh_and_compile_are_ours():
     assert config.shardkit.compile
 
 
+def test_accelerates_offloaded_checkpoints_are_offloaded_activations():
+    lines = "fsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_activation_checkpointing_offload: "
+    assert config_of(f"{lines}true\n").shardkit.offload_activations
+    assert not config_of(f"{lines}false\n").shardkit.offload_activations
+
+
 def test_keys_of_things_we_do_not_do_are_fine_while_they_say_nothing(tmp_path):
     config_of(
         "deepspeed_config: {}\nmegatron_lm_config:\nfp8_config: {}\nparallelism_config: {}\ndynamo_config:\n"

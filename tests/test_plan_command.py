@@ -16,7 +16,9 @@ from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import devices, plot, roofline
-from shardkit.plan.answer import PlanRequest, check_seq_len, possible_strategies, row
+from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
+from shardkit.plan.closed_form import Memory, Moment, RankMemory
+from shardkit.plan.report import render
 from shardkit.plan.search import find
 from shardkit.plan.suggest import changes, suggest_from
 
@@ -171,7 +173,8 @@ def test_nothing_fits_is_said():
     request = make_request("gpt:layers=8,hidden=25600,heads=160", device="l4")
     fewest, largest = find("min-gpus", request), find("max-batch", request)
     assert (fewest.value, largest.value) == (None, None)
-    assert "does not fit on any number" in fewest.text
+    assert fewest.text.startswith("FULL_SHARD does not fit on any number up to 65,536; it needs least on 1,024: ")
+    assert "92.7 GiB a rank, of which 46.3 are gradients being reduced and 34.3 are gathered units. Use" in fewest.text
     assert "Not even one sequence a rank fits" in largest.text
 
 
@@ -236,6 +239,7 @@ def test_no_model_is_refused_with_the_forms(capsys):
         (("--device", "abacus"), "use one of a100-40"),
         (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
         (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
+        (("--optimizer", "adamw8bit"), "states of 8 or 4 bits are not known by name (got 'adamw8bit'); add --simulate"),
         (("--set", "mixed_precision"), "--set: is not KEY=VALUE (got 'mixed_precision')"),
         (("--plot", "picture.bmp"), "--plot: what kind of file? (got 'picture.bmp'); end it with .svg, .html or .png."),
     ],
@@ -276,6 +280,48 @@ def test_another_network(capsys):
     slow = json.loads(plan(capsys, *arguments, "--network", "100"))["strategies"][0]
     expected = slow["traffic"]["between_bytes"] / (100e9 / 8 / 8 * 0.8)
     assert slow["step_time_estimate"]["between_s"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("alive", "reserved", "expandable", "fits", "has_retries", "text"),
+    [
+        (
+            70,
+            75,
+            72,
+            True,
+            False,
+            "reserves 75.00 GiB by CUDA's allocator, replayed; 72.00 with expandable",
+        ),
+        (70, 79, 72, True, True, "slower. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cures it."),
+        (70, 79, 78.5, True, True, "slower. A smaller micro-batch cures it, or whatever else lowers the peak."),
+        (
+            79,
+            85,
+            84,
+            False,
+            False,
+            "reserves 85.00 GiB by CUDA's allocator, replayed; 84.00 with expandable",
+        ),
+        (70, None, None, True, None, "Add --exact for what CUDA's allocator would reserve."),
+    ],
+)
+def test_only_what_is_alive_says_no(alive, reserved, expandable, fits, has_retries, text):
+    """Of 79.6 GiB, 2 are for the context and others."""
+    request, gib = make_request(device="h100-80"), 2**30
+    asked = row(request)
+    peak = Memory(parameters=alive * gib)
+    sizes = {"reserved_bytes": reserved and reserved * gib, "expandable_bytes": expandable and int(expandable * gib)}
+    memory = RankMemory(peak, "forward", (Moment("forward", "", peak),), Memory(), True, **sizes)
+    found = replace(asked, simulated=memory, fits=request.device.fits(peak.total))
+    answer = Answer(request, (found,), found.strategy, None, "")
+    told = " ".join(render(answer).split())
+    assert text in told
+    (strategy,) = to_json(answer)["strategies"]
+    assert (found.fits, strategy["runs_with_retries"]) == (fits, has_retries)
+    assert ("runs with retries" in told) is bool(has_retries)
+    tpu = replace(answer, request=replace(request, device=devices.find("tpu-v5p")))
+    assert "CUDA" not in render(tpu)
 
 
 def test_step_time_by_hand():

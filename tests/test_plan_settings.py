@@ -14,6 +14,7 @@ PLANNED = {
     *("transformer_layer_cls_to_wrap", "backward_prefetch", "activation_checkpointing", "ignored_modules"),
     *("param_dtype", "reduce_dtype", "output_dtype", "replicate_size", "shard_size"),
     *("compile", "gradient_accumulation_steps", "recompute", "recompute_every"),
+    "offload_activations",
 }
 # Read by the simulation only, because the same `parallelize` does.
 SIMULATED = {"forward_prefetch", "ddp_find_unused_parameters"}

@@ -182,6 +182,17 @@ def test_offloaded_shards_are_on_the_host():
     )
 
 
+def test_parameters_and_optimizer_state_outlive_the_step(monkeypatch):
+    """The allocator is shown two steps: what the first one leaves behind, the second one finds."""
+    trackers = []
+    monkeypatch.setattr(worker, "_reserved", trackers.append)
+    simulated(request(TINY, 1), is_exact=True)
+    (tracker,) = trackers
+    before = {event.number for event, _ in tracker.before}
+    assert len(before) > 20
+    assert not before & {event.number for event in tracker.events}
+
+
 @pytest.mark.slow
 def test_what_the_allocator_reserves_lies_above_what_is_alive():
     """A step of all layers says it; FSDP's streams have pools of their own, so they are no less than one pool."""

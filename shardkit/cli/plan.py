@@ -322,7 +322,7 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
         configured_strategy,
         possible_strategies,
         row,
-        split_experts,
+        undivided,
     )
     from shardkit.plan.suggest import changes, suggest_from
 
@@ -335,7 +335,7 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
     chosen = configured_strategy(request.config)
     is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
     changed = changes(request) if is_too_large else ()
-    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond, split_experts(request)]
+    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond, undivided(request)]
     return Answer(
         request=request,
         rows=tuple(rows),

@@ -88,7 +88,7 @@ class FullyShardedDataParallelPlugin:
         problems: list[str] = []
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is None or (value is False and one.name == "activation_checkpointing_offload"):
+            if value is None:
                 continue
             try:
                 said |= self._setting(one.name, value)
@@ -104,6 +104,8 @@ class FullyShardedDataParallelPlugin:
             return _precision(value)
         if name in ("fsdp_version", "state_dict_config", "optim_state_dict_config"):
             return {}  # it is version 2 that runs; what is written is whole, on rank 0's host memory, as those say
+        if name == "activation_checkpointing_offload":
+            return {"shardkit.offload_activations": True} if value else {}
         if name not in _NAME_OF:
             raise UsageError(f"is not taken (got {value!r}); leave it out: {_INSTEAD[name]}.")
         return {f"fsdp_config.{_NAME_OF[name]}": _READ.get(name, lambda given: given)(value)}
@@ -141,7 +143,6 @@ class FullyShardedDataParallelPlugin:
 
 _INSTEAD = {
     "param_init_fn": "a model on the meta device is filled by its modules' own reset_parameters",
-    "activation_checkpointing_offload": "shardkit recomputes activations, and keeps them nowhere",
 }
 
 

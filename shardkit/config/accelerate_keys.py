@@ -32,7 +32,6 @@ _SAGEMAKER = ["ec2_instance_type", "iam_role_name", "image_uri", "profile", "reg
 _SAGEMAKER += ["pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file"]
 _SAGEMAKER += ["sagemaker_metrics_file", "additional_args"]
 INSTEAD |= dict.fromkeys(_SAGEMAKER, "SageMaker jobs are not started here; run shardkit launch on the machine itself")
-_OFFLOADED_CHECKPOINTS = "moving recomputed activations to the CPU is not supported; leave it false"
 
 # Values of unsupported features: the message says this in place of the list of choices.
 REFUSED_VALUES: dict[Path, dict[str, str]] = {
@@ -101,8 +100,12 @@ def _refusal(text: str, value: Any) -> str:
     return f"{what} (got {shortened(value)}); {instead}."
 
 
-def _refuse_offloaded_checkpoints(key: str, value: Any) -> Translation:
-    return Translation() if _is_empty(value) else Translation(problems=[_refusal(_OFFLOADED_CHECKPOINTS, value)])
+def _offloaded_checkpoints(key: str, value: Any) -> Translation:
+    """What recomputed blocks keep, on the host."""
+    if _is_empty(value):
+        return Translation()
+    note = f"is read as shardkit.offload_activations: {shortened(value)}."
+    return Translation({("shardkit", "offload_activations"): value}, notes=[note])
 
 
 def _mpirun(key: str, value: Any) -> Translation:
@@ -197,5 +200,5 @@ _TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Translation]]] = {
         "dynamo_config": _dynamo,
         "dynamo_backend": _dynamo,
     },
-    ("fsdp",): {"fsdp_activation_checkpointing_offload": _refuse_offloaded_checkpoints},
+    ("fsdp",): {"fsdp_activation_checkpointing_offload": _offloaded_checkpoints},
 }

@@ -24,7 +24,19 @@ class Finding:
 
 def problems(config: Config) -> list[Finding]:
     """Problems: the configuration cannot run."""
-    rules = (_processes, _type_and_processes, _mesh, _offload, _eight_bits, _gpus, _names, _texts, _ddp, _profile)
+    rules = (
+        _processes,
+        _type_and_processes,
+        _mesh,
+        _offload,
+        _activations,
+        _eight_bits,
+        _gpus,
+        _names,
+        _texts,
+        _ddp,
+        _profile,
+    )
     return [finding for rule in rules for finding in rule(config)]
 
 
@@ -82,6 +94,22 @@ def _eight_bits(config: Config) -> Iterator[Finding]:
     on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
     if on_cpu and (kind := eight_bits(config)):
         yield Finding(("mixed_precision", "use_cpu"), f"{kind} needs a GPU (got a run on the CPU); write bf16.")
+
+
+def _activations(config: Config) -> Iterator[Finding]:
+    section = config.shardkit
+    if not section.offload_activations:
+        return
+    if section.compile:
+        keys = ("shardkit.offload_activations", "shardkit.compile")
+        yield Finding(keys, "is for blocks that are not compiled (got compile: true); write one of the two.")
+    if config.fsdp.activation_checkpointing and section.recompute == "operators":
+        keys = ("shardkit.offload_activations", "shardkit.recompute")
+        what = "does not reach what recompute: operators keeps (got both)"
+        yield Finding(keys, f"{what}; write recompute: blocks, or no offload.")
+    if config.mode == "xla":
+        keys = ("shardkit.offload_activations", "distributed_type")
+        yield Finding(keys, "is not there for TPUs (got distributed_type XLA); leave it out.")
 
 
 def _gpus(config: Config) -> Iterator[Finding]:

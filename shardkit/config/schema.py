@@ -478,6 +478,9 @@ class ShardkitConfig(Section):
     recompute_every: Count = Field(1, ge=1)
     """Checkpoint the activations of every n-th block only; 1: of every block."""
 
+    offload_activations: Bool = False
+    """Keep what blocks save for backward in the host's memory; with activation checkpointing, the blocks' inputs."""
+
     compile: Bool = False
     """torch.compile each unit."""
 

@@ -25,6 +25,7 @@ _TOLD_OTHERWISE = {
     ("fsdp", "min_num_params"),
     ("fsdp", "transformer_layer_cls_to_wrap"),
     ("shardkit", "compile"),
+    ("shardkit", "offload_activations"),
     ("shardkit", "mesh", "replicate_size"),
     ("shardkit", "mesh", "shard_size"),
 }
@@ -68,6 +69,8 @@ def _fsdp(config: Config) -> dict[str, Any]:
         data["fsdp_transformer_layer_cls_to_wrap"] = ",".join(config.fsdp.transformer_layer_cls_to_wrap)
     if config.fsdp.auto_wrap_policy.value == "SIZE_BASED_WRAP":
         data["fsdp_min_num_params"] = config.fsdp.min_num_params
+    if config.shardkit.offload_activations:
+        data["fsdp_activation_checkpointing_offload"] = True
     if config.fsdp.ignored_modules:
         data["fsdp_ignored_modules"] = config.fsdp.ignored_modules
     return data

@@ -65,15 +65,20 @@ def whole(tensor: DTensor) -> torch.Tensor:
     return sharded_like(local_part(tensor), tensor).full_tensor()
 
 
-def local_rows(tensor: DTensor) -> slice:
-    """The rows of the full tensor that this rank holds: dim 0 in equal chunks, the last ones shorter or empty."""
-    start, stop = 0, tensor.shape[0]
+def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, one slice a dim: `whole[local_slices(tensor)]`.
+
+    One dim is split into equal chunks, the last ones shorter or empty.
+    """
+    slices = [slice(0, size) for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if placement.is_shard():
-            chunk = -(-tensor.shape[0] // tensor.device_mesh.size(axis))
-            start = min(chunk * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
-            stop = min(start + chunk, tensor.shape[0])
-    return slice(start, stop)
+            dim = placement.dim  # type: ignore[attr-defined]
+            size = tensor.shape[dim]
+            chunk = -(-size // tensor.device_mesh.size(axis))
+            start = min(chunk * tensor.device_mesh.get_local_rank(axis), size)
+            slices[dim] = slice(start, min(start + chunk, size))
+    return tuple(slices)
 
 
 def sharded_like(part: torch.Tensor, like: Any) -> DTensor:

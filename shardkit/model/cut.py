@@ -77,6 +77,17 @@ def cut(tree: ModuleNode, config: FsdpConfig, compute: Dtype | None = None) -> C
     return Cut(units, area.ignored, area.replicated, missing_blocks(tree, config))
 
 
+def shard_dim(shape: Sequence[int], shards: int) -> int:
+    """The dim along which a parameter of this shape is split over that many ranks: 0, its last pieces shorter or empty.
+
+    Where dim 0 has fewer rows than there are ranks (stacked experts, LoRA's matrices), the first other dim that they
+    divide evenly, as fully_shard demands of it; there every rank holds an equal part.
+    """
+    if not shape or not 0 < shape[0] < shards:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size and size % shards == 0), 0)
+
+
 def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
     """The repeated blocks for activation checkpointing and compilation, none inside another.
 
@@ -86,7 +97,7 @@ def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
     names = names or repeated_classes(tree)
     if not names:
         raise ModelError(
-            f"model: {tree.class_name} has no repeated block class to recompute or compile; "
+            f"model: {tree.class_name} has no repeated block class to recompute, offload or compile; "
             f"name one in fsdp_transformer_layer_cls_to_wrap. {candidates_text(tree)}"
         )
     aliases = {node.fqn for node in tree.walk() if node.alias_of}

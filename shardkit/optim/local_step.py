@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like, whole
+from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, whole
 from shardkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class WholeStep:
             for parameter, value in whole.items():
                 if is_dtensor(parameter):
                     local = local_part(parameter)
-                    local.copy_(value[local_rows(parameter)].reshape(local.shape))
+                    local.copy_(value[local_slices(parameter)].reshape(local.shape))
                 if value in own:
                     state[parameter] = own[value]
 

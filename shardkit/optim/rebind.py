@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like, unwrapped
+from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, unwrapped
 from shardkit.errors import ModelError
 from shardkit.optim.local_step import needs_whole_tensors
 
@@ -72,9 +72,9 @@ def _moved_state(
 
 
 def _like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The value with the parameter's device and placements: this rank's rows of it, without communication."""
+    """The value with the parameter's device and placements: this rank's part of it, without communication."""
     if not is_dtensor(parameter):
         return value.to(parameter.device)
     local = local_part(parameter)
-    mine = value[local_rows(parameter)].detach().clone().to(local.device)
+    mine = value[local_slices(parameter)].detach().clone().to(local.device)
     return sharded_like(mine.reshape(local.shape), parameter)

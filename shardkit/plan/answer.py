@@ -6,11 +6,13 @@ from typing import Any
 
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
+from shardkit.model.cut import shard_dim
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
+from shardkit.plan.unit_sizes import axes
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,15 @@ def fits(device: Device, memory: RankMemory) -> bool | None:
     return None if found and not memory.activations_known else found
 
 
+def retries(device: Device, memory: RankMemory) -> bool | None:
+    """Whether what is alive fits and what the allocator would reserve for it does not: then it gives segments back and
+    tries again, which is slower. None where either is not known."""
+    if memory.reserved_bytes is None or not device.has_caching_allocator:
+        return None
+    alive, reserved = fits(device, memory), device.fits(memory.reserved_bytes)
+    return None if alive is None or reserved is None else alive and not reserved
+
+
 def check_seq_len(request: PlanRequest) -> str | None:
     """A remark where sequences are longer than the model is built for; UsageError where it lacks positions for them."""
     facts, given = request.description.facts, request.seq_len
@@ -147,21 +158,27 @@ def check_seq_len(request: PlanRequest) -> str | None:
     return f"--seq-len {given:,} is more than the {facts.seq_len:,} tokens that the model's configuration names."
 
 
-def split_experts(request: PlanRequest) -> str | None:
-    """A remark where more ranks share a model than its stacked experts' weights can be split over."""
-    facts = request.description.facts
-    if facts is None or not 0 < facts.experts < request.world_size:
+# Smaller parts of a model than this are not worth a remark.
+_REMARKABLE = 0.01
+
+
+def undivided(request: PlanRequest) -> str | None:
+    """A remark where a good part of the model cannot be split evenly over the ranks that share it."""
+    found = axes(request.config, request.world_size, request.ranks_per_machine)
+    if found.mode != "fsdp":
         return None
-    stacked = any(
-        len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
-        for node in request.description.tree.walk()
-        for parameter in node.parameters
-    )
-    if not stacked:
+    shards, tree = found.shards, request.description.tree
+    few = {
+        name: parameter
+        for name, parameter in tree.owned()
+        if parameter.shape and parameter.shape[0] < shards and not shard_dim(parameter.shape, shards)
+    }
+    if sum(parameter.numel for parameter in few.values()) < _REMARKABLE * tree.numel:
         return None
+    name, parameter = max(few.items(), key=lambda item: item[1].numel)
     return (
-        f"The weights of {facts.experts} experts are split over dim 0, as training splits them: over more than "
-        f"{facts.experts} ranks their part of the memory does not shrink, and what is gathered is padded."
+        f"{name} {parameter.shape} has fewer rows than the {shards:,} ranks that share it, which divide none of its "
+        f"dims evenly: {parameter.shape[0]:,} of them hold all of it, and what is gathered is padded."
     )
 
 
@@ -199,7 +216,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "loss": request.loss.value,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
-        "strategies": [_row_json(row) for row in answer.rows],
+        "strategies": [_row_json(row, request.device) for row in answer.rows],
         "chosen": answer.chosen.value,
         "suggested": answer.suggested.value if answer.suggested else None,
         "reason": answer.reason,
@@ -213,7 +230,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: Row, device: Device) -> dict[str, Any]:
     traffic, time = row.estimate.traffic, row.time
     return {
         "strategy": row.strategy.value,
@@ -227,6 +244,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "peak_moment": row.memory.moment,
         "reserved_bytes": row.memory.reserved_bytes,
         "reserved_expandable_bytes": row.memory.expandable_bytes,
+        "runs_with_retries": retries(device, row.memory),
         "host": asdict(row.memory.host),
         "activations_known": row.memory.activations_known,
         "activations_left_out": list(row.memory.gaps),

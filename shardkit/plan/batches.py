@@ -125,7 +125,7 @@ def _texts(model: nn.Module, config: Any, batch_size: int, seq_len: int | None) 
     name = type(model).__name__
     tokens = torch.zeros(batch_size, seq_len or _longest(config.get_text_config()), dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": tokens}
-    if hasattr(model, "logit_scale"):  # CLIP and its like compare texts and images
+    if hasattr(model, "logit_scale") and hasattr(config, "vision_config"):  # CLIP and its like compare texts and images
         return inputs | {"pixel_values": _images(config.vision_config, batch_size), "return_loss": True}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens

@@ -11,7 +11,8 @@ Where the terms come from (torch/distributed/fsdp/_fully_shard): a unit's all-ga
 parameters and freed after that (`foreach_all_gather_copy_out`, `wait_for_unshard`); backward gathers one unit ahead
 (`_backward_prefetch`); the input of a reduce-scatter lives until the next unit's (`post_backward`,
 `reduce_scatter_states`); the root keeps its parameters between forward and backward (`_lazy_init`); shards are padded
-to ceil(dim 0 / N) rows. Sharding by strategy is that of ZeRO (https://arxiv.org/abs/1910.02054, section 5).
+to ceil(dim 0 / N) rows, or split evenly on another dim (`model.cut.shard_dim`). Sharding by strategy is that of ZeRO
+(https://arxiv.org/abs/1910.02054, section 5).
 
 Steady state is counted: optimizer state is there from the second step on. Left out, because they depend on the device:
 its context, communication buffers, kernel workspaces, fragmentation (`devices.RESERVE_BYTES` stands for them).
@@ -120,6 +121,8 @@ def estimate(
     host = Memory()
     if _is_offloaded(plan, config):
         timeline, host = _offload(timeline)
+    if config.shardkit.offload_activations and kept:
+        host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
     gaps = kept.gaps if kept else (_why_unknown(facts, batch_size),)
     if config.fsdp.activation_checkpointing and config.shardkit.recompute == "operators":
@@ -187,7 +190,12 @@ def _all_gradients(plan: ShardedSizes) -> int:
 
 
 def _kept_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
-    """What the unit's blocks keep between forward and backward."""
+    """What the unit's blocks keep on the device between forward and backward."""
+    return 0 if config.shardkit.offload_activations else _saved_bytes(unit, config, kept)
+
+
+def _saved_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
+    """What the unit's blocks keep between forward and backward, on the device or on the host."""
     if not config.fsdp.activation_checkpointing:
         return unit.blocks * kept.block_bytes
     every = config.shardkit.recompute_every
@@ -195,8 +203,9 @@ def _kept_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
 
 
 def _working_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
-    """What is alive beside that while one of the unit's blocks is recomputed."""
-    return kept.block_bytes if config.fsdp.activation_checkpointing and unit.blocks else 0
+    """What is alive beside that while one of the unit's blocks is recomputed, or comes back from the host."""
+    comes_back = config.fsdp.activation_checkpointing or config.shardkit.offload_activations
+    return kept.block_bytes if comes_back and unit.blocks else 0
 
 
 def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
@@ -225,8 +234,9 @@ def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[
 
 
 def _copy_bytes(plan: ShardedSizes, unit: UnitSizes) -> int:
-    """The output of an all-gather, before it is copied out; with one shard nothing is gathered."""
-    return unit.gathered_bytes if plan.axes.shards > 1 else 0
+    """The output of an all-gather, before it is copied out, and what is put in order on the way; with one shard nothing
+    is gathered."""
+    return unit.gathered_bytes + unit.rearranged_bytes if plan.axes.shards > 1 else 0
 
 
 def _gradients_before(plan: ShardedSizes, config: Config) -> int:
@@ -270,7 +280,9 @@ def _gathered_in_backward(plan: ShardedSizes, config: Config, index: int) -> int
     unit = plan.units[index]
     if config.fsdp.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE or index == 0:
         return unit.gathered_bytes
-    return unit.gathered_bytes + _copy_bytes(plan, plan.units[index - 1])
+    # The next one's all-gather is begun when this unit's parameters are in place.
+    ahead = plan.units[index - 1].gathered_bytes if plan.axes.shards > 1 else 0
+    return unit.gathered_bytes + ahead
 
 
 def _root_backward(

@@ -58,6 +58,11 @@ class Device:
         """Whether a rank with that peak fits, the reserve included; None where the memory is not known."""
         return None if self.memory_bytes is None else peak_bytes + self.reserve_bytes <= self.memory_bytes
 
+    @property
+    def has_caching_allocator(self) -> bool:
+        """Whether torch reserves its memory in segments, as on GPUs."""
+        return bool(self.reserve_bytes) and not self.name.startswith("TPU")
+
     def efficiency(self, compute: str, recomputes: bool) -> Efficiency:
         """What training reaches of the peak in this dtype, with or without recomputation."""
         kind = self.name.split()[0]

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,7 +39,8 @@ class MemoryTracker(TorchDispatchMode):
 
     Each moment holds what was alive when its sum was largest. `payload_bytes`: the collectives' bytes by kind.
     `events`: every allocation and its end since the last restart, `before` what was alive then (and whether it is
-    optimizer state), `optimizer_at` where among the events the optimizer begins.
+    optimizer state), `optimizer_at` where among the events the optimizer begins. `host_bytes`: the most that was
+    offloaded at once.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,7 @@ class MemoryTracker(TorchDispatchMode):
         self.events: list[Event] = []
         self.before: list[tuple[Event, bool]] = []
         self.optimizer_at = 0
+        self.host_bytes = 0
         self._default = "activations"
         self._numbers: dict[int, int] = {}
         self._places: dict[int, int] = {}
@@ -55,6 +58,8 @@ class MemoryTracker(TorchDispatchMode):
         self._alive: dict[int, tuple[int, str, weakref.ref]] = {}
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
+        self._on_host = 0
+        self._is_over = False
         self._now = ("", "")
         self._peak, self._at_peak = 0, dict(self._bytes)
         self._is_passing = False
@@ -114,7 +119,6 @@ class MemoryTracker(TorchDispatchMode):
         return found[1] if found else None
 
     def __enter__(self) -> MemoryTracker:
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
@@ -127,6 +131,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._is_over = True
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,12 +141,14 @@ class MemoryTracker(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         if function is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "_is_drawn", False):
             return 0  # a layer that would be dropped by chance is not: that is the most memory
-        result = function(*args, **(kwargs or {}))
+        result = _run(function, args, kwargs or {})
         if function in _DRAWS and result.dim() == 0:
             result._is_drawn = True
         if function in _COMPARISONS and getattr(args[0], "_is_drawn", False):
             result._is_drawn = True
-        if not self._is_propagating():
+        if function._schema.name == "shardkit::to_host":
+            self._add_on_host(result)
+        elif not self._is_propagating():
             self._see(function._schema.name, args, kwargs or {}, result)
         return result
 
@@ -200,6 +207,16 @@ class MemoryTracker(TorchDispatchMode):
             self._alive[key] = (found[0], category, found[2])
             self._change(category, found[0])
 
+    def _add_on_host(self, tensor: torch.Tensor) -> None:
+        """What `sharding/offload.py` keeps there."""
+        size = tensor.untyped_storage().nbytes()
+        self._on_host += size
+        self.host_bytes = max(self.host_bytes, self._on_host)
+        weakref.finalize(tensor.untyped_storage(), self._off_host, size)
+
+    def _off_host(self, size: int) -> None:
+        self._on_host -= size
+
     def _gone(self, key: int, _: weakref.ref) -> None:
         size, category, _ = self._alive.pop(key)
         self._end(key)
@@ -212,7 +229,10 @@ class MemoryTracker(TorchDispatchMode):
             self.events.append(Event(self._serial, size, stream))
 
     def _end(self, key: int) -> None:
-        self.events.append(Event(self._numbers.pop(key)))
+        """What goes after the step, goes with the model and the optimizer: in training both stay."""
+        number = self._numbers.pop(key)
+        if not self._is_over:
+            self.events.append(Event(number))
         self._places.pop(key, None)
 
     def _on_stream(self, tensors: Iterable[Any], stream: str) -> None:
@@ -247,6 +267,16 @@ class MemoryTracker(TorchDispatchMode):
         if self._total >= self._peak:
             self._peak = self._total
             self._at_peak = dict(self._bytes)
+
+
+def _run(function: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's result. On fake tensors torch takes grouped products in bf16 only, while its kernels take other
+    dtypes too (`_meta_grouped_mm_common`, torch 2.13): these go as bf16, and what comes out has their own dtype."""
+    is_grouped = function is torch.ops.aten._grouped_mm.default
+    if not is_grouped or not isinstance(args[0], FakeTensor) or args[0].dtype is torch.bfloat16:
+        return function(*args, **kwargs)
+    narrow = (args[0].to(torch.bfloat16), args[1].to(torch.bfloat16), *args[2:])
+    return torch.empty_like(function(*narrow, **kwargs), dtype=args[0].dtype)
 
 
 def _depth(fake_mode: Any) -> int:

@@ -25,6 +25,11 @@ def check(name: str) -> str:
 
 def _rule(name: str) -> Callable[[Shape], int]:
     rule = STATE.get(name.strip().lower())
+    if rule is None and any(bits in name for bits in ("8bit", "8-bit", "4bit", "4-bit")):
+        raise UsageError(
+            f"--optimizer: states of 8 or 4 bits are not known by name (got {name!r}); add --simulate and give a "
+            "function that makes yours: --optimizer module:function."
+        )
     if rule is None:
         near = get_close_matches(name.lower(), STATE, 1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(STATE)}."

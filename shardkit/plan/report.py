@@ -7,7 +7,7 @@ from textwrap import fill, wrap
 from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.plan.activations import LOSS_TEXTS
-from shardkit.plan.answer import Answer, PlanRequest, Row
+from shardkit.plan.answer import Answer, PlanRequest, Row, retries
 from shardkit.plan.closed_form import Memory
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 
@@ -52,6 +52,8 @@ def _headline(request: PlanRequest) -> str:
         every = config.shardkit.recompute_every
         part = f" of 1 block in {every}" if every > 1 else ""
         load.append(f"activation checkpointing{part}" + (" by operator" if _by_operator(config) else ""))
+    if config.shardkit.offload_activations:
+        load.append("activations on the host")
     if config.fsdp.offload_params:
         load.append("offload to the host")
     return f"{request.description.text}\n{_wrapped(load)}"
@@ -110,20 +112,26 @@ def _method(answer: Answer) -> str:
 
 def _reserved_lines(answer: Answer) -> list[str]:
     """What CUDA's allocator would reserve for each row that was simulated with all its layers."""
-    device = answer.request.device
-    lines = []
-    for row in answer.rows:
-        reserved, expandable = row.memory.reserved_bytes, row.memory.expandable_bytes
-        if reserved is None or expandable is None or not device.reserve_bytes:
-            continue
-        text = f"{row.strategy.number} reserves {reserved / GIB:,.2f} GiB by CUDA's allocator, replayed"
-        text += f"; {expandable / GIB:,.2f} with expandable segments."
-        if row.fits and device.fits(reserved) is False:
-            text += " That is more than there is: it runs with retries, slower."
-            if device.fits(expandable):
-                text += " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cures it."
-        lines += [f"  {line}" for line in wrap(text, 78)]
-    return lines
+    if not answer.request.device.has_caching_allocator:
+        return []
+    simulated = [row for row in answer.rows if row.simulated and not row.memory.host.parameters]
+    texts = [_reserved_text(answer, row) for row in simulated if row.memory.reserved_bytes is not None]
+    if len(texts) < len(simulated):
+        texts.append("Add --exact for what CUDA's allocator would reserve.")
+    return [f"  {line}" for text in texts for line in wrap(text, 78)]
+
+
+def _reserved_text(answer: Answer, row: Row) -> str:
+    device, memory = answer.request.device, row.memory
+    reserved, expandable = memory.reserved_bytes or 0, memory.expandable_bytes or 0
+    text = f"{row.strategy.number} reserves {reserved / GIB:,.2f} GiB by CUDA's allocator, replayed"
+    text += f"; {expandable / GIB:,.2f} with expandable segments."
+    if not retries(device, memory):
+        return text
+    text += " That is more than there is: it runs with retries, slower."
+    if device.fits(expandable):
+        return f"{text} PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cures it."
+    return f"{text} A smaller micro-batch cures it, or whatever else lowers the peak."
 
 
 def _left_out(answer: Answer, counted: bool) -> str:

@@ -6,7 +6,7 @@ from functools import partial
 
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.plan.answer import Finding, PlanRequest, Row, possible_strategies, row
-from shardkit.plan.closed_form import with_strategy
+from shardkit.plan.closed_form import Memory, with_strategy
 from shardkit.plan.suggest import suggest_from
 
 LARGEST_BATCH = 2**16
@@ -71,21 +71,45 @@ def _largest(peak: Callable[[int], int], room: int, limit: int) -> int:
     return low
 
 
+def _what_stops(peak: Memory) -> str:
+    """A peak in words, with its two largest parts."""
+    parts = sorted(((getattr(peak, name), words) for name, words in _PARTS.items()), reverse=True)[:2]
+    listed = " and ".join(f"{size / 2**30:,.1f} are {words}" for size, words in parts if size)
+    return f"{peak.total / 2**30:,.1f} GiB a rank, of which {listed}"
+
+
+_PARTS = {
+    "parameters": "the rank's parameters",
+    "gradients": "its gradients",
+    "optimizer_state": "optimizer state",
+    "gathered": "gathered units",
+    "reduction": "gradients being reduced",
+    "activations": "activations",
+}
+
+
+@dataclass(frozen=True)
+class _Tried:
+    world_size: int
+    peak: Memory
+
+
 @dataclass
 class _Worlds:
     """Which numbers of ranks fit, each tried once, and the one that needed least."""
 
     request: PlanRequest
     evaluate: Evaluate
-    least: tuple[int, int] | None = None
+    least: _Tried | None = None
 
     def fits(self, world_size: int) -> bool:
         try:
             found = self.evaluate(replace(self.request, world_size=world_size))
         except ShardkitError:
             return False
-        tried = (found.memory.peak.total, world_size)
-        self.least = tried if self.least is None else min(self.least, tried)
+        peak = found.memory.peak
+        if self.least is None or peak.total < self.least.peak.total:
+            self.least = _Tried(world_size, peak)
         return bool(found.fits)
 
 
@@ -96,13 +120,9 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     worlds = _Worlds(request, evaluate)
     found = _fewest(worlds.fits, request.ranks_per_machine)
     if found is None:
-        least, world_size = worlds.least or (0, 0)
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
-        if least:
-            text += f"; it needs least on {world_size:,}: {least / 2**30:,.1f} GiB a rank"
-        facts = request.description.facts
-        if facts is not None and facts.experts:
-            text += f" (weights of {facts.experts} experts are split over dim 0, so over as many ranks at most)"
+        if worlds.least is not None:
+            text += f"; it needs least on {worlds.least.world_size:,}: {_what_stops(worlds.least.peak)}"
         return Finding("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
     machines = -(-found // request.ranks_per_machine)
     plural = "s" if machines > 1 else ""

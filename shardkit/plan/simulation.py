@@ -15,9 +15,13 @@ from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ModelError, ShardkitError, UsageError
 from shardkit.model import child
 from shardkit.model.sources import is_by_sizes
+from shardkit.plan import repeats
 from shardkit.plan.answer import PlanRequest, Row, fits, row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 
+# A step of so many blocks takes about as long as starting the child process does: all of them are run, and so the
+# allocator can be replayed. The shortened step is for more, and for many questions at once.
+WHOLE_BLOCKS = 40
 CLOSED_FORM_HINT = "or leave --simulate out: the closed form needs nothing to run"
 
 
@@ -42,24 +46,31 @@ def refine(
     """The rows, those of the given strategies with simulated memory, and the notes that belong to it."""
     wanted = [each for each in rows if each.strategy in strategies]
     configs = [each.estimate.config for each in wanted]
+    is_exact = is_exact or (request.device.has_caching_allocator and len(wanted) == 1 and _has_few_blocks(request))
     found = simulate(request, configs, is_exact=is_exact, batch=batch, optimizer=optimizer)
     by_strategy = dict(zip([each.strategy for each in wanted], found, strict=True))
 
     def refined(each: Row) -> Row:
-        if each.strategy not in by_strategy:
-            return each
-        memory = by_strategy[each.strategy].memory
-        return replace(each, simulated=memory, fits=fits(request.device, memory))
+        simulation = by_strategy.get(each.strategy)
+        return each if simulation is None else _with_memory(each, request, simulation)
 
     notes = dict.fromkeys(note for simulation in found for note in simulation.notes)
     return tuple(refined(each) for each in rows), tuple(notes)
 
 
+def _with_memory(each: Row, request: PlanRequest, found: Simulation) -> Row:
+    return replace(each, simulated=found.memory, fits=fits(request.device, found.memory))
+
+
+def _has_few_blocks(request: PlanRequest) -> bool:
+    return sum(run.length for run in repeats.runs_of(request.description.tree)) <= WHOLE_BLOCKS
+
+
 def simulated_row(request: PlanRequest, *, is_exact: bool = False, batch: str | None, optimizer: str | None) -> Row:
     """The row of the request's own configuration, with simulated memory."""
     own = row(request)
-    rows, _ = refine(request, (own,), [own.strategy], is_exact=is_exact, batch=batch, optimizer=optimizer)
-    return rows[0]
+    (found,) = simulate(request, [own.estimate.config], is_exact=is_exact, batch=batch, optimizer=optimizer)
+    return _with_memory(own, request, found)
 
 
 def simulate(
@@ -139,8 +150,9 @@ def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batc
     host = Memory()
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
         timeline, host = _offloaded(timeline)
+    host = replace(host, activations=step["host_bytes"])
     top = max(timeline, key=lambda moment: moment.memory.total)
-    reserved = (step["reserved"] or {}) if not host.total else {}
+    reserved = (step["reserved"] or {}) if not host.parameters else {}
     memory = RankMemory(
         top.memory,
         top.text,

@@ -123,6 +123,12 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if not config.fsdp.activation_checkpointing:
         text = "fsdp_activation_checkpointing: true (a third more compute)"
         yield text, request.with_config(_fsdp(config, activation_checkpointing=True))
+    section = config.shardkit
+    recomputes_blocks = config.fsdp.activation_checkpointing and section.recompute == "blocks"
+    if recomputes_blocks and not section.offload_activations and not section.compile:
+        section = section.model_copy(update={"offload_activations": True})
+        text = "shardkit.offload_activations: true (slower steps, host memory)"
+        yield text, request.with_config(config.model_copy(update={"shardkit": section}))
     if dtypes(config).param is None:
         yield "mixed_precision: bf16", request.with_config(config.model_copy(update={"mixed_precision": "bf16"}))
 

@@ -11,7 +11,7 @@ from math import ceil, prod
 from shardkit.config.meaning import WIDE, Dtypes, dtypes, mesh_sizes, reshards_after_forward
 from shardkit.config.schema import Config
 from shardkit.model.blocks import repeated_classes
-from shardkit.model.cut import as_trained, cut, outermost, whole
+from shardkit.model.cut import as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan.optimizers import state_numel
 
@@ -33,7 +33,8 @@ class UnitSizes:
     """Bytes of one FSDP unit on one rank, in each of its forms. The root's fqn is "".
 
     early_gradient_bytes: unsharded gradients that exist from the start of backward on, because their parameters come
-    after all other units (the head); for the root only. `blocks` counts repeated blocks inside.
+    after all other units (the head); for the root only. rearranged_bytes: gathered parameters that are split on another
+    dim than 0, copied once more. `blocks` counts repeated blocks inside.
     """
 
     fqn: str
@@ -45,6 +46,7 @@ class UnitSizes:
     unsharded_gradient_bytes: int
     reduce_bytes: int
     early_gradient_bytes: int = 0
+    rearranged_bytes: int = 0
     is_gathered_in_backward: bool = True
     blocks: int = 0
 
@@ -132,7 +134,8 @@ class _Sizes:
         keeps_dtype: bool = False,
         early: Iterable[str] = (),
     ) -> UnitSizes:
-        """A shard of dim 0 is padded to ceil(dim 0 / shards) rows on every rank (FSDPParam._init_sharded_param)."""
+        """A shard of dim 0 is padded to ceil(dim 0 / shards) rows on every rank (FSDPParam._init_sharded_param). One of
+        another dim is gathered into a buffer of its own first (foreach_all_gather_copy_out)."""
         rows = [(name, p, self._local_shape(p)) for name, p in parameters]
         trainable = [(name, p, local) for name, p, local in rows if p.trainable]
         compute = None if keeps_dtype else self.dtypes.param
@@ -146,6 +149,7 @@ class _Sizes:
             gradient_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in trainable),
             optimizer_bytes=sum(state_numel(self.optimizer, local) * itemsize(p.dtype) for _, p, local in trainable),
             gathered_bytes=sum(prod(local) * self.shards * itemsize(compute or p.dtype) for _, p, local in rows),
+            rearranged_bytes=sum(p.numel * itemsize(compute or p.dtype) for _, p, _ in rows if self._is_rearranged(p)),
             unsharded_gradient_bytes=sum(p.numel * itemsize(compute or p.dtype) for _, p, _ in trainable),
             reduce_bytes=sum(
                 prod(local) * self.shards * itemsize(p.dtype if by_ddp or p.dtype in WIDE else reduce)
@@ -159,9 +163,11 @@ class _Sizes:
         )
 
     def _local_shape(self, parameter: Parameter) -> tuple[int, ...]:
-        if not parameter.shape:
-            return ()
-        return (ceil(parameter.shape[0] / self.shards), *parameter.shape[1:])
+        split = shard_dim(parameter.shape, self.shards)
+        return tuple(ceil(size / self.shards) if dim == split else size for dim, size in enumerate(parameter.shape))
+
+    def _is_rearranged(self, parameter: Parameter) -> bool:
+        return shard_dim(parameter.shape, self.shards) > 0
 
 
 def _root_ends(tree: ModuleNode, chosen: set[str]) -> tuple[set[str], set[str]]:

@@ -56,12 +56,14 @@ class Step:
     """One simulated step: its moments, what its collectives carry, and the trained parameters without a gradient.
 
     `reserved`: what CUDA's allocator would reserve, by how it works ("segments", "expandable"); known of whole steps.
+    `host_bytes`: offloaded activations.
     """
 
     moments: list[Moment]
     payload_bytes: dict[str, int]
     unused: tuple[str, ...] = ()
     reserved: dict[str, int] | None = None
+    host_bytes: int = 0
 
 
 def main() -> None:
@@ -97,7 +99,11 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
         moments = None
     if moments is None:
         return _step(job, config, [], []), "Every layer was simulated: the model does not run with fewer."
-    return Step(moments, _grown_payload(runs, short, longer), short.unused), None
+    host_bytes = short.host_bytes + sum(
+        (step.host_bytes - short.host_bytes) * (run.length - repeats.KEPT)
+        for run, step in zip(runs, longer, strict=True)
+    )
+    return Step(moments, _grown_payload(runs, short, longer), short.unused, host_bytes=host_bytes), None
 
 
 def _grown_payload(runs: list[repeats.RepeatedBlocks], short: Step, longer: list[Step]) -> dict[str, int]:
@@ -200,7 +206,7 @@ def _tracked(
         factory = batches.optimizer_factory(job.optimizer)
         tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless)
         reserved = None if runs else _reserved(tracker)
-        step = Step(tracker.moments, tracker.payload_bytes, unused, reserved)
+        step = Step(tracker.moments, tracker.payload_bytes, unused, reserved, tracker.host_bytes)
         del model, loss, tracker
     gc.collect()
     return step
@@ -254,6 +260,7 @@ def _to_json(step: Step, remark: str | None) -> dict[str, Any]:
         "moments": [[m.phase, m.unit, list(asdict(m.memory).values())] for m in step.moments],
         "payload_bytes": step.payload_bytes,
         "reserved": step.reserved,
+        "host_bytes": step.host_bytes,
         "remarks": [*([remark] if remark else []), *_unused_remark(step.unused)],
     }
 

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
-from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
+from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like
 from shardkit.errors import ModelError, UsageError
+from shardkit.model.cut import shard_dim
 from shardkit.sharding import fsdp_unit, hooks, original_parameters, outputs, parameters, precision, random_values
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
@@ -52,12 +54,17 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             mp_policy=policy,
             offload_policy=offload_policy,
             ignored_params=left_out | elsewhere,
+            shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
         )
         original_parameters.release(unit.parameters)
     modules = [unit.module for unit in units.units if isinstance(unit.module, FSDPModule)]
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
         reduce_unused(modules[-1])
+
+
+def _placement(parameter: nn.Parameter, shards: int) -> Shard:
+    return Shard(shard_dim(parameter.shape, shards))
 
 
 def _policy(mixed: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -134,7 +141,7 @@ def _shard_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix:
     for name, parameter in sharded.items():
         given = state_dict.get(prefix + name)
         if isinstance(given, torch.Tensor) and not is_dtensor(given) and given.shape == parameter.shape:
-            part = given.detach()[local_rows(parameter)].to(local_part(parameter).device)
+            part = given.detach()[local_slices(parameter)].to(local_part(parameter).device).contiguous()
             state_dict[prefix + name] = sharded_like(part, parameter)
 
 

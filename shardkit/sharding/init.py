@@ -22,14 +22,14 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.distributed import control
-from shardkit.distributed.tensors import is_dtensor, local_part, local_rows
+from shardkit.distributed.tensors import is_dtensor, local_part, local_slices
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
 
 log = get_logger(__name__)
 
-Reader = Callable[[slice | None], torch.Tensor]
+Reader = Callable[[tuple[slice, ...] | None], torch.Tensor]
 
 
 @contextmanager
@@ -142,13 +142,11 @@ def allocate(model: nn.Module, where: Callable[[str, torch.Tensor], torch.device
 
 @torch.no_grad()
 def put(target: torch.Tensor, read: Reader) -> None:
-    """Copy into `target` what `read(rows)` gives: this rank's rows of a sharded tensor, else (None) the whole."""
+    """Copy into `target` what `read(slices)` gives: this rank's part of a sharded tensor, else (None) the whole."""
     if not is_dtensor(target):
         target.copy_(read(None))
-        return
-    rows = local_rows(target)
-    if rows.stop > rows.start:
-        local_part(target).copy_(read(rows))
+    elif (local := local_part(target)).numel():
+        local.copy_(read(local_slices(target)))
 
 
 def fill(
@@ -190,7 +188,7 @@ _ADVICE = (
 
 
 def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
-    """(fqns filled, problems): every parameter and persistent buffer that the files contain, only this rank's rows.
+    """(fqns filled, problems): every parameter and persistent buffer that the files contain, only this rank's part.
 
     A tied parameter is found under any of its names.
     """
@@ -272,7 +270,7 @@ def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
             f"{fqn} has another shape than in the model (got {shape}, the model has {tuple(target.shape)}); "
             "use weights of this model."
         )
-    put(target, lambda rows: piece[rows] if rows is not None else file.get_tensor(fqn))
+    put(target, lambda slices: piece[slices] if slices is not None else file.get_tensor(fqn))
     return None
 
 
@@ -282,7 +280,7 @@ def initialise(
     """Fill the tensors named in `wanted` by the modules' own initialisation; fqns that no module fills come back.
 
     Unit by unit: its modules get whole tensors for a moment, initialise them with generators seeded by `seed` and the
-    module's name, and each rank keeps its rows. So the values depend neither on the ranks nor on the units. A module's
+    module's name, and each rank keeps its part. So the values depend neither on the ranks nor on the units. A module's
     own initialisation is `_init_weights` of the Transformers model around it, else its reset_parameters().
     """
     areas = _areas(model, units)
@@ -367,12 +365,12 @@ def _keep(
                 left.append(_full(fqn, name))
                 continue
             done.add(id(target))
-            put(target, partial(_rows_of, value))
+            put(target, partial(_part_of, value))
     return left
 
 
-def _rows_of(value: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    return value if rows is None else value[rows]
+def _part_of(value: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Tensor:
+    return value if slices is None else value[slices]
 
 
 def _call_initialiser(model: nn.Module, fqn: str, module: nn.Module) -> None:

@@ -60,7 +60,7 @@ def distribute(
     on the rank's device.
 
     `weights` is a safetensors file or a folder of them; a model built under `init_empty_weights()` is filled from it,
-    each rank reading its own rows, or by its own initialisation. Collective: every rank must call it.
+    each rank reading its own part, or by its own initialisation. Collective: every rank must call it.
     Raises ModelError, on all ranks and before anything is shared out, where the model cannot be sharded as asked.
     """
     units, blocks = plan(model, config)
@@ -75,6 +75,10 @@ def distribute(
         return
     if config.fsdp.activation_checkpointing:
         checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
+    if config.shardkit.offload_activations:  # after activation checkpointing: what that leaves to keep
+        from shardkit.sharding.offload import offload_blocks
+
+        offload_blocks(model, blocks)
     if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
         compile_blocks(blocks)
     if mesh is None:
@@ -117,7 +121,7 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
 
 
 def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
-    """How the model is cut, and the blocks that are recomputed or compiled. The units are the root alone without FSDP.
+    """How the model is cut, and the blocks that are recomputed, offloaded or compiled. Without FSDP there is one unit.
 
     Raises ModelError, on all ranks: what is wrong on one is agreed on by all. Collective.
     """
@@ -132,7 +136,7 @@ def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
             float8.convert(blocks_of(model, config.fsdp), kind)
         is_cut = config.mode == "fsdp" or xla_settings.shards(config)
         units = units_of(model, config.fsdp, dtypes(config).param) if is_cut else one_unit(model)
-        if config.fsdp.activation_checkpointing or config.shardkit.compile or xla_settings.recomputes(config):
+        if _needs_blocks(config):
             blocks = blocks_of(model, config.fsdp)
     except ModelError as error:
         problems = [str(error)]
@@ -142,6 +146,12 @@ def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
     if units.cut.remark:
         log.info("%s", units.cut.remark)
     return units, blocks
+
+
+def _needs_blocks(config: Config) -> bool:
+    section = config.shardkit
+    of_blocks = config.fsdp.activation_checkpointing or section.offload_activations or section.compile
+    return of_blocks or xla_settings.recomputes(config)
 
 
 def _unfit(model: nn.Module, config: Config) -> list[str]:

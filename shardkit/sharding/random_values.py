@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_rows, sharded_like
+from shardkit.distributed.tensors import local_part, local_slices, sharded_like
 
 _aten = torch.ops.aten
 _IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
@@ -35,7 +35,7 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if like.device.type != "cpu":
         return _as_torch_does(operator, args, kwargs)
     whole = operator(torch.empty(like.shape, dtype=like.dtype), *args[1:], **kwargs)
-    part = whole[local_rows(like)] if like.ndim else whole
+    part = whole[local_slices(like)]
     if operator in _LIKE:
         return sharded_like(part.contiguous(), like)
     local_part(like).copy_(part)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_rows
+from shardkit.distributed.tensors import local_part, local_slices
 from shardkit.errors import UsageError
 
 _data: Any = torch.Tensor.data
@@ -37,7 +37,7 @@ class ShardedParameter(DTensor):
             )
         with torch.no_grad():
             if not isinstance(values, DTensor):
-                local_part(self).copy_(values[local_rows(self)].reshape(local_part(self).shape))
+                local_part(self).copy_(values[local_slices(self)].reshape(local_part(self).shape))
             elif values.placements == self.placements and values.device_mesh == self.device_mesh:
                 local_part(self).copy_(local_part(values))
             else:

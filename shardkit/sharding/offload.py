@@ -1,0 +1,136 @@
+"""Activation offload: what blocks keep for backward lies in the host's memory until backward wants it.
+
+Copies run on the stream that computes, in order with it: nothing has to be waited for, and nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardkit.distributed import accelerators
+
+# Smaller tensors stay where they are: a copy costs as much as so many bytes.
+LEAST_BYTES = 4096
+
+
+# Operators of their own, by which the plan tells host memory from the device's (`plan/memory_tracker.py`).
+@torch.library.custom_op("shardkit::to_host", mutates_args=())
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    pins = tensor.device.type != "cpu" and accelerators.can_pin()
+    return torch.empty_like(tensor, device="cpu", pin_memory=pins).copy_(tensor, non_blocking=pins)
+
+
+@_to_host.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+@torch.library.custom_op("shardkit::from_host", mutates_args=())
+def _from_host(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(copy, device=device, pin_memory=False).copy_(copy, non_blocking=copy.is_pinned())
+
+
+@_from_host.register_fake
+def _(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(copy, device=device)
+
+
+def offload_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Let the blocks keep what they save for backward on the host, parameters and buffers aside. In place.
+
+    Only `forward` is replaced. After activation checkpointing: then what is left to save, a block's input, goes there.
+    """
+    copies = _Copies()
+    for block in blocks:
+        _offload(block, copies)
+
+
+def _offload(block: nn.Module, copies: _Copies) -> None:
+    forward = block.forward
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.numel() * tensor.element_size() < LEAST_BYTES or _is_expanded(tensor) or _is_state(tensor, block):
+            return tensor
+        return copies.of(tensor)
+
+    @wraps(forward)
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with saved_tensors_hooks(pack, _unpack):
+            return forward(*args, **kwargs)
+
+    block.forward = offloading
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    return kept if isinstance(kept, torch.Tensor) else kept()
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether it is larger than the memory behind it: its copy would be, too."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _is_state(tensor: torch.Tensor, block: nn.Module) -> bool:
+    """Whether it is one of the block's parameters or buffers, as they are now (gathered), or a view of one."""
+    storage = tensor.untyped_storage()._cdata
+    groups = (group for module in block.modules() for group in (module._parameters, module._buffers))
+    return any(state is not None and _storage_of(state) == storage for group in groups for state in group.values())
+
+
+def _storage_of(state: torch.Tensor) -> int:
+    return getattr(state, "_local_tensor", state).untyped_storage()._cdata
+
+
+class _OnHost:
+    """A tensor's copy on the host. Several operators may have saved the same tensor: it comes back once."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy, self._device = _to_host(tensor.detach()), tensor.device
+        self._here: Callable[[], torch.Tensor | None] = lambda: None
+
+    def back(self) -> torch.Tensor:
+        tensor = self._here()
+        if tensor is None:
+            tensor = _from_host(self._copy, self._device)
+            self._here = weakref.ref(tensor)
+        return tensor
+
+
+class _Copies:
+    """The copies that exist, by the tensor that they were made of: a tensor is copied once, however many save it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[weakref.ref, weakref.ref]] = {}
+
+    def of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What brings the tensor back. One without gaps is the same memory in all its shapes and orders of dims."""
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        as_it_lies = tensor.detach().permute(order)
+        if not as_it_lies.is_contiguous():
+            return self._of(tensor).back
+        flat, shape = self._of(as_it_lies.view(-1)), as_it_lies.shape
+        back_in_order = sorted(range(len(order)), key=order.__getitem__)
+        return lambda: flat.back().view(shape).permute(back_in_order)
+
+    def _of(self, tensor: torch.Tensor) -> _OnHost:
+        storage = tensor.untyped_storage()
+        key = (
+            *(storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype),
+            tensor._version,
+        )
+        source, found = self._known.get(key, (None, None))
+        if source is not None and found is not None and source() is storage and (copy := found()) is not None:
+            return copy
+        made = _OnHost(tensor)
+        self._known[key] = weakref.ref(storage), weakref.ref(made, lambda _: self._known.pop(key, None))
+        return made
