@@ -125,7 +125,7 @@ def gather_in_fp8(model: nn.Module) -> int:
     for parameter in chosen:
         layer: Any = layers[id(parameter.sharded_param)]
         dtype = layer.config.cast_config_weight.target_dtype
-        fsdp_unit.gather_by(parameter, lambda part, layer=layer, dtype=dtype: kind(part, layer.linear_mm_config, dtype))
+        fsdp_unit.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
     return len(chosen)
 
 
