@@ -121,7 +121,7 @@ def test_12_words_of_yaml_and_empty_files():
 
 def test_13_a_tab_is_told_in_one_line_with_its_place():
     text = refused("distributed_type: FSDP\nfsdp_config:\n\tfsdp_version: 2\n")
-    assert text == "shardkit.yaml:3:1: a tab stands where blanks belong; indent with blanks."
+    assert text == "shardkit.yaml:3:1: indented with a tab; indent with spaces."
 
 
 def test_16_without_a_file_it_needs_no_warnings():

@@ -1,4 +1,4 @@
-"""Batches onto the device."""
+"""Moves batches to the device."""
 
 from collections.abc import Mapping, MutableMapping
 from copy import copy
@@ -30,7 +30,7 @@ def to_device(value: Any, device: torch.device | None) -> Any:
 
 
 def _like(mapping: Mapping, items: dict) -> Mapping:
-    """The items in a mapping of the same class, where one can be copied and changed; else in a dict."""
+    """The items in a mapping of the same class, where it can be copied and updated; else in a dict."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
     same = copy(mapping)

@@ -1,4 +1,4 @@
-"""Seeding every random generator that a script draws from. (Their states: `checkpoint/random_state.py`.)"""
+"""Seeds all random generators. (Their states: `distributed/random_state.py`.)"""
 
 import random
 import sys
@@ -11,10 +11,10 @@ from shardkit.distributed.collectives import rank
 
 
 def set_seed(seed: int, device_specific: bool = False) -> None:
-    """Seed Python, NumPy (when it is loaded) and torch, all devices; with `device_specific` each rank by its own.
+    """Seeds Python, NumPy (if imported) and torch on all devices; with `device_specific`, seed + rank.
 
-    Give every rank the same seed unless ranks are meant to differ in dropout or augmentation. The order of the data
-    never depends on a rank's own seed: it is rank 0's.
+    Use the same seed on every rank unless ranks should differ in dropout or augmentation. The order of the data does
+    not depend on it: all ranks use rank 0's seed.
     """
     if device_specific:
         seed += rank()

@@ -1,4 +1,4 @@
-"""One table of what runs, printed by rank 0 before the first step: it is what is there, not what was asked for."""
+"""The table that rank 0 prints before the first step. It shows the actual objects, not the requested settings."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ def text(run: Run) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Labels in a column, each said once."""
+    """Labels in a column, each printed once."""
     before = ""
     for label, value in rows:
         yield f"  {'' if label == before else label:<10} {value}"
@@ -135,7 +135,7 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
 
 def class_name(module: Any) -> str:
-    """The class as the user knows it: FSDP2 puts a class of its own in front."""
+    """The user's class name: FSDP2 replaces the class by a subclass."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if is_fsdp(module) else name
 
