@@ -1,6 +1,8 @@
 # Everything installs into .venv; the stamp is renewed when what we depend on changes.
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests that need nothing but this repository and its dependencies, and no more than minutes.
+EVERYWHERE := not faults and not loops and not compat and not storage and not slurm and not ray
 # The range of pyproject.toml: `make test-oldest` and `make test-newest` run the tests with either end of it, each in an
 # environment of its own. PyPI's builds of torch bring CUDA: several gigabytes.
 TORCH_oldest := 2.11.*
@@ -12,7 +14,7 @@ WHEELS ?=
 # Where Python cannot make environments (no python3-venv) or has all of these: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
-.PHONY: demo test test-fast test-faults test-loops test-compat test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops test-compat test-storage test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -24,10 +26,10 @@ demo: .venv/.ready
 	$(BIN)/python templates/demo.py
 
 test: .venv/.ready lint
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not slurm and not ray"
+	$(BIN)/python -m pytest -m "$(EVERYWHERE)"
 
 test-fast: .venv/.ready
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not slurm and not ray and not slow"
+	$(BIN)/python -m pytest -m "$(EVERYWHERE) and not slow"
 
 test-faults: .venv/.ready
 	$(BIN)/python -m pytest -m faults
@@ -44,6 +46,14 @@ test-slurm: .venv/.ready
 test-ray: .venv/.ready
 	$(BIN)/python -m pytest -m ray tests/test_ray.py
 
+.venv-storage/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-storage
+	.venv-storage/bin/python -m pip install --quiet --editable '.[test,test-storage]'
+	touch $@
+
+test-storage: .venv-storage/.ready
+	.venv-storage/bin/python -m pytest -m storage tests/test_storage_s3.py
+
 .venv-oldest/.ready .venv-newest/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_$(patsubst .venv-%,%,$(@D)))'
@@ -51,7 +61,7 @@ test-ray: .venv/.ready
 	touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat and not slurm and not ray"
+	.venv-$*/bin/python -m pytest -m "$(EVERYWHERE)"
 
 .venv-xla/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
@@ -85,4 +95,4 @@ docs: .venv/.ready
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-xla .venv-gpu build dist *.egg-info
+	rm -rf .venv .venv-storage .venv-oldest .venv-newest .venv-xla .venv-gpu build dist *.egg-info

@@ -8,6 +8,7 @@
     +-- CheckpointError           3   a checkpoint cannot be read, or is not what the run needs
     |   +-- CheckpointSaveError   3   a save failed; nothing was published
     |   +-- CheckpointCorrupted   3   bytes differ from what was saved
+    |   +-- CheckpointUnreachable 3   the store of checkpoints does not answer, which tells nothing about them
     |   +-- StateIncomplete       3   a load failed half-way: the live state is inconsistent until another load succeeds
     +-- ModelError                1   the model cannot be sharded, loaded or described as asked
     +-- RankFailure               the exit code of the rank that failed first
@@ -71,6 +72,10 @@ class CheckpointSaveError(CheckpointError):
 
 class CheckpointCorrupted(CheckpointError):
     """The bytes of a checkpoint differ from what was saved; the message names the file."""
+
+
+class CheckpointUnreachable(CheckpointError):
+    """The store that checkpoints lie in does not answer; what lies there may be as good as ever."""
 
 
 class StateIncomplete(CheckpointError):

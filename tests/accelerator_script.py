@@ -11,9 +11,10 @@ from shardkit import Accelerator, ProjectConfiguration
 from tests.test_accelerator import loss_of, parts
 
 folder, stop_at = sys.argv[1], int(sys.argv[2])
+project = sys.argv[3] if len(sys.argv) > 3 else folder
 accelerator = Accelerator(
     gradient_accumulation_steps=2,
-    project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True),
+    project_config=ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True),
 )
 torch.manual_seed(accelerator.process_index)
 model, optimizer, loader, scheduler = accelerator.prepare(*parts(56, 4))

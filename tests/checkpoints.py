@@ -1,7 +1,6 @@
 """What the checkpoint tests share: small training runs whose whole state is easy to compare."""
 
 import hashlib
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.checkpoint import read, state, write
 from shardkit.distributed import control
+from shardkit.storage.url import place_of
 
 STEP_BYTES = 8
 
@@ -127,13 +127,13 @@ def digest_of(live):
 def save(live, final, step=0, kind="sharded", timeout_s=60.0, **request):
     """One save with a control group of its own."""
     agreed = control.start(timeout_s)
-    return write.save(live, kind, write.SaveRequest(Path(final), step, run_id="test", **request), agreed)
+    return write.save(live, kind, write.SaveRequest(place_of(final), step, run_id="test", **request), agreed)
 
 
 def load(live, path, **settings):
     """One load with a control group of its own."""
-    return read.load(live, Path(path), control.start(60.0), **settings)
+    return read.load(live, place_of(path), control.start(60.0), **settings)
 
 
 def load_newest(live, root, **settings):
-    return read.load_newest(live, Path(root), control.start(60.0), **settings)
+    return read.load_newest(live, place_of(root), control.start(60.0), **settings)

@@ -79,7 +79,9 @@ def _lasting(threads: set[threading.Thread], timeout_s: float = 5.0) -> set[thre
     ours = {
         thread
         for thread in threads
-        if not thread.name.startswith(("ThreadPoolExecutor", "QueueFeeder", "pydevd", "tqdm_monitor"))
+        if not thread.name.startswith(
+            ("ThreadPoolExecutor", "QueueFeeder", "pydevd", "tqdm_monitor", "fsspecIO", "asyncio_")
+        )
     }
     until = time.monotonic() + timeout_s
     while (left := {t for t in ours if t.is_alive()}) and time.monotonic() < until:

@@ -22,6 +22,7 @@ PLAN_WITHOUT_TORCH = [
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
     [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "sizes", "templates", "spinner")],
+    ["shardkit.storage"],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],
     PLAN_WITHOUT_TORCH,

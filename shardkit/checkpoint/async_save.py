@@ -10,7 +10,6 @@ wait      before the next save and at the end of the run: tells what came of it
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
+from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
 
@@ -44,7 +44,8 @@ class AsyncSave:
     _is_copied: threading.Event = field(default_factory=threading.Event)
     _step_hooks: list[RemovableHandle] = field(default_factory=list)
     _problem: str | None = None
-    _where: Path | None = None
+    _is_awaited: bool = False
+    _where: Place | None = None
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def start(
@@ -68,6 +69,8 @@ class AsyncSave:
             self._step_hooks = [item.register_step_pre_hook(lambda *_: self.wait_until_copied()) for item in optimizers]
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
         self._thread = threading.Thread(target=self._run, args=(prepared, uncopied, on_commit), name="shardkit-save")
+        if isinstance(self._where, Url) and not self._is_awaited:
+            self._is_awaited = _before_executors_end(self.join)
         self._thread.start()
 
     def _copy_first(self, prepared: PreparedSave, may_leave: bool) -> list[_Uncopied]:
@@ -145,6 +148,11 @@ class AsyncSave:
         if problem_of_some is not None:
             raise CheckpointSaveError(problem_of_some)
 
+    def join(self) -> None:
+        """Until the save under way has ended, without asking what came of it."""
+        if self._thread is not None:
+            self._thread.join()
+
     def last_words(self) -> None:
         """At the end of the process: wait, without asking other ranks, and log what nobody was there to be told."""
         if self._thread is None:
@@ -157,6 +165,15 @@ class AsyncSave:
 def _has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether torch wrapped its step, as Optimizer.__init__ does; some that wrap an optimizer leave that out."""
     return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def _before_executors_end(action: Callable[[], None]) -> bool:
+    """At the end of the program, do this before concurrent.futures takes no more work: the packages behind s3:// and
+    others need it for a save. What is registered last is called first; there is no public way in (Python 3.9 on)."""
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(action)
+    return True
 
 
 def _first(problems: list[str | None]) -> str | None:

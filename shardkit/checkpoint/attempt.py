@@ -9,6 +9,7 @@ from shardkit.checkpoint import folder, manifest
 from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result, words
 from shardkit.errors import CheckpointError, CheckpointSaveError
+from shardkit.storage.url import Url
 
 
 def together(
@@ -47,6 +48,8 @@ def report(request: SaveRequest, said: str) -> str:
 
 def _what_is_left(request: SaveRequest) -> str:
     """What the user still has. Looks at names only: it must not fail, nor wait."""
+    if isinstance(request.final, Url):  # looking there takes as long as the store likes
+        return "Nothing half-written is used: what has no manifest is no checkpoint."
     with suppress(OSError):
         if request.in_series:
             good = [found for found in folder.steps(request.final.parent) if found.path != request.final]

@@ -13,7 +13,7 @@ import torch
 import shardkit
 from shardkit import sizes
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, faults, folder, manifest, retention
+from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retention
 from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
@@ -21,42 +21,59 @@ from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import words
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
+from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
 
 
 def commit(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> None:
-    """On rank 0: give the folder its manifest and then its name."""
-    temporary, request = prepared.temporary, prepared.request
-    (temporary / PROBE).unlink()
+    """On rank 0: give the folder its manifest and then its name; in a store the manifest alone."""
+    temporary, final = prepared.temporary, prepared.request.final
     record = _manifest(prepared, written)
-    problems = manifest.check_sizes(temporary, record)
+    if isinstance(temporary, Path):
+        assert isinstance(final, Path)
+        _commit_on_disk(temporary, final, record)
+    else:
+        _refuse_wrong_sizes(final, record)
+        faults.reach("manifest", 0)
+        in_store.commit(prepared.attempt, record)
+    prepared.record = record
+    if isinstance(final, Path):
+        faults.reach("sync-root", 0)
+        disk.sync_folder(final.parent)
+    faults.reach("agree-2", 0)
+
+
+def _refuse_wrong_sizes(folder: Place, record: Manifest) -> None:
+    problems = manifest.check_sizes(folder, record)
     if problems:
         raise CheckpointError("; ".join(problems[:3]))
+
+
+def _commit_on_disk(temporary: Path, final: Path, record: Manifest) -> None:
+    (temporary / PROBE).unlink()
+    _refuse_wrong_sizes(temporary, record)
     faults.reach("manifest", 0)
     disk.write_new(temporary / manifest.NAME, manifest.to_bytes(record))
     faults.reach("sync", 0)
     for folder_name in sorted({str(above) for name in record.every_file for above in PurePosixPath(name).parents}):
         disk.sync_folder(temporary / folder_name)
     faults.reach("rename", 0)
-    if request.final.is_symlink():  # a step's name belongs to the series; what a link leads to stays where it is
-        request.final.unlink()
-    if is_taken(request.final):
-        disk.exchange(temporary, request.final)
+    if final.is_symlink():  # a step's name belongs to the series; what a link leads to stays where it is
+        final.unlink()
+    if is_taken(final):
+        disk.exchange(temporary, final)
     else:
-        disk.publish(temporary, request.final)
-    prepared.record = record
-    faults.reach("sync-root", 0)
-    disk.sync_folder(request.final.parent)
-    faults.reach("agree-2", 0)
+        disk.publish(temporary, final)
 
 
 def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> None:
     """On rank 0: LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
     request = prepared.request
     try:
-        if prepared.temporary.exists():
-            _remove_replaced(prepared)
+        if isinstance(prepared.temporary, Path) and prepared.temporary.exists():
+            assert isinstance(request.final, Path)
+            _remove_replaced(prepared.temporary, request.final, request.save_id)
         if request.in_series:
             faults.reach("latest", 0)
             folder.write_latest(request.final.parent, request.final, record)
@@ -64,6 +81,8 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
             if request.keep_last:
                 kept = {request.save_id, *([request.parent] if request.parent else [])}
                 retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
+        if prepared.attempt is not None:
+            in_store.tidy(prepared.attempt)
     except OSError as error:
         logger.warning("checkpoint: step %d is saved, but: %s.", request.step, words(error))
     seconds = time.monotonic() - started
@@ -71,9 +90,8 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
     logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, where, size, seconds)
 
 
-def _remove_replaced(prepared: PreparedSave) -> None:
+def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
     """Delete the checkpoint that was replaced; where somebody put other files into it, keep it under another name."""
-    old, final = prepared.temporary, prepared.request.final
     try:
         others = manifest.strangers(old, manifest.read(old))
     except CheckpointError:
@@ -81,7 +99,7 @@ def _remove_replaced(prepared: PreparedSave) -> None:
     if not others:
         disk.remove_folder(old)
         return
-    kept = final.with_name(f"{final.name}.replaced-{prepared.request.save_id[:8]}")
+    kept = final.with_name(f"{final.name}.replaced-{save_id[:8]}")
     os.rename(old, kept)
     logger.warning("checkpoint: the old %s held other files (%s); it is kept as %s.", final, others[0].name, kept)
 
@@ -110,8 +128,9 @@ def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Ma
         sections=list(index.sections),
         digest=request.digest,
         files=_files(written),
-        version=_version(prepared.common, prepared.added),
+        version=_version(prepared.common, prepared.added, isinstance(request.final, Url)),
         additions=prepared.added,
+        data=request.save_id if isinstance(request.final, Url) else None,
     )
 
 
@@ -126,10 +145,12 @@ def model_fingerprint(index: Index) -> str:
     return digests.of_bytes("sha256", "\n".join(lines).encode())
 
 
-def _version(common: dict[str, Any], added: dict[str, File]) -> int:
+def _version(common: dict[str, Any], added: dict[str, File], is_in_store: bool) -> int:
     """The oldest format version whose readers take everything that is there."""
+    if is_in_store:
+        return manifest.STORE_VERSION
     if added:
-        return manifest.VERSION
+        return manifest.ADDITIONS_VERSION
     grown = any({"globals", "extra", "is_whole"} & {*optimizer} for optimizer in common["optimizers"])
     return manifest.APART_VERSION if grown or "apart" in common else manifest.PLAIN_VERSION
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, index_json, layout, values
+from shardkit.checkpoint import disk, index_json, layout, paths, values
 from shardkit.checkpoint.layout import ITEM_BYTES, Box, TensorEntry
 from shardkit.checkpoint.verify import Checkpoint, Files, damages, section_of
 from shardkit.errors import CheckpointCorrupted
@@ -69,7 +69,7 @@ def compare(
 
 
 def _refuse_damaged(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None]) -> None:
-    different = {item.path.resolve(): item for item in (first, second)}.values()
+    different = {paths.real(item.path): item for item in (first, second)}.values()
     problems = [line for item in different for line in damages(item, lambda name, size: on_bytes(size))]
     if problems:
         raise CheckpointCorrupted("\n".join([*problems, "checkpoint: what is damaged is not compared."]))
@@ -104,8 +104,8 @@ def _own_state(files: Files, rank: int) -> dict[str, Any]:
         for tensor in values.tensors_in(item["value"]):
             stored = files.header(name).get(f"{section_of(item['at'])}:{tensor}") if files.has(name) else None
             if stored is not None:
-                where, descriptor = files.where(name), files.descriptor(name)
-                digest = digests.of_ranges("xxh3", descriptor, [(stored.begin, stored.bytes)], where)
+                where, source = files.where(name), files.source(name)
+                digest = digests.of_ranges("xxh3", source, [(stored.begin, stored.bytes)], where)
                 data[tensor] = (stored.dtype, stored.shape, digest)
         found[item["label"]] = (item["value"], data)
     return found
@@ -209,7 +209,7 @@ def read_box(files: Files, section: str, name: str, box: Box) -> bytearray:
         inside, outside = part.inside(piece.box), part.inside(box)
         for source, target, length in _common_runs(piece.stored.shape, inside, box.sizes, outside, item):
             view = memoryview(data)[target : target + length]
-            disk.read_into(files.descriptor(piece.file), view, piece.stored.begin + source, files.where(piece.file))
+            disk.read_into(files.source(piece.file), view, piece.stored.begin + source, files.where(piece.file))
     return data
 
 

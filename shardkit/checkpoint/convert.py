@@ -67,7 +67,7 @@ def convert(
         step = _step(named)
         if not step:
             found.notes.append("its step is not known, and taken as 0: give --step")
-    final = folder.step_folder(root, step)
+    final = root / folder.step_name(step)
     if final.exists():
         advice = "give another --step, or another folder"
         raise CheckpointError(f"convert: {final}: exists, and a checkpoint is never written again; {advice}.")
@@ -77,7 +77,7 @@ def convert(
     prepared = write.ready(lambda: captured, request, alone)
     assert prepared is not None, "nothing is left out"
     write.finish(prepared, alone)
-    return Converted(request.final, step, len(found.models), len(named), found.notes)
+    return Converted(final, step, len(found.models), len(named), found.notes)
 
 
 def _find(source: Path, weights_only: bool) -> _Found:

@@ -31,14 +31,14 @@ def of_bytes(name: str, data: bytes) -> str:
     return digest.hexdigest()
 
 
-def of_ranges(name: str, descriptor: int, ranges: Iterable[tuple[int, int]], where: str) -> str:
+def of_ranges(name: str, source: disk.Source, ranges: Iterable[tuple[int, int]], where: str) -> str:
     """The digest of (offset, length) ranges of a file, one after another."""
     digest = new(name)
     buffer = memoryview(bytearray(disk.BLOCK_BYTES))
     for offset, length in ranges:
         while length:
             block = buffer[: min(length, len(buffer))]
-            disk.read_into(descriptor, block, offset, where)
+            disk.read_into(source, block, offset, where)
             digest.update(block)
             offset, length = offset + len(block), length - len(block)
     return digest.hexdigest()

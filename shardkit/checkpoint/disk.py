@@ -1,6 +1,7 @@
 """Files and folders of a checkpoint: reading touches nothing outside, and what returns from writing is durable."""
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import CheckpointCorrupted
+from shardkit.storage import objects
+from shardkit.storage.url import Place, Url
 
 # One read or write call; large enough that the call itself costs nothing, small enough to stay in the cache.
 BLOCK_BYTES = 8 << 20
@@ -85,8 +88,11 @@ def write_new(path: Path, data: bytes, size: int | None = None) -> None:
             file.extend(size)
 
 
-def replace_json(path: Path, value: Any) -> None:
+def replace_json(path: Place, value: Any) -> None:
     """Set a file to a value in one step: whoever reads sees the old one or the new one, whole."""
+    if isinstance(path, Url):
+        objects.put(path, to_json(value))
+        return
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         write_new(temporary, to_json(value))
@@ -170,8 +176,10 @@ def _enter(part: str, flags: int, parent: int, where: Path) -> int:
         raise CheckpointCorrupted(f"{where}: cannot be read ({error.strerror}).") from error
 
 
-def read_small(folder: Path, name: str, at: int | None = None) -> bytes:
+def read_small(folder: Place, name: str, at: int | None = None) -> bytes:
     """The whole of a small file; `at` as in `reading`."""
+    if isinstance(folder, Url):
+        return _read_object(folder / name)
     with reading(folder, name, at) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > JSON_LIMIT_BYTES:
@@ -179,17 +187,33 @@ def read_small(folder: Path, name: str, at: int | None = None) -> bytes:
         return read_at(descriptor, 0, size, str(folder / name))
 
 
-def read_at(descriptor: int, offset: int, length: int, where: str) -> bytes:
+def _read_object(url: Url) -> bytes:
+    try:
+        return objects.read(url, JSON_LIMIT_BYTES)
+    except FileNotFoundError:
+        raise CheckpointCorrupted(f"{url}: missing; the checkpoint is incomplete.") from None
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise CheckpointCorrupted(f"{url}: {error.strerror}; it is damaged.") from error
+
+
+Source = int | objects.Reader
+"""What bytes are read from: a descriptor, or an object in a store."""
+
+
+def read_at(source: Source, offset: int, length: int, where: str) -> bytes:
     """Exactly `length` bytes; CheckpointCorrupted where the file ends before."""
     data = bytearray(length)
-    read_into(descriptor, memoryview(data), offset, where)
+    read_into(source, memoryview(data), offset, where)
     return bytes(data)
 
 
-def read_into(descriptor: int, target: memoryview, offset: int, where: str) -> None:
+def read_into(source: Source, target: memoryview, offset: int, where: str) -> None:
     """Fill the target from an offset; CheckpointCorrupted where the file ends before."""
     while len(target):
-        done = os.preadv(descriptor, [target[:BLOCK_BYTES]], offset)
+        block = target[:BLOCK_BYTES]
+        done = os.preadv(source, [block], offset) if isinstance(source, int) else source.read_into(block, offset)
         if not done:
             raise CheckpointCorrupted(f"{where}: ends at byte {offset}; it was cut short.")
         target, offset = target[done:], offset + done

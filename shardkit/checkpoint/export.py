@@ -127,15 +127,16 @@ def index_name(stem: str) -> str:
     return f"{stem}.safetensors.index.json"
 
 
-def _index(files: Sequence[ExportFile]) -> bytes:
+def index_of(files: Sequence[ExportFile]) -> bytes:
+    """The contents of that file."""
     where = {name: file.name for file in files for name in file.places}
     index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(where.items()))}
     return disk.to_json_in_order(index)
 
 
-def free_tag(folder: Path, files: Sequence[ExportFile]) -> str:
-    """What the names of several files must end with so that no file of an earlier export has them."""
-    taken = len(files) > 1 and any((folder / file.name).exists() for file in files)
+def free_tag(files: Sequence[ExportFile], present: Iterable[str]) -> str:
+    """What the names of several files must end with so that none of the present ones, of an earlier export, is one."""
+    taken = len(files) > 1 and not {file.name for file in files}.isdisjoint(present)
     return f"-{uuid.uuid4().hex[:8]}" if taken else ""
 
 
@@ -176,7 +177,7 @@ def _make_files(opened: Opened) -> None:
         disk.write_new(opened.temporary / file.name, file.header, file.bytes)
     (opened.temporary / ".probe").touch()
     if len(opened.files) > 1:
-        disk.write_new(opened.temporary / index_name(opened.stem), _index(opened.files))
+        disk.write_new(opened.temporary / index_name(opened.stem), index_of(opened.files))
 
 
 def _refuse_without_room(folder: Path, needed: int) -> None:
@@ -205,13 +206,21 @@ def publish(opened: Opened) -> None:
 
 
 def _remove_stale(folder: Path, stem: str, kept: set[str]) -> None:
-    """Remove the weights of an earlier export; the one that readers look at first goes first."""
+    """Remove the weights of an earlier export."""
+    for name in stale(names_in(folder), stem, kept):
+        (folder / name).unlink()
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def stale(present: Iterable[str], stem: str, kept: set[str]) -> list[str]:
+    """Those of the present files that an earlier export has left; the one that readers look at first comes first."""
     part = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}(-[0-9a-f]{{8}})?\.safetensors")
-    single, index = f"{stem}.safetensors", index_name(stem)
-    stale = [path.name for path in folder.iterdir() if part.fullmatch(path.name)]
-    for name in [single, index, *sorted(stale)]:
-        if name not in kept:
-            (folder / name).unlink(missing_ok=True)
+    present = {*present} - kept
+    first = [name for name in (f"{stem}.safetensors", index_name(stem)) if name in present]
+    return [*first, *sorted(name for name in present if part.fullmatch(name))]
 
 
 def discard(opened: Opened) -> None:

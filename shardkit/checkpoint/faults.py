@@ -22,6 +22,8 @@ SAVE_POINTS = (
     "preflight", "temporary", "open", "write", "fsync", "close", "agree-1", "manifest", "sync", "rename",
     "sync-root", "agree-2", "latest", "retention", "trash",
 )  # fmt: skip
+# Of a save into a store of objects there are "part" as well, where an upload has filled one, and none of those that
+# belong to folders: "fsync", "sync", "rename", "sync-root", "trash".
 LOAD_POINTS = ("verify", "read", "apply", "fill")
 
 

@@ -105,21 +105,21 @@ class Saved:
 
     def _fill_part(self, piece: Piece, source: Box, into: torch.Tensor) -> None:
         """Copy a box of a stored tensor; straight into memory where both are one stretch."""
-        descriptor, where = self.files.descriptor(piece.file), self.files.where(piece.file)
+        file, where = self.files.source(piece.file), self.files.where(piece.file)
         run = layout.only_run(piece.stored.shape, source, layout.ITEM_BYTES[piece.stored.dtype])
         if run is not None and into.is_cpu and into.is_contiguous():
             for low in range(0, run[1], disk.BLOCK_BYTES):
                 block = tensors.memory(into)[low : low + disk.BLOCK_BYTES]
-                disk.read_into(descriptor, block, piece.stored.begin + run[0] + low, where)
+                disk.read_into(file, block, piece.stored.begin + run[0] + low, where)
                 self.work(len(block))
         elif into.ndim:
-            self._by_rows(descriptor, where, piece.stored.begin, piece.stored, source, into)
+            self._by_rows(file, where, piece.stored.begin, piece.stored, source, into)
         else:
             one = Stored(piece.stored.dtype, (1,), piece.stored.begin, piece.stored.bytes)
-            self._by_rows(descriptor, where, one.begin, one, Box((0,), (1,)), into.view(1))
+            self._by_rows(file, where, one.begin, one, Box((0,), (1,)), into.view(1))
 
     def _by_rows(
-        self, descriptor: int, where: str, begin: int, stored: Stored, source: Box, into: torch.Tensor
+        self, file: disk.Source, where: str, begin: int, stored: Stored, source: Box, into: torch.Tensor
     ) -> None:
         """Read whole rows of dim 0, as many as fit the block, and take what is wanted; of long rows, part by part."""
         row_bytes = max(1, stored.bytes // stored.shape[0])
@@ -130,14 +130,14 @@ class Saved:
             row = Stored(stored.dtype, stored.shape[1:], 0, row_bytes)
             for number in range(source.sizes[0]):
                 at = begin + (source.offsets[0] + number) * row_bytes
-                self._by_rows(descriptor, where, at, row, inner, into[number])
+                self._by_rows(file, where, at, row, inner, into[number])
             return
         at_once = max(1, disk.BLOCK_BYTES // row_bytes)
         for first in range(0, source.sizes[0], at_once):
             count = min(at_once, source.sizes[0] - first)
             block = self._block(stored.dtype, (count, *stored.shape[1:]))
             at = begin + (source.offsets[0] + first) * row_bytes
-            disk.read_into(descriptor, tensors.memory(block), at, where)
+            disk.read_into(file, tensors.memory(block), at, where)
             box = Box((0, *source.offsets[1:]), (count, *source.sizes[1:]))
             wanted = tensors.narrow(block, box)
             into[first : first + count].copy_(wanted)

@@ -14,16 +14,20 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from shardkit.checkpoint import disk, manifest
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
+from shardkit.storage import objects
+from shardkit.storage.url import Place, Url
 
 LATEST = "LATEST"
 STEP = re.compile(r"step-(\d{8,18})")
 
 logger = get_logger(__name__)
+PlaceKind = TypeVar("PlaceKind", Path, Url)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class FoundCheckpoint:
     """A folder that bears a checkpoint's name. Whether it is one, `manifest.read` tells."""
 
     step: int
-    path: Path
+    path: Place
 
 
 @dataclass(frozen=True)
@@ -39,36 +43,50 @@ class SkippedFolder:
     """A checkpoint that cannot be used, and why."""
 
     step: int
-    path: Path
+    path: Place
     reason: str
 
 
-def step_folder(root: Path, step: int) -> Path:
+def step_folder(root: Place, step: int) -> Place:
     """Where the checkpoint of a step lives."""
-    return root / f"step-{step:08d}"
+    return root / step_name(step)
 
 
-def temporary_folder(final: Path, save_id: str) -> Path:
-    """Where a save is written before it is committed."""
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def temporary_folder(final: PlaceKind, save_id: str) -> PlaceKind:
+    """Where a save is written before it is committed; in a store only the mark that it is under way."""
     return final.with_name(f".tmp-{final.name}-{save_id}")
 
 
-def steps(root: Path) -> list[FoundCheckpoint]:
+def steps(root: Place) -> list[FoundCheckpoint]:
     """Everything in a folder that bears a checkpoint's full name, newest step first. Links do not count."""
-    found = []
     try:
-        for path in root.iterdir() if root.is_dir() else ():
-            match = STEP.fullmatch(path.name)
-            if match and path.is_dir() and not path.is_symlink():
-                found.append(FoundCheckpoint(int(match.group(1)), path))
+        paths = _in_store(root) if isinstance(root, Url) else _on_disk(root)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint: {root}: cannot be read ({error.strerror}); see to its permissions."
         ) from error
+    found = [FoundCheckpoint(int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name))]
     return sorted(found, key=lambda item: item.step, reverse=True)
 
 
-def candidates(root: Path) -> list[FoundCheckpoint]:
+def _on_disk(root: Path) -> list[Path]:
+    there = root.iterdir() if root.is_dir() else ()
+    return [path for path in there if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def _in_store(root: Url) -> list[Url]:
+    """Those that have a manifest: it alone makes a checkpoint of what is there. A listing may be old, so what LATEST
+    names is looked for, too, and what is listed is looked at."""
+    listed = {name for name in objects.names(root) if STEP.fullmatch(name)}
+    latest = read_latest(root)
+    return [root / name for name in listed | ({latest} if latest else set()) if manifest.is_here(root / name)]
+
+
+def candidates(root: Place) -> list[FoundCheckpoint]:
     """As `steps`, in the order in which a resume tries them: the one committed last first, whatever its step.
 
     A run that went back to an earlier step, and on from there, leaves higher steps of the line it gave up. What has no
@@ -78,7 +96,11 @@ def candidates(root: Path) -> list[FoundCheckpoint]:
     for found in steps(root):
         try:
             committed.append((manifest.read(found.path).created_utc, found))
-        except (CheckpointError, OSError):
+        except CheckpointError:
+            unreadable.append(found)
+        except OSError:
+            if isinstance(root, Url):  # the store does not answer: nobody knows which is the newest
+                raise
             unreadable.append(found)
     committed.sort(key=lambda item: (item[0], item[1].step), reverse=True)
     highest = committed[0][1].step if committed else -1
@@ -86,9 +108,10 @@ def candidates(root: Path) -> list[FoundCheckpoint]:
     return [*above, *(found for _, found in committed), *(found for found in unreadable if found not in above)]
 
 
-def inspect(path: Path) -> Manifest:
+def inspect(path: Place) -> Manifest:
     """The manifest of a checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
-    heal(path)
+    if isinstance(path, Path):
+        heal(path)
     found = manifest.read(path)
     problems = manifest.check_sizes(path, found)
     if problems:
@@ -97,30 +120,37 @@ def inspect(path: Path) -> Manifest:
     return found
 
 
-def newest_valid(root: Path) -> tuple[FoundCheckpoint | None, list[SkippedFolder]]:
+def newest_valid(root: Place) -> tuple[FoundCheckpoint | None, list[SkippedFolder]]:
     """The newest checkpoint that is whole by manifest and sizes, and the newer ones that are not. Reads no tensor."""
     skipped = []
     for found in candidates(root):
         try:
             inspect(found.path)
         except (CheckpointError, OSError) as error:
+            if isinstance(root, Url) and isinstance(error, OSError):
+                raise
             skipped.append(SkippedFolder(found.step, found.path, str(error)))
         else:
             return found, skipped
     return None, skipped
 
 
-def write_latest(root: Path, final: Path, record: Manifest) -> None:
+def write_latest(root: Place, final: Place, record: Manifest) -> None:
     """Point LATEST at a committed checkpoint."""
     disk.replace_json(root / LATEST, {"step": record.step, "dir": final.name, "save_id": record.save_id})
 
 
-def read_latest(root: Path) -> str | None:
-    """The folder name that LATEST gives, None where it says nothing usable. A hint only."""
+def read_latest(root: Place) -> str | None:
+    """The folder name that LATEST gives, None where it says nothing usable. A hint only. OSError where a store does not
+    answer, since it may name what a listing does not show."""
     try:
         value = disk.from_json(disk.read_small(root, LATEST), str(root / LATEST))
         return value["dir"] if STEP.fullmatch(value["dir"]) else None
-    except (CheckpointError, OSError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError):
+        return None
+    except OSError:
+        if isinstance(root, Url):
+            raise
         return None
 
 

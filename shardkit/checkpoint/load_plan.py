@@ -1,7 +1,6 @@
 """What a load gives to the live objects, and what of a checkpoint does not fit them. Nothing is read but JSON."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import random_state
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointCorrupted
+from shardkit.storage.url import Place
 
 # A run may change its precision between a save and a load; its loss scale then has no place to go, or starts anew.
 OPTIONAL = ("scaler",)
@@ -24,10 +24,10 @@ OPTIONAL = ("scaler",)
 class Unfinished:
     """What a load that failed had begun to write: `parts` of the live state, from the checkpoint `path`."""
 
-    path: Path | None = None
+    path: Place | None = None
     parts: set[str] = field(default_factory=set)
 
-    def begin(self, path: Path, parts: set[str]) -> None:
+    def begin(self, path: Place, parts: set[str]) -> None:
         """From now on the live state is a mix."""
         self.path, self.parts = path, self.parts | parts
 

@@ -1,38 +1,43 @@
 """Finds the checkpoint that a path means: a project folder, a folder of checkpoints, or a checkpoint itself."""
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardkit.checkpoint import folder, manifest
 from shardkit.checkpoint.verify import Checkpoint, open_checkpoint
 from shardkit.errors import CheckpointError
+from shardkit.storage import objects
+from shardkit.storage.url import Place, Url
 
 # What Accelerator(project_config=...) puts the step folders of a project into.
 SERIES = "checkpoints"
 
 
-def series(path: Path) -> Path:
+def series(path: Place) -> Place:
     """The folder of step folders: the path itself, or its `checkpoints`."""
     for candidate in (path, path / SERIES):
         if folder.steps(candidate):
             return candidate
     if _is_checkpoint(path):
         raise CheckpointError(f"checkpoint: {path}: one checkpoint; give the folder of a run, which may hold several.")
-    if not path.exists():
+    if not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
         raise CheckpointError(f"checkpoint: {path}: no such folder; give a project folder or a folder of checkpoints.")
     raise CheckpointError(f"checkpoint: {path}: no step-* folder in it, nor in its {SERIES}; give the folder of a run.")
 
 
-def _is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Place) -> bool:
+    if isinstance(path, Url):
+        return manifest.is_here(path)
     # os.path: what cannot be read is told by whoever opens it.
     return os.path.exists(path / manifest.NAME) or (
         folder.STEP.fullmatch(path.name) is not None and os.path.isdir(path)
     )
 
 
-def checkpoint(path: Path) -> Checkpoint:
+def checkpoint(path: Place) -> Checkpoint:
     """The checkpoint at a path, or the newest whole one of a folder of them; CheckpointError with the reason."""
-    try:
+    with _in_words(path):
         if _is_checkpoint(path):
             return open_checkpoint(path)
         root = series(path)
@@ -40,6 +45,21 @@ def checkpoint(path: Path) -> Checkpoint:
         if found is None:
             raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is whole: {skipped[0].reason}")
         return open_checkpoint(found.path)
+
+
+def checkpoints(path: Place) -> list[Place]:
+    """The checkpoint at a path alone, or all of a folder of them, oldest first."""
+    with _in_words(path):
+        if _is_checkpoint(path):
+            return [path]
+        return [found.path for found in reversed(folder.steps(series(path)))]
+
+
+@contextmanager
+def _in_words(path: Place) -> Iterator[None]:
+    """What the file system or the store refuses is a CheckpointError."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(
             f"checkpoint: {path}: cannot be read ({error.strerror}); see to its permissions."
@@ -47,10 +67,3 @@ def checkpoint(path: Path) -> Checkpoint:
     except CheckpointError as error:
         text = str(error)
         raise type(error)(text if text.startswith("checkpoint: ") else f"checkpoint: {text}") from None
-
-
-def checkpoints(path: Path) -> list[Path]:
-    """The checkpoint at a path alone, or all of a folder of them, oldest first."""
-    if _is_checkpoint(path):
-        return [path]
-    return [found.path for found in reversed(folder.steps(series(path)))]

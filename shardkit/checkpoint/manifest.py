@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from typing import Any
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk
 from shardkit.errors import CheckpointCorrupted, CheckpointError
+from shardkit.storage import objects
+from shardkit.storage.url import Place, Url
 
 NAME = "MANIFEST.json"
 FORMAT = "shardkit-checkpoint"
-VERSION = 3  # the newest that this shardkit reads
+VERSION = 4  # the newest that this shardkit reads
+STORE_VERSION = 4  # of a checkpoint that was saved into a store of objects
+ADDITIONS_VERSION = 3  # of a checkpoint that holds what hooks have added
 APART_VERSION = 2  # of a checkpoint that holds what optimizers and ranks may have otherwise
 PLAIN_VERSION = 1  # of a checkpoint that holds nothing that readers of version 1 would leave out
 
@@ -27,6 +32,9 @@ FILE_NAME = re.compile(
     r"index\.json|config\.(json|yaml)|state/(common|rank-\d{5,7})\.json"
     r"|(?P<section>[a-z][a-z0-9_]{0,31})/((?P=section)|r\d{5,7}-of-\d{5,7})\.safetensors"
 )
+
+# Where the files of a checkpoint lie below it: on a disk beside the manifest, in a store under the save's own id.
+DATA = re.compile(r"[0-9a-f]{32}")
 
 # Names that hooks may give to their files: no folder above, no name that a shell or another system cannot hold.
 ADDITION = re.compile(r"[^/\\\x00-\x1f]{1,255}(/[^/\\\x00-\x1f]{1,255}){0,15}")
@@ -68,6 +76,12 @@ class Manifest:
     version: int = PLAIN_VERSION
     additions: dict[str, File] = field(default_factory=dict)
     """What the user's hooks have added: verified as the rest, and opened by no reader."""
+    data: str | None = None
+    """The folder below this one that holds the files; None: they lie beside the manifest."""
+
+    def stored(self, name: str) -> str:
+        """Where a file lies, from the manifest's folder."""
+        return name if self.data is None else f"{self.data}/{name}"
 
     @property
     def every_file(self) -> dict[str, File]:
@@ -87,6 +101,8 @@ def to_bytes(manifest: Manifest) -> bytes:
     value["additions"] = _files_to_json(manifest.additions)
     if not manifest.additions:
         del value["additions"]  # so that older versions stay as they are, to the byte
+    if manifest.data is None:
+        del value["data"]
     value["self_sha256"] = hashlib.sha256(disk.to_json(value)).hexdigest()
     return disk.to_json(value)
 
@@ -98,21 +114,27 @@ def _files_to_json(files: dict[str, File]) -> dict[str, Any]:
     }
 
 
-def self_digest(folder: Path) -> str:
+def self_digest(folder: Place) -> str:
     """sha256 of the manifest's bytes: what all ranks must see alike."""
     return hashlib.sha256(disk.read_small(folder, NAME)).hexdigest()
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Place) -> Manifest:
     """The manifest of a checkpoint; a CheckpointError with the reason where there is none, or not a good one."""
     where = str(folder / NAME)
-    if not folder.exists():
-        raise CheckpointError(
-            f"{folder}: no checkpoint here, nor a folder of this name; name one, or a folder in which checkpoints are."
-        )
-    if not (folder / NAME).exists():
+    if not is_here(folder):
+        if not (objects.is_there(folder) if isinstance(folder, Url) else folder.exists()):
+            raise CheckpointError(
+                f"{folder}: no checkpoint here, nor a folder of this name; name one, or a folder in which checkpoints "
+                "are."
+            )
         raise CheckpointError(f"{folder}: no checkpoint ({NAME} is missing); a save that was cut off leaves none.")
     return from_bytes(disk.read_small(folder, NAME), where)
+
+
+def is_here(folder: Place) -> bool:
+    """Whether there is a manifest."""
+    return objects.look(folder / NAME) is not None if isinstance(folder, Url) else (folder / NAME).exists()
 
 
 def from_bytes(text: bytes, where: str) -> Manifest:
@@ -147,6 +169,8 @@ def _from_json(value: dict[str, Any]) -> Manifest:
     given["additions"] = {name: _file(name, file, value["world_size"], is_added=True) for name, file in added.items()}
     if twice := given["files"].keys() & given["additions"].keys():
         raise ValueError(f"a file is listed twice (got {min(twice)!r})")
+    if given.get("data") is not None and not DATA.fullmatch(given["data"]):
+        raise ValueError(f"a folder name that no checkpoint has (got {given['data']!r})")
     return Manifest(**given)
 
 
@@ -163,18 +187,39 @@ def _file(name: str, value: dict[str, Any], world_size: int, is_added: bool = Fa
     return File(value["bytes"], texts)
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> list[str]:
+def check_sizes(folder: Place, manifest: Manifest) -> list[str]:
     """What is wrong with the files' presence, kind and size; nothing is read. Empty: all there. One look at each."""
+    if isinstance(folder, Url):
+        return _check_objects(folder, manifest)
     problems, found = [], _below(folder)
     for name, file in manifest.every_file.items():
+        name = manifest.stored(name)
         path, seen, parent = folder / name, found.get(name), found.get(name.rpartition("/")[0])
         if seen is None and (parent is None or stat.S_ISDIR(parent.st_mode)):
             problems.append(f"{path}: missing")
         elif seen is None or not stat.S_ISREG(seen.st_mode):
             problems.append(f"{path}: not a plain file")
         elif seen.st_size != file.bytes:
-            problems.append(f"{path}: {seen.st_size} bytes where {file.bytes} were saved (cut short or overwritten)")
+            problems.append(_other_size(path, seen.st_size, file))
     return problems + [f"{path}: not part of this checkpoint" for path in _strangers(folder, found, manifest)]
+
+
+def _check_objects(url: Url, manifest: Manifest) -> list[str]:
+    """As `check_sizes`, in a store. What a listing does not show yet is looked for by its name."""
+    listed = objects.below(url if manifest.data is None else url / manifest.data)
+    problems, found = [], {manifest.stored(name): seen for name, seen in listed.items()}
+    for name, file in manifest.every_file.items():
+        name = manifest.stored(name)
+        seen = found.get(name) or objects.look(url / name)
+        if seen is None:
+            problems.append(f"{url / name}: missing")
+        elif seen.bytes != file.bytes:
+            problems.append(_other_size(url / name, seen.bytes, file))
+    return problems + [f"{url / name}: not part of this checkpoint" for name in _unknown(found, manifest)]
+
+
+def _other_size(path: Place, size: int, file: File) -> str:
+    return f"{path}: {size} bytes where {file.bytes} were saved (cut short or overwritten)"
 
 
 def strangers(folder: Path, manifest: Manifest) -> list[Path]:
@@ -184,8 +229,12 @@ def strangers(folder: Path, manifest: Manifest) -> list[Path]:
 
 def _strangers(folder: Path, found: dict[str, os.stat_result], manifest: Manifest) -> list[Path]:
     files = [name for name, seen in found.items() if not stat.S_ISDIR(seen.st_mode)]
-    others = {*files} - {*manifest.every_file, NAME}
-    return sorted(folder / name for name in others if not name.rpartition("/")[2].startswith("."))
+    return [folder / name for name in _unknown(files, manifest)]
+
+
+def _unknown(names: Iterable[str], manifest: Manifest) -> list[str]:
+    others = {*names} - {*map(manifest.stored, manifest.every_file), NAME}
+    return sorted(name for name in others if not name.rpartition("/")[2].startswith("."))
 
 
 def _below(folder: Path) -> dict[str, os.stat_result]:

@@ -9,16 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from shardkit import sizes
-from shardkit.checkpoint import additions, disk, faults, folder, index_json, layout, manifest, per_rank, tensors
+from shardkit.checkpoint import (
+    additions,
+    disk,
+    faults,
+    folder,
+    in_store,
+    index_json,
+    layout,
+    manifest,
+    per_rank,
+    tensors,
+)
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.attempt import report, together
 from shardkit.checkpoint.commit import is_taken
-from shardkit.checkpoint.layout import Box, Chunk
+from shardkit.checkpoint.layout import Box, Chunk, Index
 from shardkit.checkpoint.put import begin_full_file, is_there
 from shardkit.checkpoint.save_request import Pieces, PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError, CheckpointSaveError
+from shardkit.storage.url import Place, Url
 
 # Room beyond the data that a save asks for: headers, JSON, and what the file system needs itself.
 MARGIN_BYTES = 1 << 20
@@ -31,6 +43,7 @@ class Opening:
         self.request, self.control = request, control
         self.is_alike = self.is_begun = False
         self._hold: int | None = None
+        self._attempt: in_store.Attempt | None = None
         self._drifted: list[str] = []
         self._captured: Captured
         self._pieces: Pieces
@@ -88,15 +101,19 @@ class Opening:
 
     def prepared(self) -> PreparedSave:
         """What `finish` takes."""
-        captured, temporary = self._captured, folder.temporary_folder(self.request.final, self.request.save_id)
+        captured, temporary = self._captured, files_of(self.request)
         plain = captured.index, captured.common, captured.own
-        return PreparedSave(self.request, *plain, self._pieces, temporary, self._hold, self._drifted)
+        return PreparedSave(
+            self.request, *plain, self._pieces, temporary, self._hold, self._drifted, attempt=self._attempt
+        )
 
     def discard(self) -> None:
         """Remove what was begun."""
         if self._hold is not None:
             let_go(self._hold)
-            shutil.rmtree(folder.temporary_folder(self.request.final, self.request.save_id), ignore_errors=True)
+            shutil.rmtree(str(files_of(self.request)), ignore_errors=True)
+        if self._attempt is not None:
+            in_store.abandon(self._attempt, is_everybody_done=True)
         if self.request.staging is not None:
             self.request.staging.discard()
 
@@ -119,9 +136,14 @@ class Opening:
         """On rank 0: make the temporary folder, with what all ranks write into."""
         request, index = self.request, self._captured.index
         request.claim()
+        if isinstance(request.final, Url):
+            _refuse_full(index)
+            faults.reach("temporary", 0)
+            self._attempt = in_store.begin(request)
+            return
         _look_for_room(request.final, needed)
         faults.reach("temporary", 0)
-        _refuse_taken(request)
+        _refuse_taken(request, request.final)
         folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
         temporary = folder.temporary_folder(request.final, request.save_id)
         temporary.mkdir()
@@ -196,9 +218,23 @@ def _look_for_room(final: Path, needed: int) -> None:
         )
 
 
-def _refuse_taken(request: SaveRequest) -> None:
+def files_of(request: SaveRequest) -> Place:
+    """Where the files of a save are written."""
+    if isinstance(request.final, Url):
+        return in_store.files_of(request.final, request.save_id)
+    return folder.temporary_folder(request.final, request.save_id)
+
+
+def _refuse_full(index: Index) -> None:
+    if index.kind == "full":
+        raise CheckpointError(
+            "a full state is one file that all ranks write into, which a store of objects has not; save as "
+            "SHARDED_STATE_DICT, and make whole files with `shardkit checkpoint merge URL -o FOLDER`"
+        )
+
+
+def _refuse_taken(request: SaveRequest, final: Path) -> None:
     """FileExistsError where something has the name that may not be replaced."""
-    final = request.final
     if not is_taken(final):
         return
     if not request.replace:

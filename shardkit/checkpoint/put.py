@@ -2,20 +2,25 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from shardkit.checkpoint import additions, disk, faults, folder, index_json, layout, manifest, tensors
+from shardkit.checkpoint import additions, disk, faults, folder, in_store, index_json, layout, manifest, tensors
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint.layout import Chunk, Index
 from shardkit.checkpoint.save_request import PreparedSave
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError
+from shardkit.storage import upload
+from shardkit.storage.url import Place, Url
+
+Result = TypeVar("Result")
 
 # How long a freshly made folder may take to be seen by other machines: the attribute cache of NFS (nfs(5), acdirmax).
 SHARED_STORAGE_WAIT_S = 30.0
@@ -40,12 +45,18 @@ def write_all(prepared: PreparedSave, control: ControlGroup) -> dict[str, list[A
     """{file: [bytes, digest]} of everything this rank wrote; all of it is on disk."""
     if prepared.trouble is not None:
         raise prepared.trouble
-    wait_until_seen(prepared.temporary)
-    if prepared.pieces[layout.OWN]:
-        (prepared.temporary / layout.OWN).mkdir(exist_ok=True)
-    written = put_all(prepared, control, _Disk(control.rank))
-    if control.rank == 0 and prepared.request.staging is not None:
-        prepared.added = additions.take(prepared.request.staging, prepared.temporary, prepared.request.digest)
+    temporary, request = prepared.temporary, prepared.request
+    if isinstance(request.final, Url):
+        in_store.wait_until_marked(request.final, request.save_id, SHARED_STORAGE_WAIT_S)
+        written = put_all(prepared, control, _Store(control.rank))
+    else:
+        assert isinstance(temporary, Path)
+        wait_until_seen(temporary)
+        if prepared.pieces[layout.OWN]:
+            (temporary / layout.OWN).mkdir(exist_ok=True)
+        written = put_all(prepared, control, _Disk(control.rank))
+        if control.rank == 0 and request.staging is not None:
+            prepared.added = additions.take(request.staging, temporary, request.digest)
     faults.reach("agree-1", control.rank)
     return written
 
@@ -80,36 +91,61 @@ def begin_full_file(index: Index, temporary: Path, section: str) -> None:
     disk.write_new(temporary / layout.file_of(index, section, 0), head, size)
 
 
+class File(Protocol):
+    """What a file is written into."""
+
+    def put(self, data: memoryview, offset: int) -> None: ...
+
+
+class Sink(Protocol):
+    """Where a save goes."""
+
+    def write(self, path: Place, size: int, action: Callable[[File], Result], flags: int = disk.NEW) -> Result:
+        """What the action returns, which writes a whole file; with `flags` 0 a part of one that is there already."""
+
+    def reach(self, point: str) -> None: ...
+
+
 class _Disk:
-    """Where a save is written."""
+    """A folder."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def open(self, path: Path, flags: int = 0) -> disk.Durable:
-        return disk.Durable(path, flags, self.reach)
+    def write(self, path: Place, size: int, action: Callable[[File], Result], flags: int = disk.NEW) -> Result:
+        assert isinstance(path, Path)
+        with disk.Durable(path, flags, self.reach) as file:
+            return action(file)
 
     def reach(self, point: str) -> None:
         faults.reach(point, self.rank)
 
 
+class _Store(_Disk):
+    """A store of objects: a file that fails is begun again."""
+
+    def write(self, path: Place, size: int, action: Callable[[File], Result], flags: int = disk.NEW) -> Result:
+        assert isinstance(path, Url) and flags == disk.NEW
+
+        def once() -> Result:
+            with upload.Upload(path, size, self.reach) as file:
+                return action(file)
+
+        return upload.again(once)
+
+
 class Nowhere:
     """Takes what would be written, for its digests."""
 
-    def open(self, path: Path, flags: int = 0) -> "Nowhere":
-        return self
+    def write(self, path: Place, size: int, action: Callable[[File], Result], flags: int = disk.NEW) -> Result:
+        return action(self)
 
     def reach(self, point: str) -> None: ...
 
     def put(self, data: memoryview, offset: int) -> None: ...
 
-    def __enter__(self) -> "Nowhere":
-        return self
 
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def put_all(prepared: PreparedSave, control: ControlGroup, sink: _Disk | Nowhere) -> dict[str, list[Any]]:
+def put_all(prepared: PreparedSave, control: ControlGroup, sink: Sink) -> dict[str, list[Any]]:
     """Put everything of this rank there; {file: [bytes, digest]}."""
     written: dict[str, list[Any]] = {}
     control.work.expect(tensors.bytes_to_write(prepared.pieces))
@@ -120,10 +156,13 @@ def put_all(prepared: PreparedSave, control: ControlGroup, sink: _Disk | Nowhere
             elif pieces:
                 written.update(_put_own_file(prepared, section, pieces, control, hasher, sink))
     for name, data in _json_files(prepared, control.rank).items():
-        with sink.open(prepared.temporary / name, disk.NEW) as file:
-            file.put(memoryview(data), 0)
+        sink.write(prepared.temporary / name, len(data), partial(_put_whole, data))
         written[name] = [len(data), digests.of_bytes(prepared.request.digest, data)]
     return written
+
+
+def _put_whole(data: bytes, file: File) -> None:
+    file.put(memoryview(data), 0)
 
 
 def _json_files(prepared: PreparedSave, rank: int) -> dict[str, bytes]:
@@ -150,7 +189,7 @@ class _Hasher:
         if self._beside is not None:
             self._beside.shutdown()
 
-    def write(self, digest: digests.Digest, data: memoryview, file: disk.Durable | Nowhere, offset: int) -> None:
+    def write(self, digest: digests.Digest, data: memoryview, file: File, offset: int) -> None:
         """Hash and write the same bytes, block by block."""
         for begin in range(0, len(data), disk.BLOCK_BYTES):
             block = data[begin : begin + disk.BLOCK_BYTES]
@@ -165,7 +204,7 @@ class _Hasher:
 
 
 def _in_host_memory(
-    pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, sink: _Disk | Nowhere
+    pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, sink: Sink
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
     """The pieces one by one, each on the CPU when its turn comes."""
     for number, (chunk, tensor) in enumerate(pieces):
@@ -182,19 +221,23 @@ def _put_own_file(
     pieces: list[tuple[Chunk, torch.Tensor]],
     control: ControlGroup,
     hasher: _Hasher,
-    sink: _Disk | Nowhere,
+    sink: Sink,
 ) -> dict[str, list[Any]]:
     rank, size_of_world = control.rank, control.world_size
     is_own = section == layout.OWN
     name = layout.own_file(rank, size_of_world) if is_own else layout.file_of(prepared.index, section, rank)
     head = layout.header(((chunk.name, chunk.dtype, chunk.box.sizes) for chunk, _ in pieces), {"format": "pt"})
-    digest, size = digests.new(hasher.name), len(head)
-    with sink.open(prepared.temporary / name, disk.NEW) as file:
+    size = len(head) + sum(chunk.bytes for chunk, _ in pieces)
+
+    def write(file: File) -> str:
+        digest, done = digests.new(hasher.name), len(head)
         hasher.write(digest, memoryview(head), file, 0)
         for chunk, data in _in_host_memory(pieces, control, sink):
-            hasher.write(digest, tensors.memory(data), file, size)
-            size += chunk.bytes
-    return {name: [size, digest.hexdigest()]}
+            hasher.write(digest, tensors.memory(data), file, done)
+            done += chunk.bytes
+        return digest.hexdigest()
+
+    return {name: [size, sink.write(prepared.temporary / name, size, write)]}
 
 
 def _put_into_full(
@@ -203,21 +246,24 @@ def _put_into_full(
     pieces: list[tuple[Chunk, torch.Tensor]],
     control: ControlGroup,
     hasher: _Hasher,
-    sink: _Disk | Nowhere,
+    sink: Sink,
 ) -> dict[str, list[Any]]:
     index, rank = prepared.index, control.rank
     if not index.sections[section] or not (pieces or rank == 0):
         return {}
     name, head = layout.file_of(index, section, rank), full_header(index, section)
     begins, size = _begins(index, section, len(head))
-    digest = digests.new(hasher.name)
-    if rank == 0:  # who wrote the header, answers for it
-        digest.update(memoryview(head))
-    with sink.open(prepared.temporary / name) as file:
+
+    def write(file: File) -> str:
+        digest = digests.new(hasher.name)
+        if rank == 0:  # who wrote the header, answers for it
+            digest.update(memoryview(head))
         for chunk, data in _in_host_memory(pieces, control, sink):
             shape = index.sections[section][chunk.name].shape
             _put_runs(file, data, chunk, shape, begins[chunk.name], digest, hasher)
-    return {name: [size, digest.hexdigest()]}
+        return digest.hexdigest()
+
+    return {name: [size, sink.write(prepared.temporary / name, size, write, flags=0)]}
 
 
 def _begins(index: Index, section: str, data: int) -> tuple[dict[str, int], int]:
@@ -229,7 +275,7 @@ def _begins(index: Index, section: str, data: int) -> tuple[dict[str, int], int]
 
 
 def _put_runs(
-    file: disk.Durable | Nowhere,
+    file: File,
     data: torch.Tensor,
     chunk: Chunk,
     shape: tuple[int, ...],

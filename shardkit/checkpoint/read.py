@@ -33,8 +33,9 @@ from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, h
 from shardkit.distributed import random_state
 from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.distributed.tensors import local_part
-from shardkit.errors import CheckpointCorrupted, CheckpointError, StateIncomplete
+from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointUnreachable, StateIncomplete
 from shardkit.log import get_logger
+from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
 
@@ -49,36 +50,38 @@ class LoadedState:
     skipped: tuple[SkippedFolder, ...] = ()
 
 
-def open_together(path: Path, control: ControlGroup) -> Checkpoint:
+def open_together(path: Place, control: ControlGroup) -> Checkpoint:
     """As `open_checkpoint`, on all ranks, which must all see the same one. Collective."""
-    found, problem, seen = None, None, None
+    found, problem, seen, is_unreachable = None, None, None, False
     try:
         found = open_checkpoint(path) if control.rank == 0 else Checkpoint(path, manifest.read(path))
         seen = manifest.self_digest(path)
     except (CheckpointError, OSError) as error:
-        problem = str(error)
-    trouble = control.decide([problem, seen], lambda answers: _not_seen_alike(path, answers))
+        problem, is_unreachable = str(error), isinstance(path, Url) and isinstance(error, OSError)
+    told = [problem, seen, is_unreachable]
+    trouble, is_unreachable = control.decide(told, lambda answers: _not_seen_alike(path, answers))
     if trouble is not None:
-        raise CheckpointError(trouble)
+        raise (CheckpointUnreachable if is_unreachable else CheckpointError)(trouble)
     assert found is not None
     return found
 
 
-def _not_seen_alike(path: Path, answers: list[list[str | None]]) -> str | None:
-    """What is wrong with what the ranks say: (problem, digest of the manifest)."""
+def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, bool]:
+    """What is wrong with what the ranks say, (problem, digest of the manifest, is it the store); is it the store."""
+    is_unreachable = any(answer[2] for answer in answers)
     if answers[0][0] is not None:
-        return f"checkpoint: {answers[0][0]}"
-    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+        return f"checkpoint: {answers[0][0]}", is_unreachable
+    problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text is not None]
     if problems:
-        return f"checkpoint: {path}: rank 0 sees it, others do not: {'; '.join(problems[:3])}"
-    if len({text for _, text in answers}) > 1:
-        return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share."
-    return None
+        return f"checkpoint: {path}: rank 0 sees it, others do not: {'; '.join(problems[:3])}", is_unreachable
+    if len({text for _, text, _ in answers}) > 1:
+        return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", False
+    return None, False
 
 
 def load(
     live: Live,
-    path: Path,
+    path: Place,
     control: ControlGroup,
     *,
     verify: str = "digest",
@@ -97,7 +100,7 @@ def load(
 
 def load_newest(
     live: Live,
-    root: Path,
+    root: Place,
     control: ControlGroup,
     *,
     verify: str = "digest",
@@ -115,7 +118,7 @@ def load_newest(
     for step, name in _candidates(root, control):
         try:
             checkpoint = open_together(root / name, control)
-        except LostRank:
+        except (LostRank, CheckpointUnreachable):
             raise
         except CheckpointError as error:
             skipped.append(SkippedFolder(step, root / name, str(error)))
@@ -134,7 +137,7 @@ def load_newest(
     return None
 
 
-def _none_left(root: Path, skipped: list[SkippedFolder], unfinished: Unfinished) -> CheckpointError:
+def _none_left(root: Place, skipped: list[SkippedFolder], unfinished: Unfinished) -> CheckpointError:
     reasons = "\n".join(f"  step {item.step}: {item.reason}" for item in skipped[:5])
     if unfinished.parts:
         text = f"checkpoint: no checkpoint in {root} can be loaded, and the state is incomplete now:\n{reasons}"
@@ -144,7 +147,7 @@ def _none_left(root: Path, skipped: list[SkippedFolder], unfinished: Unfinished)
     )
 
 
-def _candidates(root: Path, control: ControlGroup) -> list[tuple[int, str]]:
+def _candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
     """(step, name) of what may be loaded, as rank 0 sees it, in the order to try them. Collective."""
 
     def look() -> list[tuple[int, str]]:
@@ -188,6 +191,7 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -
             objects = [*_object_states(live, plan, saved)]
             faults.reach("read", control.rank)
         if live.take is not None:
+            assert isinstance(checkpoint.path, Path), "load hooks read files: refused before"
             _let_hooks_load(live.take, checkpoint.path, plan, control, how.strict)
         _apply_objects(objects, control, here, before)
         _fill(live, plan, saved, control, here, how.unfinished)

@@ -1,41 +1,46 @@
 """Which checkpoints of a folder may go, and deleting them. Runs after a commit, never before."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from functools import lru_cache
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shardkit.checkpoint import disk, folder, manifest
-from shardkit.checkpoint.folder import FoundCheckpoint
+from shardkit.checkpoint import disk, folder, in_store, manifest
+from shardkit.checkpoint.folder import FoundCheckpoint, PlaceKind
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
+from shardkit.storage import objects
+from shardkit.storage.url import Place, Url
 
 PIN = "PIN"  # a file of this name beside a checkpoint, `step-00000120.PIN`, keeps it for good
 
 logger = get_logger(__name__)
 
 
-def is_pinned(path: Path) -> bool:
+def _pin_of(path: PlaceKind) -> PlaceKind:
+    return path.with_name(f"{path.name}.{PIN}")
+
+
+def is_pinned(path: Place) -> bool:
     """Whether somebody asked to keep this checkpoint."""
-    return path.with_name(f"{path.name}.{PIN}").exists()
+    return objects.look(_pin_of(path)) is not None if isinstance(path, Url) else _pin_of(path).exists()
 
 
-def pin(path: Path) -> None:
+def pin(path: Place) -> None:
     """Keep this checkpoint, whatever retention says."""
-    path.with_name(f"{path.name}.{PIN}").touch()
+    objects.put(_pin_of(path), b"{}") if isinstance(path, Url) else _pin_of(path).touch()
 
 
-def unpin(path: Path) -> None:
+def unpin(path: Place) -> None:
     """Leave this checkpoint to retention again."""
-    path.with_name(f"{path.name}.{PIN}").unlink(missing_ok=True)
+    objects.remove(_pin_of(path)) if isinstance(path, Url) else _pin_of(path).unlink(missing_ok=True)
 
 
 def expendable(
-    root: Path,
+    root: Place,
     keep_last: int,
     keep_every: int = 0,
     protected: Container[str] = (),
-    is_good: Callable[[Path], bool] = lambda path: True,
+    is_good: Callable[[Any], bool] = lambda path: True,
 ) -> list[FoundCheckpoint]:
     """Checkpoints that retention would delete, oldest first.
 
@@ -67,49 +72,72 @@ def expendable(
 
 
 class _Record(NamedTuple):
-    """What retention goes by; the last three tell one manifest file from another of the same name."""
+    """What retention goes by; `version` tells one manifest file from another of the same name."""
 
     created_utc: str
     save_id: str
-    inode: int
-    modified_ns: int
-    bytes: int
+    version: Hashable
 
 
-def _record(path: Path) -> _Record | None:
+def _record(path: Place) -> _Record | None:
     try:
-        seen = (path / manifest.NAME).lstat()
-        return _read(path, seen.st_ino, seen.st_mtime_ns, seen.st_size)
+        return _read(path, _version(path))
     except (CheckpointError, OSError):
         return None
 
 
+def _version(path: Place) -> Hashable:
+    if isinstance(path, Url):
+        return objects.look(path / manifest.NAME)
+    seen = (path / manifest.NAME).lstat()
+    return seen.st_ino, seen.st_mtime_ns, seen.st_size
+
+
 @lru_cache(maxsize=4096)
-def _read(path: Path, inode: int, modified_ns: int, size: int) -> _Record:
+def _read(path: Place, version: Hashable) -> _Record:
     found = manifest.read(path)
-    return _Record(found.created_utc, found.save_id, inode, modified_ns, size)
+    return _Record(found.created_utc, found.save_id, version)
 
 
 @lru_cache(maxsize=4096)
-def _is_whole(path: Path, record: _Record) -> bool:
+def _is_whole(path: Place, record: _Record) -> bool:
     try:
         return not manifest.check_sizes(path, manifest.read(path))
     except (CheckpointError, OSError):
         return False
 
 
-def apply(root: Path, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Path]:
+def apply(root: Place, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Place]:
     """Delete what `expendable` names; the folders deleted."""
     return delete(expendable(root, keep_last, keep_every, protected))
 
 
-def delete(going: Iterable[FoundCheckpoint]) -> list[Path]:
+def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
     """Delete these; the folders deleted. A failure to delete is a warning, never an error."""
-    removed = []
+    removed: list[Place] = []
     for found in going:
         try:
-            disk.remove_folder(found.path)
+            if isinstance(found.path, Url):
+                in_store.remove(found.path)
+            else:
+                disk.remove_folder(found.path)
             removed.append(found.path)
         except OSError as error:
             logger.warning("checkpoint: %s: cannot be deleted (%s); delete it by hand.", found.path, error)
     return removed
+
+
+def debris(root: Place) -> list[Place]:
+    """What killed saves have left in a folder of checkpoints, without what may be written right now."""
+    if not isinstance(root, Url):
+        return [*folder.debris(root)]
+    with in_store.now(root) as mark:
+        return [files for _, files in in_store.dead(root, None, mark)]
+
+
+def clean_debris(root: Place) -> list[Place]:
+    """Delete `debris`; what is deleted."""
+    if not isinstance(root, Url):
+        return [*folder.clean_debris(root)]
+    with in_store.now(root) as mark:
+        return [*in_store.collect(root, None, mark)]

@@ -6,8 +6,9 @@ block, and one tensor piece where a piece is not contiguous.
 """
 
 import copy
+import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,14 @@ from torch.distributed.tensor import DTensor
 from shardkit import sizes
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, export, faults, layout, per_rank, put, state, tensors
+from shardkit.checkpoint import export_to_store as into_store
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
 from shardkit.distributed.tensors import clean_name, local_part, unwrapped
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
+from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
 
@@ -42,7 +45,7 @@ _CAST = {*_WIDENED, torch.float64}
 class Part:
     """What is saved into one folder: tensors by name, further names of them, and the JSON files beside."""
 
-    folder: Path
+    folder: Place
     stem: str
     tensors: dict[str, torch.Tensor]
     buffers: set[str]
@@ -63,7 +66,7 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def save(
     model: nn.Module,
-    folder: Path,
+    folder: Place,
     control: ControlGroup,
     max_shard_size: str | int = "5GB",
     dtype: str | torch.dtype | None = None,
@@ -79,13 +82,13 @@ def save(
     limit, wanted = export.size_in_bytes(max_shard_size), dtype_named(dtype)
     drifted = []
     for part in _together(control, folder, lambda: _parts(model, folder)).own or []:
-        _save(part, control, limit, wanted)
+        _save_files(part, control, limit, wanted)
         if compare_buffers and control.world_size > 1 and not state.gets_buffers_of_rank_0(model):
             drifted += _drifted(part, control)
     return drifted
 
 
-def _parts(model: nn.Module, folder: Path) -> list[Part]:
+def _parts(model: nn.Module, folder: Place) -> list[Part]:
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"a model is expected (got {type(model).__name__}); give what prepare() returned")
     inner: Any = unwrapped(model)
@@ -98,7 +101,7 @@ def _parts(model: nn.Module, folder: Path) -> list[Part]:
     return [Part(folder, "model", whole, buffers, ties, False, lambda at, kind: _write_model_config(inner, at, kind))]
 
 
-def _adapter(model: Any, adapter: str, folder: Path) -> Part:
+def _adapter(model: Any, adapter: str, folder: Place) -> Part:
     """One adapter of a peft model, in peft's own layout: the default one in the folder, others in folders below."""
     from peft import get_peft_model_state_dict
 
@@ -171,7 +174,7 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
 
 
-def _save(part: Part, control: ControlGroup, limit: int, wanted: torch.dtype | None) -> None:
+def _save_files(part: Part, control: ControlGroup, limit: int, wanted: torch.dtype | None) -> None:
     index = _together(control, part.folder, lambda: _index(part, control.world_size)).own
     assert index is not None
     targets = {name: _target(tensor.dtype, wanted) for name, tensor in part.tensors.items()}
@@ -179,25 +182,75 @@ def _save(part: Part, control: ControlGroup, limit: int, wanted: torch.dtype | N
     limit = max(limit, 1 << 62) if part.one_file else limit
     files = export.plan(shapes, part.ties, limit, part.stem)
     _same_on_all_ranks(part, files, control)
+    plan = partial(export.plan, shapes, part.ties, limit, part.stem)
+    if isinstance(part.folder, Url):
+        _into_store(part, part.folder, index, targets, plan, control)
+    else:
+        _onto_disk(part, part.folder, index, targets, plan, control)
+    size, count = export.total_bytes(files), len(files)
+    logger.info("model saved in %s (%s, %d file%s)", part.folder, sizes.in_words(size), count, "s" if count > 1 else "")
+
+
+Plan = Callable[[str], list[ExportFile]]
+"""The files, whose names end so where there are several."""
+
+
+def _onto_disk(
+    part: Part, folder: Path, index: Index, targets: Mapping[str, torch.dtype], plan: Plan, control: ControlGroup
+) -> None:
+    """Every rank writes its ranges into files that rank 0 has made, and which get their names at the end."""
     opened: list[Opened] = []
     try:
         temporary, tag = _together(
             control,
-            part.folder,
-            lambda: _begin(part, shapes, limit, control, opened),
+            folder,
+            lambda: _begin(folder, part.stem, plan, control, opened),
             answer=lambda found: found,
             judge=lambda answers: answers[0],
         ).verdict
-        _together(control, part.folder, lambda: _write_beside(part, opened, targets))
-        files = export.plan(shapes, part.ties, limit, part.stem, tag)
-        _together(control, part.folder, lambda: _write(part, index, targets, files, Path(temporary), control))
-        _together(control, part.folder, lambda: _publish(part, opened))
+        _together(control, folder, lambda: _write_beside(part, opened, targets))
+        _together(control, folder, lambda: _write(part, index, targets, plan(tag), Path(temporary), control))
+        _together(control, folder, lambda: _publish(part, opened))
     except CheckpointSaveError:
         for mine in opened:
             export.discard(mine)
         raise
-    size, count = export.total_bytes(files), len(files)
-    logger.info("model saved in %s (%s, %d file%s)", part.folder, sizes.in_words(size), count, "s" if count > 1 else "")
+
+
+def _into_store(
+    part: Part, url: Url, index: Index, targets: Mapping[str, torch.dtype], plan: Plan, control: ControlGroup
+) -> None:
+    """Every rank uploads its pieces; then each reads them all together into some of the files."""
+    export_id = uuid.uuid4().hex
+    unnamed: list[ExportFile] | None = None
+
+    def on_rank_0(action: Callable[[], Any]) -> Any:
+        given = [action] if control.rank == 0 else []
+        return _together(
+            control, url, lambda: [one() for one in given], answer=lambda found: found, judge=lambda answers: answers[0]
+        ).verdict
+
+    try:
+        [[tag, export_id]] = on_rank_0(lambda: [into_store.begin(url, plan("")), export_id])
+        files = plan(tag)
+        unnamed = files if len(files) > 1 else []
+        places = {name: place for file in files for name, place in file.places.items()}
+        pieces = tensors.pieces_to_write(index, "model", part.tensors, control.rank)
+        control.work.expect(tensors.bytes_to_write({"model": pieces}))
+        mine = into_store.pieces_of(url, export_id, control.rank)
+        _together(control, url, lambda: into_store.put_pieces(mine, pieces, places, control.work))
+        on_rank_0(lambda: into_store.put_beside(url, lambda at: part.write_beside(at, _only_float(targets))))
+        some = files[control.rank :: control.world_size]
+        size = control.world_size
+        _together(control, url, lambda: into_store.assemble(url, export_id, index, size, files, some))
+        on_rank_0(lambda: into_store.publish(url, part.stem, files))
+        unnamed = []
+        on_rank_0(lambda: into_store.discard(url, export_id))
+    except CheckpointSaveError:
+        if unnamed is not None and control.rank == 0:
+            with suppress(OSError):
+                into_store.discard(url, export_id, unnamed)
+        raise
 
 
 def _index(part: Part, world_size: int) -> Index:
@@ -240,7 +293,7 @@ def _same_on_all_ranks(part: Part, files: list[ExportFile], control: ControlGrou
         raise CheckpointSaveError(problem)
 
 
-def _difference(folder: Path, told: list[list[str]]) -> str | None:
+def _difference(folder: Place, told: list[list[str]]) -> str | None:
     if any(other != told[0][0] for other, _ in told):
         return f"save_model: the ranks give different folders: {[other for other, _ in told]}."
     if any(other != told[0] for other in told):
@@ -248,25 +301,24 @@ def _difference(folder: Path, told: list[list[str]]) -> str | None:
     return None
 
 
-def _begin(
-    part: Part,
-    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
-    limit: int,
-    control: ControlGroup,
-    opened: list[Opened],
-) -> list[str] | None:
+def _begin(folder: Path, stem: str, plan: Plan, control: ControlGroup, opened: list[Opened]) -> list[str] | None:
     """Rank 0 makes the files; where they are, and the end of their names."""
     if control.rank != 0:
         return None
-    tag = export.free_tag(part.folder, export.plan(shapes, part.ties, limit, part.stem))
-    opened.append(export.begin(part.folder, export.plan(shapes, part.ties, limit, part.stem, tag), part.stem))
+    tag = export.free_tag(plan(""), export.names_in(folder))
+    opened.append(export.begin(folder, plan(tag), stem))
     return [str(opened[0].temporary), tag]
 
 
 def _write_beside(part: Part, opened: list[Opened], targets: Mapping[str, torch.dtype]) -> None:
-    floats = {dtype for dtype in targets.values() if dtype.is_floating_point}
     for mine in opened:
-        part.write_beside(mine.temporary, floats.pop() if len(floats) == 1 else None)
+        part.write_beside(mine.temporary, _only_float(targets))
+
+
+def _only_float(targets: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """The dtype of all floats, where they have one."""
+    floats = {dtype for dtype in targets.values() if dtype.is_floating_point}
+    return floats.pop() if len(floats) == 1 else None
 
 
 def _publish(part: Part, opened: list[Opened]) -> None:
@@ -314,7 +366,7 @@ def _write_piece(file: disk.Durable, chunk: Chunk, piece: torch.Tensor, place: S
 
 def _together(
     control: ControlGroup,
-    folder: Path,
+    folder: Place,
     action: Callable[[], Result],
     answer: Callable[[Result], Any] = lambda result: None,
     judge: Callable[[list[Any]], Any] = lambda answers: None,
@@ -329,5 +381,5 @@ def _together(
     return attempt
 
 
-def _report(folder: Path, said: str) -> str:
+def _report(folder: Place, said: str) -> str:
     return f"save_model: {folder}: {said}. What was in the folder before is as it was."

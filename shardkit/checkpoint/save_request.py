@@ -3,7 +3,6 @@
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from shardkit.checkpoint.additions import Staging
 from shardkit.checkpoint.layout import Chunk, Index
 from shardkit.checkpoint.manifest import File, Manifest
+from shardkit.storage.url import Place
 
 Pieces = dict[str, list[tuple[Chunk, torch.Tensor]]]
 """What a rank writes, by section, in file order: views of its memory."""
@@ -20,8 +20,8 @@ Pieces = dict[str, list[tuple[Chunk, torch.Tensor]]]
 class SaveRequest:
     """Where and as what a state is saved."""
 
-    final: Path
-    """Where it lies: no link, as this rank sees it."""
+    final: Place
+    """Where it lies: no link, as this rank sees it; or in a store of objects."""
     step: int
     run_id: str
     name: str = ""
@@ -58,7 +58,8 @@ class PreparedSave:
     common: dict[str, Any]
     own: dict[str, Any]
     pieces: Pieces
-    temporary: Path
+    temporary: Place
+    """The folder that files are written into, before it is committed; in a store that one stays theirs."""
     hold: int | None
     drifted: list[str] = field(default_factory=list)
     """Buffers that ranks hold differently, where that was looked for; rank 0's are saved."""
@@ -68,3 +69,5 @@ class PreparedSave:
     """On rank 0, what the user's hooks have added, once it lies in the temporary folder."""
     record: Manifest | None = None
     """On rank 0, once it is committed."""
+    attempt: Any = None
+    """On rank 0, of a save into a store: an `in_store.Attempt`."""

@@ -5,20 +5,19 @@ damages(checkpoint)            what is wrong with its bytes, a line for each fil
 hash_file(files, name, ...)    the same for what one rank wrote into one file; a reader takes bytes on the way
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, folder, index_json, layout, manifest
+from shardkit.checkpoint import disk, folder, index_json, layout, manifest, reading
 from shardkit.checkpoint.layout import Box, Index, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointCorrupted
+from shardkit.storage.url import Place
 
 # Opening a file anew for every tensor takes longer than reading small ones; systems allow 256 (macOS) or more.
 FILES_OPEN = 64
@@ -28,22 +27,26 @@ FILES_OPEN = 64
 class Checkpoint:
     """A checkpoint whose manifest has been read: what it says, and its small files, each verified when it is read."""
 
-    path: Path
+    path: Place
     manifest: Manifest
+
+    def where(self, name: str) -> str:
+        """A file of it, as messages name it."""
+        return str(self.path / self.manifest.stored(name))
 
     def text(self, name: str) -> bytes:
         """A small file; CheckpointCorrupted where its bytes are not those that were saved."""
         if name not in self.manifest.files:
-            raise CheckpointCorrupted(f"{self.path / name}: not in the manifest; the checkpoint is incomplete.")
-        data = disk.read_small(self.path, name)
+            raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
+        data = disk.read_small(self.path, self.manifest.stored(name))
         found = digests.of_bytes(self.manifest.digest, data)
         if found not in self.manifest.files[name].digests.values():
-            raise CheckpointCorrupted(differs(self.path / name, self.manifest))
+            raise CheckpointCorrupted(differs(self.where(name), self.manifest))
         return data
 
     def json(self, name: str) -> Any:
         """The value of a small JSON file."""
-        return disk.from_json(self.text(name), str(self.path / name))
+        return disk.from_json(self.text(name), self.where(name))
 
     @cached_property
     def apart(self) -> list[str]:
@@ -53,7 +56,7 @@ class Checkpoint:
     @cached_property
     def index(self) -> Index:
         """What tensors there are, and where."""
-        return index_json.from_json(self.json("index.json"), str(self.path / "index.json"))
+        return index_json.from_json(self.json("index.json"), self.where("index.json"))
 
 
 def _label(place: list[Any]) -> str:
@@ -75,12 +78,12 @@ def section_of(place: list[Any]) -> str:
     return "objects" if place[0] == "objects" else f"optim_{number}" if number else "optim"
 
 
-def differs(path: Path, record: Manifest) -> str:
+def differs(where: str, record: Manifest) -> str:
     """The message for bytes that are not those that were saved."""
-    return f"{path}: its {record.digest} digest differs from the manifest (corrupted)"
+    return f"{where}: its {record.digest} digest differs from the manifest (corrupted)"
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Place) -> Checkpoint:
     """A checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
     return Checkpoint(path, folder.inspect(path))
 
@@ -120,13 +123,13 @@ class Files:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._folder = -1
-        self._opened: OrderedDict[str, tuple[int, ExitStack]] = OrderedDict()
+        self._folder: reading.Folder
+        self._opened: OrderedDict[str, tuple[disk.Source, ExitStack]] = OrderedDict()
         self._headers: dict[str, dict[str, Stored]] = {}
-        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._seen: dict[str, Any] = {}
 
     def __enter__(self) -> "Files":
-        self._folder = disk.open_folder(self.checkpoint.path)
+        self._folder = reading.folder(self.checkpoint.path)
         try:
             self._refuse_another()
         except BaseException:
@@ -137,10 +140,10 @@ class Files:
     def __exit__(self, *exception: object) -> None:
         while self._opened:
             self._close_oldest()
-        os.close(self._folder)
+        self._folder.close()
 
     def _refuse_another(self) -> None:
-        text = disk.read_small(self.checkpoint.path, manifest.NAME, self._folder)
+        text = self._folder.small(manifest.NAME)
         if manifest.from_bytes(text, self.where(manifest.NAME)).save_id != self.checkpoint.manifest.save_id:
             raise CheckpointCorrupted(f"{self.checkpoint.path}: another checkpoint took its place while it was read.")
 
@@ -150,24 +153,26 @@ class Files:
 
     def refuse_changed(self) -> None:
         """CheckpointCorrupted where a file that is open was written since it was first opened."""
-        for name, (descriptor, _) in self._opened.items():
-            self._refuse_changed(name, descriptor)
+        for name, (source, _) in self._opened.items():
+            self._refuse_changed(name, source)
 
-    def _refuse_changed(self, name: str, descriptor: int) -> None:
-        found = os.fstat(descriptor)
-        seen = found.st_ino, found.st_size, found.st_mtime_ns
+    def _refuse_changed(self, name: str, source: disk.Source) -> None:
+        seen = self._folder.state(self._stored(name), source)
         if self._seen.setdefault(name, seen) != seen:
             raise CheckpointCorrupted(f"{self.where(name)}: changed while it was read.")
 
     def where(self, name: str) -> str:
-        return str(self.checkpoint.path / name)
+        return self.checkpoint.where(name)
+
+    def _stored(self, name: str) -> str:
+        return self.checkpoint.manifest.stored(name)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has such a file."""
         return name in self.checkpoint.manifest.files
 
-    def descriptor(self, name: str) -> int:
-        """Of a file that the manifest knows. Good until others were asked for."""
+    def source(self, name: str) -> disk.Source:
+        """What a file that the manifest knows is read from. Good until others were asked for."""
         if name not in self._opened:
             if name not in self.checkpoint.manifest.every_file:
                 raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
@@ -176,7 +181,7 @@ class Files:
                 self._refuse_changed(oldest, self._opened[oldest][0])
                 self._close_oldest()
             with ExitStack() as stack:
-                opened = stack.enter_context(disk.reading(self.checkpoint.path, name, self._folder))
+                opened = stack.enter_context(self._folder.opened(self._stored(name)))
                 self._refuse_changed(name, opened)
                 self._opened[name] = (opened, stack.pop_all())
         self._opened.move_to_end(name)
@@ -185,12 +190,8 @@ class Files:
     def header(self, name: str) -> dict[str, Stored]:
         """Where the file keeps its tensors."""
         if name not in self._headers:
-            size, where, descriptor = (
-                self.checkpoint.manifest.files[name].bytes,
-                self.where(name),
-                self.descriptor(name),
-            )
-            found = layout.read_header(lambda at, length: disk.read_at(descriptor, at, length, where), size, where)
+            size, where, source = self.checkpoint.manifest.files[name].bytes, self.where(name), self.source(name)
+            found = layout.read_header(lambda at, length: disk.read_at(source, at, length, where), size, where)
             self._headers[name] = found
         return self._headers[name]
 
@@ -260,33 +261,33 @@ def hash_file(
     record = files.checkpoint.manifest
     digest = digests.new(record.digest)
     scratch = memoryview(bytearray(disk.BLOCK_BYTES))
-    where, descriptor = files.where(name), files.descriptor(name)
+    where, source = files.where(name), files.source(name)
     for span in spans(files, name, writer):
         target = take(span)
         if target is not None:
-            _read_and_hash(descriptor, target, span.ranges, digest, where)
+            _read_and_hash(source, target, span.ranges, digest, where)
         else:
-            _only_hash(descriptor, scratch, span.ranges, digest, where)
+            _only_hash(source, scratch, span.ranges, digest, where)
     if digest.hexdigest() != record.every_file[name].digests[writer]:
-        raise CheckpointCorrupted(differs(files.checkpoint.path / name, record))
+        raise CheckpointCorrupted(differs(where, record))
 
 
 def _read_and_hash(
-    descriptor: int, data: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
+    source: disk.Source, data: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
 ) -> None:
     for offset, length in ranges:
         for low in range(0, length, disk.BLOCK_BYTES):
             block = data[low : min(low + disk.BLOCK_BYTES, length)]
-            disk.read_into(descriptor, block, offset + low, where)
+            disk.read_into(source, block, offset + low, where)
             digest.update(block)
         data = data[length:]
 
 
 def _only_hash(
-    descriptor: int, scratch: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
+    source: disk.Source, scratch: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
 ) -> None:
     for offset, length in ranges:
         for low in range(0, length, len(scratch)):
             block = scratch[: min(len(scratch), length - low)]
-            disk.read_into(descriptor, block, offset + low, where)
+            disk.read_into(source, block, offset + low, where)
             digest.update(block)

@@ -12,20 +12,20 @@ a moment ago is asked for again. Nothing here is ever written in place: the fold
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from shardkit.checkpoint import faults, put
+from shardkit.checkpoint import faults, in_store, put
 from shardkit.checkpoint.attempt import together
 from shardkit.checkpoint.commit import after_commit, commit
 from shardkit.checkpoint.layout import Kind
 from shardkit.checkpoint.opening import Opening, let_go
 from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured, Live, capture
-from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.control import ControlGroup, LostRank
 from shardkit.errors import CheckpointSaveError
+from shardkit.storage.url import Place
 
 
-def save(live: Live, kind: Kind, request: SaveRequest, control: ControlGroup) -> Path:
+def save(live: Live, kind: Kind, request: SaveRequest, control: ControlGroup) -> Place:
     """The committed checkpoint. Collective. CheckpointSaveError on every rank where it failed on one."""
     prepared = prepare(live, kind, request, control)
     return request.final if prepared is None else finish(prepared, control)
@@ -54,9 +54,10 @@ def ready(take: Callable[[], Captured], request: SaveRequest, control: ControlGr
     return opening.prepared() if opening.is_begun else None
 
 
-def finish(prepared: PreparedSave, control: ControlGroup) -> Path:
+def finish(prepared: PreparedSave, control: ControlGroup) -> Place:
     """Write, agree, commit. Collective. The state itself is not touched: this may run beside training."""
     request, started = prepared.request, time.monotonic()
+    is_everybody_done = False
     try:
         together(
             control,
@@ -68,12 +69,17 @@ def finish(prepared: PreparedSave, control: ControlGroup) -> Path:
         )
         if control.rank != 0:
             faults.reach("agree-2", control.rank)
+    except CheckpointSaveError as error:
+        is_everybody_done = not isinstance(error.__cause__, LostRank)
+        raise
     finally:
         let_go(prepared.hold)
         if request.staging is not None:
             request.staging.discard()
         if prepared.record is not None:
             after_commit(prepared, prepared.record, started)
+        elif prepared.attempt is not None:
+            in_store.abandon(prepared.attempt, is_everybody_done)
         elif control.rank == 0:
-            shutil.rmtree(prepared.temporary, ignore_errors=True)
+            shutil.rmtree(str(prepared.temporary), ignore_errors=True)
     return request.final

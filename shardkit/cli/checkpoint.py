@@ -14,6 +14,8 @@ from shardkit.cli import HELP
 from shardkit.cli import checkpoint_text as words
 from shardkit.cli.progress import Progress
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
+from shardkit.storage import objects
+from shardkit.storage.url import Place, Url, place_of
 
 if TYPE_CHECKING:
     from shardkit.checkpoint.verify import Checkpoint
@@ -21,8 +23,18 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=HELP)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
-Where = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints (its newest), or a project folder.")]
-Series = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, or a project folder.")]
+Where = Annotated[
+    Path,
+    typer.Argument(
+        parser=place_of,
+        metavar="PATH",
+        help="A checkpoint, a folder of checkpoints (its newest), or a project folder; or the URL of one.",
+    ),
+]
+Series = Annotated[
+    Path,
+    typer.Argument(parser=place_of, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default as saved.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, such as 5GB or 500MB.")]
 
@@ -30,7 +42,14 @@ ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, 
 def _named(path: str) -> Path:
     if not path:
         raise typer.BadParameter("the folder has no name (got ''); name one, or give . for this one.")
-    return Path(path)
+    return _on_disk(path)
+
+
+def _on_disk(path: str) -> Path:
+    found = place_of(path)
+    if isinstance(found, Url):
+        raise typer.BadParameter(f"a store of objects has no folders (got {found}); give one on a disk.")
+    return found
 
 
 @app.callback()
@@ -45,10 +64,8 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
 
     found = locate.checkpoints(path)
     root = path if found == [path] else found[0].parent
-    rows = [_row(item) for item in found]
     latest = folder.read_latest(found[0].parent)
-    for row in rows:
-        row["latest"] = Path(row["path"]).name == latest
+    rows = [_row(item) | {"latest": item.name == latest} for item in found]
     if as_json:
         print(json.dumps({"root": str(root), "checkpoints": rows}, indent=2))
         return 0
@@ -58,7 +75,7 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     return 0
 
 
-def _row(path: Path) -> dict[str, Any]:
+def _row(path: Place) -> dict[str, Any]:
     from shardkit.checkpoint import folder, retention
 
     named = folder.STEP.fullmatch(path.name)
@@ -149,7 +166,7 @@ def verify(path: Where = Path(), as_json: AsJson = False) -> int:
     return 0
 
 
-def _damages(path: Path) -> tuple[list[str], int]:
+def _damages(path: Place) -> tuple[list[str], int]:
     from shardkit.checkpoint.verify import damages, open_checkpoint
 
     try:
@@ -238,22 +255,22 @@ def prune(
 
     Pinned and damaged ones stay; a live run is respected.
     """
-    from shardkit.checkpoint import folder, locate, retention
+    from shardkit.checkpoint import locate, retention
 
     root, damaged = locate.series(path), list[str]()
 
-    def is_good(found: Path) -> bool:
+    def is_good(found: Place) -> bool:
         problems, _ = _damages(found)
         damaged.extend(problems)
         return not problems
 
     with _trouble_with_files(), nullcontext() if dry_run else _no_run_in(root):
         going = retention.expendable(root, keep_last, keep_every, is_good=is_good)
-        left = folder.debris(root)
+        left = retention.debris(root)
         sizes = {found: _bytes_below(found) for found in [*left, *(found.path for found in going)]}
         removed = [found.path for found in going]
         if not dry_run:
-            left, removed = folder.clean_debris(root), retention.delete(going)
+            left, removed = retention.clean_debris(root), retention.delete(going)
     result: dict[str, Any] = {"removed": [str(found) for found in removed], "debris": [str(found) for found in left]}
     result |= {"bytes": sum(sizes.get(found, 0) for found in [*removed, *left]), "damaged": damaged, "dry_run": dry_run}
     if as_json:
@@ -263,14 +280,26 @@ def prune(
     return 0
 
 
-def _bytes_below(folder: Path) -> int:
+def _bytes_below(folder: Place) -> int:
+    if isinstance(folder, Url):
+        return sum(seen.bytes for seen in objects.below(folder).values())
     return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A folder of Accelerate's save_state, or of torch's dcp.save.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of checkpoints that it joins.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            parser=_on_disk, metavar="SOURCE", help="A folder of Accelerate's save_state, or of torch's dcp.save."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", parser=_on_disk, metavar="PATH", help="The folder of checkpoints that it joins."
+        ),
+    ],
     step: Annotated[int | None, typer.Option(min=0, help="Its step; by default the optimizer's.")] = None,
     model: Annotated[
         str | None, typer.Option(help="module:function or config.json: names for a DDP checkpoint's optimizer.")
@@ -302,8 +331,11 @@ def _parameters(spec: str) -> dict[str, bool]:
 
 
 @contextmanager
-def _no_run_in(root: Path) -> Iterator[None]:
-    """While this lasts, no run saves into the folder; CheckpointSaveError where one does."""
+def _no_run_in(root: Place) -> Iterator[None]:
+    """While this lasts, no run saves into the folder; CheckpointSaveError where one does. A store has no locks."""
+    if isinstance(root, Url):
+        yield
+        return
     from shardkit.checkpoint import lock
 
     held = lock.acquire(root, "shardkit checkpoint prune", "wait until it has ended, and prune then")

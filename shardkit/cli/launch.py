@@ -54,7 +54,7 @@ def launch(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path of one.")
+        str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path or URL of one.")
     ] = None,
     restarts: Annotated[
         str | None,

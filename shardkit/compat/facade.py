@@ -29,6 +29,7 @@ from shardkit.errors import UsageError
 from shardkit.runtime import accelerator as own
 from shardkit.runtime.prepare import kind_of
 from shardkit.runtime.project import ProjectConfiguration
+from shardkit.storage.url import Url
 
 
 class Accelerator(own.Accelerator):
@@ -157,13 +158,13 @@ class Accelerator(own.Accelerator):
 
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> Path:
+    ) -> Path | Url:
         """As shardkit's. Collective."""
         return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
     def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
-    ) -> Path:
+    ) -> Path | Url:
         """As shardkit's. Collective."""
         if load_kwargs:
             raise UsageError(f"load_state: load_kwargs: there are none here (got {load_kwargs!r}); leave them out.")

@@ -329,7 +329,7 @@ class CheckpointConfig(Section):
     """How long ranks wait for each other in a save or load, in seconds."""
 
     resume: str = "never"
-    """"never", "auto" (the newest valid checkpoint of the project folder), or the path of a checkpoint."""
+    """"never", "auto" (the newest valid checkpoint of the project folder), or the path or URL of a checkpoint."""
 
     max_shard_size: str = "5GB"
     """Maximum file size of a full export."""

@@ -15,6 +15,8 @@ from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError
 from shardkit.launch import pod, ports
 from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks, world_size_of
 from shardkit.sizes import in_words
+from shardkit.storage import objects
+from shardkit.storage.url import Url, is_url, place_of
 
 # What a process that has imported torch and shardkit holds for itself (torch 2.13 on Linux: 0.2 to 0.3 GiB).
 RANK_BYTES = 2**28
@@ -73,6 +75,7 @@ def run_problems(config: Config, machine: Machine, variables: Mapping[str, str])
         *memory_problems(config, machine),
         *port_problems(config),
         *show_problems(config),
+        *store_problems(config),
     ]
 
 
@@ -127,6 +130,18 @@ def show_problems(config: Config) -> list[Problem]:
     if not beyond:
         return []
     return [Problem(f"launch: show: there is no rank {beyond[0]} among {world_size_of(config)}; the first one is 0.")]
+
+
+def store_problems(config: Config) -> list[Problem]:
+    """Whether what a run is to be resumed from can be reached, where that is in a store of objects; and whether what
+    must be a folder is one."""
+    problems, log_dir, resume = [], config.shardkit.launch.log_dir, config.shardkit.checkpoint.resume
+    if log_dir is not None and is_url(log_dir):
+        problems.append(Problem(f"launch: log_dir: logs are files (got {log_dir}); name a folder."))
+    place = place_of(resume)
+    if isinstance(place, Url) and (missing := objects.nothing_there(place)):
+        problems.append(Problem(f"launch: resume: {missing}"))
+    return problems
 
 
 def memory_problems(config: Config, machine: Machine) -> list[Problem]:

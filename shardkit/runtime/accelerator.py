@@ -56,13 +56,14 @@ from shardkit.runtime.accumulate import Counters
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.process_control import ProcessControl
-from shardkit.runtime.project import ProjectConfiguration, project_of
+from shardkit.runtime.project import ProjectConfiguration, problem_of, project_of
 from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.state import State
 from shardkit.runtime.topology import Topology
 from shardkit.sharding import gradient_sync, precision
 from shardkit.sharding import mesh as layout
 from shardkit.sharding.mesh import build_mesh
+from shardkit.storage.url import Url
 from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
 
@@ -124,14 +125,16 @@ class Accelerator(ProcessControl, Topology):
         selected = trackers.chosen(log_with)
         launched = process.check_world(chosen.config, chosen.chosen)
         place = process.start(launched)
-        place.control.agree(trackers.missing(selected) if place.is_main else None, error=UsageError)
+        project = project_of(project_dir, project_config)
+        missing = trackers.missing(selected) if place.is_main else None
+        place.control.agree(missing or problem_of(project), error=UsageError)
         supported = precision.supported(launched, place.device)
         self._run = Run(
             config=supported,
             origins=chosen.chosen,
             process=place,
             mesh=build_mesh(supported, place),
-            project=project_of(project_dir, project_config),
+            project=project,
             loops=Loops(step_scheduler_with_optimizer, device_placement),
             handlers=handlers,
             selected_trackers=selected,
@@ -416,7 +419,7 @@ class Accelerator(ProcessControl, Topology):
         safe_serialization: bool = True,
         *,
         blocking: bool | None = None,
-    ) -> Path:
+    ) -> Path | Url:
         """Saves the training state and returns its folder: `output_dir`, else a new folder in the project, named by
         step.
 
@@ -444,7 +447,7 @@ class Accelerator(ProcessControl, Topology):
 
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
-    ) -> Path:
+    ) -> Path | Url:
         """Restores a training state and returns its folder: `input_dir`, else the project's newest valid one.
         Collective.
 

@@ -29,7 +29,7 @@ def save(value: Any, path: str | Path) -> None:
 
     Raises UsageError where the object is neither, CheckpointSaveError where the file cannot be written.
     """
-    path = paths.named(path, "save")
+    path = paths.on_disk(path, "save", "give a file on a disk")
     if path.is_dir():
         raise UsageError(f"save: {path}: a folder has this name; give the name of a file.")
     if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):

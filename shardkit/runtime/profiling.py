@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
+from shardkit.checkpoint.paths import on_disk
 from shardkit.config.code import with_given
 from shardkit.config.schema import Config, ProfileConfig
 from shardkit.errors import UsageError
@@ -68,7 +69,7 @@ def _folder(run: Run, section: ProfileConfig, of_user: Any) -> Path | None:
             "profile: no folder for the traces (got none); set shardkit.profile.folder, or give "
             "Accelerator(project_dir=...)."
         )
-    folder = Path(section.folder) if section.folder else Path(str(run.project.logging_dir)) / "profile"
+    folder = on_disk(section.folder, "profile") if section.folder else Path(str(run.project.logging_dir)) / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from shardkit.errors import ConfigError, UsageError
 from shardkit.runtime.settings_objects import foreign_text
+from shardkit.storage import objects
+from shardkit.storage.url import Url, is_url, place_of
 
 
 @dataclass
@@ -14,8 +16,9 @@ class ProjectConfiguration:
 
     `total_limit`: how many of the newest checkpoints are kept (default: shardkit.checkpoint.keep_last). `iteration` is
     accepted and has no effect: names come from the step, so that a resumed run continues them. `logging_dir`: folder of
-    trackers and traces; by default the project folder. `save_on_each_node` raises UsageError: a checkpoint is written
-    once, on storage that all machines share.
+    trackers and traces; by default the project folder, unless that is a URL (s3://, gs://, ...), which is for
+    checkpoints only. `save_on_each_node` raises UsageError: a checkpoint is written once, on storage that all machines
+    share.
     """
 
     project_dir: str | None = None
@@ -31,14 +34,23 @@ class ProjectConfiguration:
                 "ProjectConfiguration(save_on_each_node=...): a checkpoint is written once (got True); "
                 "use storage that all machines share."
             )
+        if self.logging_dir is not None and is_url(self.logging_dir):
+            raise UsageError(
+                f"ProjectConfiguration(logging_dir=...): trackers write files (got {self.logging_dir}); name a folder."
+            )
         if self.logging_dir is None:
-            self.logging_dir = self.project_dir
+            self.logging_dir = _folder_for_logs(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Sets the project folder, and the log folder where none is set."""
         self.project_dir = project_dir
         if self.logging_dir is None:
-            self.logging_dir = project_dir
+            self.logging_dir = _folder_for_logs(project_dir)
+
+
+def _folder_for_logs(project_dir: str | None) -> str | None:
+    """The project's folder; None where that is in a store of objects, into which no log is written."""
+    return None if project_dir is None or is_url(project_dir) else project_dir
 
 
 def project_of(project_dir: str | Path | None, given: Any) -> ProjectConfiguration:
@@ -54,3 +66,9 @@ def project_of(project_dir: str | Path | None, given: Any) -> ProjectConfigurati
     if project.project_dir is None and project_dir is not None:
         project.set_directories(str(project_dir))
     return project
+
+
+def problem_of(project: ProjectConfiguration) -> str | None:
+    """What would keep this rank from saving into the project's store of objects; None where it has none, or may."""
+    place = None if project.project_dir is None else place_of(project.project_dir)
+    return objects.problem(place) if isinstance(place, Url) else None

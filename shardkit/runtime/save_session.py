@@ -1,13 +1,14 @@
 """State that saving and loading keep over a run."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shardkit.checkpoint.async_save import AsyncSave
+from shardkit.checkpoint.in_store import Claim
 from shardkit.checkpoint.lock import Lock
 from shardkit.checkpoint.read import Unfinished
 from shardkit.distributed.control import ControlGroup
+from shardkit.storage.url import Place
 
 
 @dataclass
@@ -20,7 +21,9 @@ class SaveSession:
     background: AsyncSave | None = None
     lock: Lock | None = None
     parent: str | None = None
-    last: Path | None = None
+    claim: Claim | None = None
+    """What lay in the store when this run began to save there."""
+    last: Place | None = None
     """The checkpoint that this run saved last, if nothing was loaded since."""
     last_step: int | None = None
     """The newest step that this run has saved in its project."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint import folder, locate, lock, manifest, paths, read, state, write
+from shardkit.checkpoint import folder, in_store, locate, lock, manifest, paths, read, state, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.async_save import AsyncSave
 from shardkit.checkpoint.read import LoadedState, Unfinished
@@ -24,9 +24,10 @@ from shardkit.distributed.tensors import is_dtensor
 from shardkit.distributed.tensors import whole as all_of
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import state_hooks
+from shardkit.runtime import in_url, state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
+from shardkit.storage.url import Place, Url, place_of
 
 logger = get_logger(__name__)
 
@@ -57,7 +58,7 @@ def met(run: Run, call: str, phase: str, error: type[CheckpointError] = Checkpoi
     return session
 
 
-def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | None = None) -> Path:
+def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | None = None) -> Place:
     """Saves the training state; returns its folder. Collective; CheckpointSaveError on all ranks where one fails.
 
     Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole when the
@@ -66,6 +67,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     unless it has `blocking` True.
     """
     final = _final(run, output)
+    in_url.refuse_save(run, final, state_kind(run))
     session = met(run, "save_state", "save", CheckpointSaveError)
     _settle(run, is_last_chance=blocking is True)
     request = _request(run, session, final, output)
@@ -171,16 +173,17 @@ def forget(run: Run) -> None:
     session.unfinished = Unfinished()
 
 
-def _final(run: Run, output: str | Path | None) -> Path:
+def _final(run: Run, output: str | Path | None) -> Place:
     """The folder of the checkpoint."""
     if output is None:
         return folder.step_folder(root_of(run), run.counters.step)
     final = paths.named(output, "save_state")
-    paths.refuse_working_folder(final, "save_state", output)
+    if isinstance(final, Path):
+        paths.refuse_working_folder(final, "save_state", output)
     return final
 
 
-def _request(run: Run, session: SaveSession, final: Path, output: str | Path | None) -> SaveRequest:
+def _request(run: Run, session: SaveSession, final: Place, output: str | Path | None) -> SaveRequest:
     section, project = run.config.shardkit.checkpoint, run.project
     loaders = run.loaders
     return SaveRequest(
@@ -207,8 +210,11 @@ def _request(run: Run, session: SaveSession, final: Path, output: str | Path | N
 def _nothing() -> None: ...
 
 
-def _claim(session: SaveSession, root: Path) -> None:
+def _claim(session: SaveSession, root: Place) -> None:
     """Locks the folder for this run. On rank 0; CheckpointSaveError where another run holds the lock."""
+    if isinstance(root, Url):
+        session.claim = in_store.claim(root, session.run_id, session.claim)
+        return
     if session.lock is not None and session.lock.path.parent == root:
         return
     root.mkdir(parents=True, exist_ok=True)
@@ -232,7 +238,7 @@ def state_kind(run: Run) -> Any:
     return "full" if run.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT else "sharded"
 
 
-def root_of(run: Run) -> Path:
+def root_of(run: Run) -> Place:
     """The project's checkpoint folder; UsageError where the script sets none."""
     project = run.project
     if project.project_dir is None or not project.automatic_checkpoint_naming:
@@ -240,7 +246,8 @@ def root_of(run: Run) -> Path:
             "checkpoint: no folder is given (got None); give one, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
-    return Path(project.project_dir).expanduser() / locate.SERIES
+    place = place_of(project.project_dir)
+    return (place.expanduser() if isinstance(place, Path) else place) / locate.SERIES
 
 
 def _warn_of_open_window(run: Run) -> None:
@@ -271,7 +278,7 @@ def live_of(run: Run) -> Live:
     )
 
 
-def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Path:
+def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Place:
     """Loads `path`, else the project's newest valid checkpoint; returns its folder.
 
     Collective. CheckpointError on all ranks, with the state unchanged, where it is damaged or does not fit.
@@ -283,11 +290,12 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
         if found is None:
             raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
         return found
-    path = paths.named(path, "load_state")
+    place = paths.named(path, "load_state")
     session = _begin_load(run, "load_state")
-    _refuse_series(path, session)
+    in_url.refuse_load(run, place)
+    _refuse_series(place, session)
     how = _how(run, session, data_position, strict)
-    return _loaded(run, session, read.load(live_of(run), path, session.control, **how))
+    return _loaded(run, session, read.load(live_of(run), place, session.control, **how))
 
 
 def resume(run: Run) -> bool:
@@ -299,8 +307,9 @@ def resume(run: Run) -> bool:
     return _load_newest(run, "resume", root_of(run)) is not None
 
 
-def _load_newest(run: Run, call: str, root: Path, data_position: bool = True, strict: bool = True) -> Path | None:
+def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
     session = _begin_load(run, call)
+    in_url.refuse_load(run, root)
     how = _how(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, **how)
     return None if loaded is None else _loaded(run, session, loaded)
@@ -317,16 +326,24 @@ def _begin_load(run: Run, call: str) -> SaveSession:
     return session
 
 
-def _refuse_series(path: Path, session: SaveSession) -> None:
+def _refuse_series(path: Place, session: SaveSession) -> None:
     """CheckpointError where `path` is a folder of checkpoints, or the project folder around it."""
-    is_one = session.control.rank != 0 or (path / manifest.NAME).exists()
-    found = [] if is_one else folder.steps(path) or folder.steps(path / locate.SERIES)
-    newest = session.control.share(str(found[0].path) if found else None)
+
+    def look() -> str | None:
+        if session.control.rank != 0 or manifest.is_here(path):
+            return None
+        found = folder.steps(path) or folder.steps(path / locate.SERIES)
+        return str(found[0].path) if found else None
+
+    attempt = session.control.attempt(look, answer=lambda newest: newest, judge=lambda answers: answers[0])
+    if attempt.failure:
+        raise CheckpointError(f"checkpoint: {path}: {attempt.failure}.")
+    newest = attempt.verdict
     if newest is not None:
         raise CheckpointError(f"checkpoint: {path}: a folder of checkpoints; name one of them, such as {newest}.")
 
 
-def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Path:
+def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
     record = loaded.checkpoint.manifest
     session.parent, session.last = record.save_id, None  # later saves of this run are a new series of steps
     for optimizer in run.optimizers:

@@ -18,9 +18,10 @@ from shardkit.checkpoint.state import Live
 from shardkit.distributed import random_state
 from shardkit.runtime.run import Run
 from shardkit.runtime.saving import mesh_of, met, state_kind
+from shardkit.storage.url import Place
 
 
-def save_model_alone(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> Path:
+def save_model_alone(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> Place:
     """Saves the model's parameters and buffers, or only its trained parameters; returns the folder. Collective."""
     return _save(run, Live([_Trained(model) if only_trained else model]), folder, "save_model_alone")
 
@@ -31,7 +32,7 @@ def load_model_alone(run: Run, model: nn.Module, folder: str | Path, only_traine
     _load(run, Live([_Trained(model) if only_trained else model]), folder, "load_model_alone")
 
 
-def save_optimizer_alone(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> Path:
+def save_optimizer_alone(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> Place:
     """Saves the optimizer's state by parameter names of the model; returns the folder. Collective."""
     live = Live([model], [_plain(optimizer)], elsewhere=frozenset({0}))
     return _save(run, live, folder, "save_optimizer_alone")
@@ -65,7 +66,7 @@ def _plain(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _save(run: Run, live: Live, folder: str | Path, call: str) -> Path:
+def _save(run: Run, live: Live, folder: str | Path, call: str) -> Place:
     final = paths.named(folder, call)
     session = met(run, call, "save")
     request = SaveRequest(

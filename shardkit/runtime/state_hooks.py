@@ -31,15 +31,17 @@ def save(
 
     Collective; CheckpointSaveError on all ranks where a hook fails on one.
     """
+    final = request.final
+    assert isinstance(final, Path), "save hooks write files: refused before"
     begun: list[Staging] = []
 
     def begin(_: list[Any]) -> str:
-        begun.append(additions.begin(request.final, request.save_id))
+        begun.append(additions.begin(final, request.save_id))
         return str(begun[0].path.name)
 
     try:
         made = together(control, request, "hooks", lambda: None, judge=begin).verdict
-        staging = begun[0] if begun else Staging(request.final.with_name(made))
+        staging = begun[0] if begun else Staging(final.with_name(made))
         attempt = together(
             control,
             request,

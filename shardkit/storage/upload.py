@@ -1,0 +1,84 @@
+"""A large object, written in parts with bounded memory: there once all of it was written, or not at all."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from shardkit.log import get_logger
+from shardkit.storage import objects
+from shardkit.storage.url import Url
+
+# S3 takes parts of 5 MiB or more, and 10,000 of them at most.
+PART_BYTES = 16 << 20
+PARTS = 9_000
+
+logger = get_logger(__name__)
+Result = TypeVar("Result")
+
+
+class Upload:
+    """One object, written from its beginning to its end; it is there once the block has ended without an error.
+
+    `size` is what it will have. `reach` is told of "open", "part" (before each write that fills one) and "close".
+    """
+
+    def __init__(self, url: Url, size: int, reach: Callable[[str], None] = lambda point: None) -> None:
+        self.url, self._reach, self._done = url, reach, 0
+        self.part_bytes = max(PART_BYTES, math.ceil(size / PARTS))
+        self._file: Any = None
+
+    def __enter__(self) -> "Upload":
+        self._reach("open")
+        store, name = objects.file_system(self.url)
+        self._file = self._try("writing", lambda: store.open(name, "wb", block_size=self.part_bytes))
+        return self
+
+    def put(self, data: memoryview, offset: int) -> None:
+        """The next bytes."""
+        assert offset == self._done, "an object is written in order"
+        if self._done // self.part_bytes != (self._done + len(data)) // self.part_bytes:
+            self._reach("part")
+        self._try("writing", lambda: self._file.write(data))
+        self._done += len(data)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._drop()
+            return
+        self._reach("close")
+        try:
+            self._try("writing", self._file.close)
+        except OSError:
+            self._drop()
+            raise
+
+    def _try(self, what: str, action: Callable[[], Result]) -> Result:
+        try:
+            return action()
+        except Exception as error:
+            raise objects.refusal(self.url, what, error) or objects.failure(self.url, what, error) from error
+
+    def _drop(self) -> None:
+        """Give back the parts; without this the store keeps, and charges for, what never becomes an object."""
+        with suppress(Exception):
+            self._file.discard()
+        with suppress(Exception):
+            self._file.closed = True  # or its end of life would finish the object
+
+
+def again(write: Callable[[], Result]) -> Result:
+    """What `write` returns, which uploads one object from its beginning; tried again where the store fails."""
+    for number in range(1, objects.TRIES):
+        try:
+            return write()
+        except PermissionError:
+            raise
+        except OSError as error:
+            pause = objects.PAUSE_S * 2 ** (number - 1)
+            logger.warning(
+                "storage: %s; again from the start, try %d of %d in %.1f s.", error, number + 1, objects.TRIES, pause
+            )
+            time.sleep(pause)
+    return write()

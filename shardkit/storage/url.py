@@ -1,0 +1,80 @@
+"""Places in a store of objects by name: what `pathlib.Path` is for a folder on a disk.
+
+    place_of("s3://bucket/run")    Url; place_of("runs/a") and place_of("file:///runs/a") are a Path
+    url / "name", url.parent, url.with_name(...)
+
+A store has no folders: a Url names an object, or whatever begins with the name and a slash. Nothing is asked here.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from shardkit.errors import UsageError
+
+# Two letters or more before the colon: `C:/` is a drive. One slash: what pathlib makes of s3://bucket/run.
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
+_DISK = ("file", "local")
+
+
+@dataclass(frozen=True)
+class Url:
+    """A name in a store of objects. Two are equal where they name the same."""
+
+    scheme: str
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{'/'.join(self.parts)}"
+
+    def __truediv__(self, name: str) -> "Url":
+        return Url(self.scheme, (*self.parts, *name.split("/")))
+
+    @property
+    def name(self) -> str:
+        return self.parts[-1]
+
+    @property
+    def parent(self) -> "Url":
+        """The place around it; that of a bucket is the bucket."""
+        return Url(self.scheme, self.parts[:-1]) if len(self.parts) > 1 else self
+
+    def with_name(self, name: str) -> "Url":
+        return Url(self.scheme, (*self.parts[:-1], name))
+
+
+Place: TypeAlias = Path | Url
+
+
+def is_url(given: Any) -> bool:
+    """Whether a user's word for a place names one in a store of objects."""
+    return isinstance(place_of(given), Url)
+
+
+def place_of(given: Any) -> Place:
+    """The place that a user's word names. UsageError where it is a URL that names none."""
+    if isinstance(given, Url):
+        return given
+    text = os.fspath(given)
+    if "::" in text and "://" in text:
+        raise UsageError(f"{text}: URLs in one another are not read (got ::); name the store itself.")
+    found = _URL.match(text)
+    if found is None:
+        return Path(text)
+    scheme, slashes, rest = found[1].lower(), found[2], found[3]
+    if len(slashes) == 1 and not _is_known(scheme):
+        return Path(text)  # a folder whose name ends with a colon
+    if scheme in _DISK:
+        return Path(("/" if len(slashes) != 2 else "") + rest)
+    parts = tuple(part for part in rest.split("/") if part)
+    if not parts or {".", ".."} & {*parts}:
+        raise UsageError(f"{text}: names no place in a store; write it as {scheme}://bucket/folder.")
+    return Url(scheme, parts)
+
+
+def _is_known(scheme: str) -> bool:
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in known_implementations or scheme in registry
