@@ -7,7 +7,7 @@ Pure functions of a Config (and the world size where needed), used by checks, la
 from dataclasses import dataclass
 from typing import Literal
 
-from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig
+from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig, ShardingStrategy
 from shardkit.errors import ConfigError
 
 # Gradients of these dtypes are accumulated without a cast, regardless of the configuration.
@@ -85,6 +85,20 @@ def dtypes(config: Config) -> Dtypes:
 def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:
     """What Linear layers inside of blocks multiply in, where that is less than the compute dtype."""
     return config.mixed_precision if config.mixed_precision in ("fp8", "mxfp8") else None
+
+
+def shards_on_xla(config: Config) -> bool:
+    """Whether parameters are spread over XLA devices; else each device has a whole copy, and a part of the batch."""
+    return config.mode == "xla" and config.xla and config.fsdp.sharding_strategy is not ShardingStrategy.NO_SHARD
+
+
+def xla_sizes(config: Config, devices: int, devices_per_machine: int) -> MeshSizes:
+    """As `mesh_sizes`, of XLA devices."""
+    if not shards_on_xla(config):
+        return MeshSizes(devices, 1)
+    if not config.fsdp.sharding_strategy.is_hybrid:
+        return MeshSizes(1, devices)
+    return given_sizes(config.shardkit.mesh, devices, devices_per_machine)
 
 
 def xla_compute_dtype(config: Config) -> Dtype | None:

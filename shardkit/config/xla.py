@@ -5,15 +5,11 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from shardkit.config.meaning import eight_bits, reshards_after_forward, xla_compute_dtype
+from shardkit.config.meaning import shards_on_xla as shards
 from shardkit.config.schema import Config, ShardingStrategy
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD)
 """Those that have a counterpart."""
-
-
-def shards(config: Config) -> bool:
-    """Whether parameters are spread over the devices; else each device has a whole copy, and a part of the batch."""
-    return config.mode == "xla" and config.xla and config.fsdp.sharding_strategy is not ShardingStrategy.NO_SHARD
 
 
 def recomputes(config: Config) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from shardkit import env
 from shardkit.config import xla as settings
-from shardkit.config.meaning import given_sizes
+from shardkit.config.meaning import xla_sizes
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, MachineError, UsageError
 
@@ -76,20 +76,11 @@ def start(config: Config, processes: int) -> Devices:
             f"distributed_type XLA: the devices are those of {runtime.process_count()} machines (got {processes} "
             "launched); launch one process on each machine of the TPU, and no other."
         )
-    replicate, shard = _sizes(config, count, processes)
+    sizes = xla_sizes(config, count, count // processes)
     numpy = import_module("numpy")
-    mesh = import_module("torch_xla.distributed.spmd").Mesh(numpy.arange(count), (replicate, shard), BATCH)
-    _started[:] = [Devices(device, mesh, replicate, shard, processes)]
+    mesh = import_module("torch_xla.distributed.spmd").Mesh(numpy.arange(count), (sizes.replicate, sizes.shard), BATCH)
+    _started[:] = [Devices(device, mesh, sizes.replicate, sizes.shard, processes)]
     return _started[0]
-
-
-def _sizes(config: Config, count: int, processes: int) -> tuple[int, int]:
-    if not settings.shards(config):
-        return count, 1
-    if not config.fsdp.sharding_strategy.is_hybrid:
-        return 1, count
-    sizes = given_sizes(config.shardkit.mesh, count, count // processes)
-    return sizes.replicate, sizes.shard
 
 
 def flush() -> None:
