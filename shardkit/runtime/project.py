@@ -17,7 +17,8 @@ class ProjectConfiguration:
     `total_limit`: how many of the newest checkpoints are kept (default: shardkit.checkpoint.keep_last). `iteration` is
     accepted and has no effect: names come from the step, so that a resumed run continues them. `logging_dir`: folder of
     trackers and traces; by default the project folder, unless that is a URL (s3://, gs://, ...), which is for
-    checkpoints only. `save_on_each_node` raises UsageError: a checkpoint is written once, on storage that all machines share.
+    checkpoints only. `save_on_each_node` raises UsageError: a checkpoint is written once, on storage that all machines
+    share.
     """
 
     project_dir: str | None = None
