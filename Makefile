@@ -12,7 +12,7 @@ WHEELS ?=
 # Where Python cannot make environments (no python3-venv) or has all of these: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
-.PHONY: demo test test-fast test-faults test-loops test-compat test-storage test-oldest test-newest test-xla gpu lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops test-compat test-slurm test-ray test-storage test-oldest test-newest test-xla gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -24,10 +24,10 @@ demo: .venv/.ready
 	$(BIN)/python templates/demo.py
 
 test: .venv/.ready lint
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not storage"
+	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not storage and not slurm and not ray"
 
 test-fast: .venv/.ready
-	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not storage and not slow"
+	$(BIN)/python -m pytest -m "not faults and not loops and not compat and not storage and not slurm and not ray and not slow"
 
 test-faults: .venv/.ready
 	$(BIN)/python -m pytest -m faults
@@ -37,6 +37,12 @@ test-loops: .venv/.ready
 
 test-compat: .venv/.ready
 	$(BIN)/python -m pytest -m compat
+
+test-slurm: .venv/.ready
+	$(BIN)/python -m pytest -m slurm tests/test_slurm.py
+
+test-ray: .venv/.ready
+	$(BIN)/python -m pytest -m ray tests/test_ray.py
 
 .venv-storage/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-storage
@@ -53,7 +59,7 @@ test-storage: .venv-storage/.ready
 	touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat and not storage"
+	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat and not storage and not slurm and not ray"
 
 .venv-xla/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)

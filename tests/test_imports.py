@@ -28,9 +28,9 @@ LAYERS = [
     PLAN_WITHOUT_TORCH,
     ["shardkit.distributed"],
     ["shardkit.checkpoint", "shardkit.data", "shardkit.optim", "shardkit.sharding", "shardkit.tracking"],
-    ["shardkit.wizard"],
+    ["shardkit.wizard", "shardkit.submit"],
     ["shardkit.runtime"],
-    ["shardkit.plan", "shardkit.compat"],
+    ["shardkit.plan", "shardkit.compat", "shardkit.ray"],
     ["shardkit.cli"],
     ["shardkit.__main__"],
 ]
@@ -107,7 +107,7 @@ TORCH_FREE += [*PLAN_WITHOUT_TORCH, "shardkit.plan.report", "shardkit.plan.plot"
 TORCH_FREE += [
     f"shardkit.checkpoint.{name}" for name in ("verify", "locate", "paths", "export", "merge", "compare", "retention")
 ]
-TORCH_FREE += ["shardkit.cli.checkpoint"]
+TORCH_FREE += ["shardkit.cli.checkpoint", "shardkit.cli.submit", "shardkit.submit.engines", "shardkit.submit.sending"]
 # A rank loads these before the script, which may set variables that torch reads when it is imported.
 TORCH_FREE += [f"shardkit.compat.{name}" for name in ("startup", "modules", "names", "scan", "migrate", "members")]
 

@@ -249,7 +249,7 @@ def test_every_command_in_the_code_is_understood():
     count = 0
     blanks = re.compile(r"\{(?:output|name|config)\}")  # of the head of a file
     for place, text in texts_of_code():
-        for match in re.findall(r"(?:: |`|for )(shardkit (?:config|plan|launch|checkpoint|env)\b[^`\n]*)", text):
+        for match in re.findall(r"(?:: |`|for )(shardkit (?:config|plan|launch|submit|checkpoint|env)\b[^`\n]*)", text):
             command = re.split(r"   +|, (?=and |with )|; |\.(?:\s|$)|`| shows | takes ", blanks.sub("", match))[0]
             count += 1
             try:

@@ -49,6 +49,8 @@ TRAIN_JOB = {
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "8"}
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
 SKY = {
     "SKYPILOT_NODE_RANK": "1",
     "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
@@ -94,6 +96,11 @@ def test_a_task_of_mpirun_knows_its_place(variables):
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a job's script, outside of srun
         {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
         {**SKY, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "1"},
+        {**SAGEMAKER, "SM_HOSTS": '["algo-2"]', "SM_NUM_GPUS": "0"},
+        {"LOCAL_RANK": "-1"},  # Accelerate's and the Trainer's word for none
+        {"LOCAL_RANK": "0", "NODE_RANK": "0"},
+        {"PMIX_RANK": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "1"},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"},  # an array of runs of their own
     ],
 )
 def test_who_is_alone_is_left_alone(variables):
@@ -112,6 +119,14 @@ def test_who_is_alone_is_left_alone(variables):
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID=None"),
         (TRAIN_JOB, "Kubernetes reports a job of 2 machines with 8 ranks each; start it with `shardkit launch`"),
         (SKY, "SkyPilot reports a job of 2 machines with 4 ranks each"),
+        (SAGEMAKER, "SageMaker reports a job of 2 machines with 8 ranks each"),
+        ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, "with SM_CURRENT_HOST among them"),
+        ({**PYTORCH_JOB, "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, "this pod should have 8 ranks"),
+        ({**PODS, "JOB_COMPLETION_INDEX": "0"}, "NNODES: how many pods has the job?"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK says that this process is one of several"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}, "NODE_RANK says that this process is one of several"),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a"}, "PMIX_RANK says that this process is one of several"),
+        (FLUX, "flux run started this process as one of several"),
         ({**TRAIN_JOB, "PET_NNODES": "1:4"}, r"PET_NNODES: the number of machines is one number \(got '1:4'\)"),
     ],
 )
@@ -181,6 +196,7 @@ def test_mpirun_itself():
         (SRUN, ("SLURM", 2, 1, "gpu03", "4711", 24711, None)),
         (SKY, ("SkyPilot", 2, 1, "10.0.0.1", None, None, 4)),
         (TRAIN_JOB, ("Kubernetes", 2, 1, "job-node-0-0.job", None, 29400, 8)),
+        (SAGEMAKER, ("SageMaker", 2, 1, "algo-1", None, None, 8)),
         (PYTORCH_JOB, ("Kubernetes", 2, 1, "job-master-0", None, 23456, None)),
         ({**PODS, "NNODES": "4", "JOB_COMPLETION_INDEX": "3"}, ("Kubernetes", 4, 3, "job-master-0", None, 23456, None)),
     ],
@@ -197,6 +213,34 @@ def test_hosts_that_are_listed_in_a_file(tmp_path: Path, job, file, name):
     (tmp_path / "hosts").write_text(f"first\nfirst\n{here}\n{here}\n")
     found = schedulers.scheduler({job: "17.server", file: str(tmp_path / "hosts")})
     assert found == schedulers.Scheduler(name, 2, 1, "first", "17.server", 20017)
+
+
+@pytest.mark.parametrize(
+    ("job", "file", "name"), [("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSF"), ("PBS_JOBID", "PBS_NODEFILE", "PBS")]
+)
+def test_a_process_on_a_later_host_is_no_script_of_the_job(tmp_path: Path, job, file, name):
+    """blaunch and pbsdsh say nothing of ranks; the job's own script runs on the first host, and may be alone."""
+    variables = {job: "17", file: str(tmp_path / "hosts")}
+    (tmp_path / "hosts").write_text(f"first\n{socket.gethostname()}\n")
+    with pytest.raises(ConfigError, match=f"{name} reports a job of 2 machines"):
+        world_of(variables)
+    (tmp_path / "hosts").write_text(f"{socket.gethostname()}\nsecond\n")
+    assert world_of(variables) is None
+    assert tasks.left_alone(variables) == (
+        f"the {name} job has 2 machines, and this is one process; start shardkit launch on each."
+    )
+
+
+def test_a_port_of_the_job():
+    task = {**SKY, "SKYPILOT_TASK_ID": "sky-managed-2026-01-01_train_17-0"}
+    found = schedulers.scheduler(task)
+    assert found is not None and found.main_port == schedulers.port_of(task["SKYPILOT_TASK_ID"])
+    assert "the hosts of the job (PBS_JOBID) are not listed here" in str(tasks.left_alone({"PBS_JOBID": "1"}))
+    lsf = schedulers.scheduler({"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "first 2 second 4"})
+    assert lsf is not None and (lsf.machines, lsf.main_address) == (2, "first")
+    assert tasks.left_alone({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}) == (
+        "PET_NPROC_PER_NODE is auto, and this is one process; shardkit launch starts one for each device."
+    )
 
 
 def test_one_launch_a_machine():

@@ -143,7 +143,7 @@ def convert(
     if output is None:
         print(text, end="")
     else:
-        _write(text, output, force)
+        write_target(text, output, force)
         print(output)
     return 0
 
@@ -237,7 +237,7 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
         return
     if target == user_path():
         target.parent.mkdir(parents=True, exist_ok=True)
-    _write(text, target, force)
+    write_target(text, target, force)
     print(target)
     again = f"{command_for(start, None if target == user_path() else target)} --force"
     again += f" --model {shlex.quote(model)}" if model else ""
@@ -251,17 +251,24 @@ def _edited(path: Path, config: "Config") -> str:
     return edited(text_of_file(path), config)
 
 
-def _write(text: str, target: Path, force: bool) -> None:
+def target_problem(target: Path, force: bool) -> str | None:
+    """Why no file can be written there; None where it can."""
+    if target.is_dir():
+        return f"{target}: is a folder; name a file in it with --output."
+    if not target.parent.is_dir():
+        return f"{target}: there is no folder {target.parent}; make it, or choose another --output."
+    if target.exists() and not force:
+        return f"{target}: exists; replace it with --force (the old one is kept), or choose another --output."
+    return None
+
+
+def write_target(text: str, target: Path, force: bool) -> None:
+    """Write a file; what was there before is kept beside it. UsageError where `target_problem` has one."""
     from shardkit.config.files import write_text
 
-    if target.is_dir():
-        raise UsageError(f"{target}: is a folder; name a file in it with --output.")
-    if not target.parent.is_dir():
-        raise UsageError(f"{target}: there is no folder {target.parent}; make it, or choose another --output.")
-    if target.exists() and not force:
-        raise UsageError(
-            f"{target}: exists; replace it with --force (the old one is kept), or choose another --output."
-        )
+    problem = target_problem(target, force)
+    if problem is not None:
+        raise UsageError(problem)
     if target.exists():
         shutil.copy2(target, f"{target}.bak")
     write_text(text, target)

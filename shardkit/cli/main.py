@@ -19,6 +19,7 @@ VERBS = {
     "config": "answer a few questions, get a shardkit.yaml",
     "plan": "memory and traffic per rank, on any number of GPUs, with none at hand",
     "launch": "start a training script on several ranks",
+    "submit": "a launch as a job of SLURM, Kubeflow, JobSet, SkyPilot, Ray or ssh",
     "migrate": "what changes in a script that was written for Accelerate",
     "checkpoint": "list, inspect, verify, diff, merge, prune and convert saved states",
     "env": "what this machine has: devices, backends, versions",

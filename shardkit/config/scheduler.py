@@ -1,5 +1,6 @@
 """A job's machines from the scheduler's environment variables, for a launch on each of them."""
 
+import json
 import re
 import socket
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
     ConfigError where the number of machines is invalid.
     """
     variables = env.copy() if variables is None else variables
-    for read in (_skypilot, _torchrun, _slurm, _lsf, _pbs, _kubernetes):
+    for read in (_skypilot, _sagemaker, _torchrun, _slurm, _lsf, _pbs, _kubernetes):
         found = read(variables)
         if found is not None:
             return found
@@ -44,13 +45,34 @@ def _skypilot(variables: Mapping[str, str]) -> Scheduler | None:
     if "SKYPILOT_NODE_RANK" not in variables:
         return None
     addresses = variables.get("SKYPILOT_NODE_IPS", "").split()
+    job = variables.get("SKYPILOT_TASK_ID")
     return Scheduler(
         "SkyPilot",
         number(variables, "SKYPILOT_NUM_NODES") or len(addresses) or 1,
         number(variables, "SKYPILOT_NODE_RANK"),
         addresses[0] if addresses else None,
-        variables.get("SKYPILOT_TASK_ID"),
+        job,
+        port_of(job) if job else None,
         ranks_per_machine=number(variables, "SKYPILOT_NUM_GPUS_PER_NODE") or None,
+    )
+
+
+def _sagemaker(variables: Mapping[str, str]) -> Scheduler | None:
+    """SageMaker lists its hosts as JSON, and says which of them this is."""
+    if "SM_HOSTS" not in variables:
+        return None
+    try:
+        hosts = json.loads(variables["SM_HOSTS"])
+        rank = hosts.index(variables.get("SM_CURRENT_HOST"))
+    except (ValueError, AttributeError):
+        raise ConfigError(
+            "SM_HOSTS: is a list of hosts with SM_CURRENT_HOST among them (got "
+            f"SM_HOSTS={variables['SM_HOSTS']!r}, SM_CURRENT_HOST={variables.get('SM_CURRENT_HOST')!r}); "
+            "unset both where this is no job of SageMaker."
+        ) from None
+    gpus = number(variables, "SM_NUM_GPUS") or None
+    return Scheduler(
+        "SageMaker", len(hosts), rank, hosts[0], variables.get("TRAINING_JOB_NAME"), ranks_per_machine=gpus
     )
 
 
@@ -94,7 +116,10 @@ def _slurm(variables: Mapping[str, str]) -> Scheduler | None:
 
 
 def _lsf(variables: Mapping[str, str]) -> Scheduler | None:
-    hosts = _hosts_in(variables.get("LSB_DJOB_HOSTFILE", "")) if "LSB_JOBID" in variables else []
+    if "LSB_JOBID" not in variables:
+        return None
+    listed = variables.get("LSB_MCPU_HOSTS", "").split()[::2]  # `first 2 second 2`
+    hosts = _hosts_in(variables.get("LSB_DJOB_HOSTFILE", "")) or listed
     return _by_hosts("LSF", hosts, variables["LSB_JOBID"]) if hosts else None
 
 
@@ -113,6 +138,11 @@ def _kubernetes(variables: Mapping[str, str]) -> Scheduler | None:
         machines, rank = number(variables, "WORLD_SIZE"), number(variables, "RANK")
     else:
         machines, rank = number(variables, "NNODES"), number(variables, "JOB_COMPLETION_INDEX", "NODE_RANK")
+        if machines is None and rank is not None and address is not None:
+            raise ConfigError(
+                f"NNODES: how many pods has the job? (got MASTER_ADDR={address}, number {rank}, and no NNODES); set it "
+                "to their number, or unset MASTER_ADDR where each pod is alone."
+            )
     return Scheduler("Kubernetes", machines or 1, rank, address, variables.get("HOSTNAME"), port)
 
 

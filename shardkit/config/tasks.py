@@ -42,6 +42,7 @@ STARTERS = (
     _mpi("jsrun", "JSM_NAMESPACE"),
     Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _mpi("mpiexec", "PMI"),
+    Starter("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_LOCAL_SIZE"),
     SRUN,
 )
 """Inner starters first: mpirun's processes may be srun's tasks. srun itself may set the first two PMI variables."""
@@ -52,10 +53,12 @@ def world_of(variables: Mapping[str, str]) -> dict[str, str] | None:
     already set. Raises ConfigError where it is one of several and its variables are incomplete."""
     if "RANK" in variables or "WORLD_SIZE" in variables:
         _check_ranks(variables)
+        _check_pods(variables)
         return None
     found = [one for one in STARTERS if (number(variables, one.size) or 1) > 1 and one.rank in variables]
     if found:
         return _world(next((one for one in found if one.local_rank in variables), found[0]), variables)
+    _refuse_one_of_several(variables)
     _refuse_one_a_machine(scheduler(variables))
     return None
 
@@ -70,6 +73,30 @@ def _check_ranks(variables: Mapping[str, str]) -> None:
             f"launch: RANK must be a number below WORLD_SIZE (got RANK={variables.get('RANK')!r}, WORLD_SIZE="
             f"{variables.get('WORLD_SIZE')!r}); set both for every process, or neither and use shardkit launch."
         )
+
+
+def _check_pods(variables: Mapping[str, str]) -> None:
+    """Raises ConfigError where one process stands for a pod that torchrun would start several in, as in a PyTorchJob
+    with `nprocPerNode`: RANK is the pod's there, and WORLD_SIZE counts processes that nobody has started."""
+    each = number(variables, "PET_NPROC_PER_NODE") or 1
+    if "LOCAL_RANK" not in variables and each > 1 and variables.get("WORLD_SIZE") != "1":
+        raise ConfigError(
+            f"launch: this pod should have {each} ranks (PET_NPROC_PER_NODE), and this is one process "
+            f"(got no LOCAL_RANK, RANK={variables.get('RANK')!r}, WORLD_SIZE={variables.get('WORLD_SIZE')!r}); start "
+            "it with `shardkit launch` in each pod."
+        )
+
+
+def _refuse_one_of_several(variables: Mapping[str, str]) -> None:
+    """Raises ConfigError where a number says that there are others, and nothing says how many, or where."""
+    for name, most in (("LOCAL_RANK", 0), ("NODE_RANK", 0), ("PMIX_RANK", -1)):
+        is_sized = name == "PMIX_RANK" and any(number(variables, one.size) == 1 for one in STARTERS)
+        found = number(variables, name)
+        if found is not None and found > most and not is_sized and scheduler(variables) is None:
+            raise ConfigError(
+                f"launch: {name} says that this process is one of several, and nothing says of how many (got "
+                f"{name}={found}, no WORLD_SIZE); start one `shardkit launch` a machine, {ALONE}."
+            )
 
 
 def _world(starter: Starter, variables: Mapping[str, str]) -> dict[str, str]:
@@ -138,7 +165,9 @@ def _pid_of(starter: Starter) -> int:
 
 def _refuse_one_a_machine(job: Scheduler | None) -> None:
     """Raises ConfigError where a job starts one process per machine, each of which would train alone."""
-    if job is None or job.name in {"SLURM", "LSF", "PBS"}:  # there a single process in the job's script is common
+    if job is None or job.name == "SLURM":
+        return
+    if job.name in {"LSF", "PBS"} and not job.machine_rank:  # the job's script runs on the first machine: `left_alone`
         return
     ranks = job.ranks_per_machine or 1
     if job.machines > 1 or ranks > 1:
@@ -151,6 +180,16 @@ def _refuse_one_a_machine(job: Scheduler | None) -> None:
 
 def left_alone(variables: Mapping[str, str]) -> str | None:
     """A warning where a job has several tasks, but its script started one process; else None."""
+    each = variables.get("PET_NPROC_PER_NODE", "")
+    if each in {"auto", "gpu", "cpu"}:
+        return f"PET_NPROC_PER_NODE is {each}, and this is one process; shardkit launch starts one for each device."
+    job = scheduler(variables)
+    if job is not None and job.name in {"LSF", "PBS"} and job.machines > 1:
+        return (
+            f"the {job.name} job has {job.machines} machines, and this is one process; start shardkit launch on each."
+        )
+    if job is None and (name := next((name for name in ("PBS_JOBID", "LSB_JOBID") if name in variables), None)):
+        return f"the hosts of the job ({name}) are not listed here, and this is one process; is it meant to be alone?"
     tasks = number(variables, "SLURM_NTASKS") or 1
     if "SLURM_JOB_ID" not in variables or "SLURM_STEP_ID" in variables or tasks == 1:
         return None

@@ -1,0 +1,129 @@
+"""`shardkit submit --to ENGINE train.py`: the configuration and the script as a job, printed, written, or started."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardkit.cli import HELP
+from shardkit.cli.launch import LaunchCommand
+from shardkit.errors import ShardkitError
+
+if TYPE_CHECKING:
+    from shardkit.submit.engines import Engine
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
+
+
+@app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False, **HELP})
+def submit(
+    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)] = None,
+    to: Annotated[
+        str, typer.Option("--to", metavar="ENGINE", help="slurm, kubeflow, jobset, skypilot, ray or ssh.")
+    ] = "",
+    module: Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The YAML; else it is looked for.")] = None,
+    processes: Annotated[
+        str | None, typer.Option("-n", "--num-processes", metavar="N", help="Number of ranks, over all machines.")
+    ] = None,
+    machines: Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job; by default the script's.")] = None,
+    time: Annotated[str | None, typer.Option(help="Longest run: 4h, 90m, 1d12h or 1-12:00:00.")] = None,
+    cpus: Annotated[
+        int | None, typer.Option(min=1, help="Cores of each machine; by default 8 for a GPU, 1 for a rank on the CPU.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Host memory of each machine, e.g. 500GiB.")] = None,
+    device: Annotated[str | None, typer.Option(help="Which GPUs, in the names of shardkit plan: h100-80.")] = None,
+    image: Annotated[str | None, typer.Option(help="Container image with the script and shardkit.")] = None,
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE:FOLDER", help="Storage for checkpoints: CLAIM:/data, or s3://bucket:/data."),
+    ] = None,
+    hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with a host on each line.")] = None,
+    ssh: Annotated[
+        str | None, typer.Option(help="For ssh: the program and its options, where it is not `ssh -tt ...`.")
+    ] = None,
+    program: Annotated[
+        str | None, typer.Option(help="What starts shardkit on a machine; by default shardkit, or this Python.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="The engine's own: partition=gpu, namespace=team, ..."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to plan for, as in shardkit plan; by default the file's.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="For the plan: sequences in a micro-batch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="For the plan: tokens in a sequence.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps of the run: its time comes from the plan.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the job into this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the job against the engine's rules; start nothing.")
+    ] = False,
+    start: Annotated[bool, typer.Option("--submit", help="Start it with the engine's own program.")] = False,
+) -> int:
+    """Make a job of SCRIPT for a scheduler. All that follows the script belongs to the script."""
+    from shardkit.cli.config import target_problem, write_target
+    from shardkit.submit.making import Asked, Problems, made
+
+    said = {"num_processes": processes, "num_machines": machines}
+    asked = Asked(
+        command=[*([module] if module else []), *(script or [])],
+        is_module=bool(module),
+        config=config,
+        settings=[*(f"{key}={value}" for key, value in said.items() if value is not None), *(settings or [])],
+        name=name,
+        time=time,
+        cpus=cpus,
+        memory=memory,
+        device=device,
+        image=image,
+        volumes=volume or [],
+        hosts=hosts,
+        ssh=ssh,
+        program=program,
+        options=option or [],
+        model=model,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        steps=steps,
+    )
+    problems = Problems()
+    if output is not None:
+        problems.add(target_problem(output, force))
+    engine, job, notes = made(to, asked, problems)
+    if engine is not None and engine.needs_file and start and output is None:
+        problems.add(f"--submit: {engine.name} takes the folder along, and the file must be in it; add --output FILE.")
+    problems.raise_all()
+    assert engine is not None and job is not None
+    text = engine.render(job)
+    for note in notes:
+        typer.echo(note, err=True)
+    if check:
+        _check(engine, text)
+    if output is not None:
+        write_target(text, output, force)
+        print(output)
+    elif not start and not check:
+        print(text, end="")
+    if start:
+        from shardkit.submit import sending
+
+        sending.submit(engine, text, output)
+    return 0
+
+
+def _check(engine: "Engine", text: str) -> None:
+    from shardkit.submit import sending
+
+    wrong, by = sending.check(engine, text)
+    if wrong:
+        raise ShardkitError("\n".join([*wrong, "Nothing was written or submitted."]))
+    print(f"valid: checked by {by}", file=sys.stderr)

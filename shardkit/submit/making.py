@@ -1,0 +1,220 @@
+"""From the flags of `shardkit submit` to a job for an engine: everything is read, and all problems are collected."""
+
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from shardkit.config import files
+from shardkit.config.command import settings_from
+from shardkit.config.layers import Origin
+from shardkit.config.schema import Config
+from shardkit.errors import ConfigError, ShardkitError, UsageError
+from shardkit.launch import preflight
+from shardkit.model import comment
+from shardkit.plan import devices
+from shardkit.submit import engines, reading, sizing
+from shardkit.submit.engines import Engine
+from shardkit.submit.job import CPUS_PER_GPU, Job
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The flags, as they were typed."""
+
+    command: list[str]
+    is_module: bool
+    config: Path | None
+    settings: list[str]
+    name: str | None
+    time: str | None
+    cpus: int | None
+    memory: str | None
+    device: str | None
+    image: str | None
+    volumes: list[str]
+    hosts: Path | None
+    ssh: str | None
+    program: str | None
+    options: list[str]
+    model: str | None
+    batch_size: int | None
+    seq_len: int | None
+    steps: int | None
+
+    @property
+    def flags(self) -> set[str]:
+        """Those that were given, of those that mean something to some engines only."""
+        given = {
+            "--time": self.time,
+            "--memory": self.memory,
+            "--cpus": self.cpus,
+            "--image": self.image,
+            "--volume": self.volumes,
+            "--hosts": self.hosts,
+            "--ssh": self.ssh,
+        }
+        return {name for name, value in given.items() if value}
+
+
+@dataclass
+class Problems:
+    """What is wrong so far, so that all of it can be said at once."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, text: str | None) -> None:
+        """One problem, or several, one a line; None: there is none."""
+        self.lines += (text or "").splitlines()
+
+    def of(self, read: Callable[..., T], *arguments: object) -> T | None:
+        """What is read; None where it cannot be, and the problems are noted."""
+        try:
+            return read(*arguments)
+        except (UsageError, ConfigError) as error:
+            self.add(str(error))
+            return None
+
+    def raise_all(self) -> None:
+        """Raises ConfigError with all of them, where there are any."""
+        if self.lines:
+            count = len(self.lines)
+            end = f"{count} error{'s' if count > 1 else ''}. Nothing was written or submitted."
+            raise ConfigError([*dict.fromkeys(self.lines), end])
+
+
+def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job | None, list[str]]:
+    """The engine, the job, and what is worth knowing of it. What is wrong goes to the problems; None: see there."""
+    engine = problems.of(engines.find, to)
+    _check_script(asked, engine, problems)
+    settings = problems.of(settings_from, asked.settings) or {}
+    loaded = problems.of(_resolved, asked.config, settings)
+    config = loaded.config if loaded else None
+    if loaded:
+        problems.lines += _unsaid(loaded.config, loaded.origins, loaded.path)
+    words = problems.of(_words, "--ssh", asked.ssh)
+    program = problems.of(_words, "--program", asked.program)
+    time_s = problems.of(reading.seconds, asked.time) if asked.time else None
+    memory = problems.of(reading.size, asked.memory) if asked.memory else None
+    options = problems.of(reading.options, asked.options) or {}
+    device = problems.of(_device, asked.device, config)
+    volumes = problems.of(reading.volumes, asked.volumes, engine is None or engine.name != "skypilot") or ()
+    hosts: tuple[str, ...] = ()
+    if engine is not None and "--hosts" in engine.flags:
+        hosts = problems.of(reading.hosts, asked.hosts, config and config.processes_per_machine) or ()
+    if config is None or engine is None or loaded is None or not asked.command:
+        return engine, None, []
+    job = Job(
+        name=asked.name or _name(asked.command[0], asked.is_module),
+        command=tuple(asked.command),
+        is_module=asked.is_module,
+        config=config,
+        folder=Path.cwd(),
+        program=program or _program(engine),
+        cpus_per_machine=asked.cpus or config.processes_per_machine * (1 if config.use_cpu else CPUS_PER_GPU),
+        memory_bytes=memory,
+        time_s=time_s,
+        gpu=asked.device,
+        image=asked.image,
+        volumes=volumes,
+        hosts=hosts,
+        ssh=words or (),
+        options=options,
+    )
+    problems.lines += engines.problems(engine, job, asked.flags)
+    if problems.lines or device is None:
+        return engine, job, []
+    return engine, *_planned(asked, job, engine, loaded.path, device)
+
+
+def _resolved(path: Path | None, settings: dict[str, str]) -> files.LoadedConfig:
+    """Without this machine's hardware: the job runs on others."""
+    return files.resolve(path, settings, defaults_for_hardware=False)
+
+
+def _check_script(asked: Asked, engine: Engine | None, problems: Problems) -> None:
+    """Whether the script is there: in an image it is not here."""
+    if not asked.command:
+        problems.lines.append("submit: no script is named; write: shardkit submit --to ENGINE SCRIPT.py")
+        return
+    is_in_image = engine is not None and "--image" in engine.flags and asked.image is not None
+    if is_in_image:
+        return
+    problems.lines += [
+        problem.text.replace("launch: ", "submit: ", 1)
+        for problem in preflight.script_problems(asked.command[0], asked.is_module)
+    ]
+    if engine is not None and engine.name in ("skypilot", "ray") and Path(asked.command[0]).is_absolute():
+        problems.lines.append(
+            f"submit: {engine.name} takes this folder along, where the script has another path "
+            f"(got {asked.command[0]}); name it from here."
+        )
+
+
+def _unsaid(config: Config, origins: dict[str, Origin], path: Path | None) -> list[str]:
+    """What a job must know and this machine, which is another one, cannot say."""
+    found = []
+    if origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
+        where = f"{path} does not say it" if path else "no shardkit.yaml is found"
+        found.append(f"num_processes: how many ranks, over all machines? ({where}); write it there, or add -n N.")
+    if config.mode == "xla":
+        where = origins["distributed_type"].where
+        found.append(
+            f"{where}: distributed_type: the engines' jobs are for GPUs and CPUs (got XLA); use your TPU's own tool."
+        )
+    return found
+
+
+def _name(script: str, is_module: bool) -> str:
+    stem = script.rpartition(".")[2] if is_module else Path(script).stem
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "train"
+
+
+def _program(engine: Engine) -> tuple[str, ...]:
+    """On machines that share this one's folders, this Python; elsewhere what an installed shardkit is called."""
+    return (sys.executable, "-m", "shardkit") if engine.name in ("slurm", "ssh") else ("shardkit",)
+
+
+def _words(flag: str, text: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text or ""))
+    except ValueError as error:
+        raise UsageError(f"{flag}: cannot be taken apart as a shell does ({error}, got {text!r}); close it.") from None
+
+
+def _device(name: str | None, config: Config | None) -> devices.Device:
+    """The device to plan for; UsageError where none has the name."""
+    return devices.find(name or ("cpu" if config is not None and config.use_cpu else "h100-80"))
+
+
+def _planned(
+    asked: Asked, job: Job, engine: Engine, path: Path | None, device: devices.Device
+) -> tuple[Job, list[str]]:
+    """The job with the plan's numbers where the flags say none, and the plan's notes; without a model as it is.
+
+    A model that only the file names may be unknown on this machine: then a note says so."""
+    model = asked.model or (comment.read(path.read_text(encoding="utf-8")) if path is not None else None)
+    if model is None:
+        wanted = [flag for flag, value in (("--batch-size", asked.batch_size), ("--steps", asked.steps)) if value]
+        if wanted:
+            raise UsageError(f"{wanted[0]}: it is for the plan, which needs a model (got none); add --model.")
+        return job, []
+    try:
+        sizes = sizing.sized(job.config, model, device, asked.batch_size, asked.seq_len, asked.steps)
+    except ShardkitError as error:
+        if asked.model is not None:
+            raise
+        return job, [f"note: nothing is planned: {error}"]
+    notes = list(sizes.notes)
+    if job.memory_bytes is None and "--memory" in engine.flags:
+        job = replace(job, memory_bytes=sizes.memory_bytes)
+    if asked.steps is not None and sizes.steps_s is None:
+        notes.append("note: the plan cannot tell a step's time without --batch-size, or on this device; add --time.")
+    elif job.time_s is None and "--time" in engine.flags:
+        job = replace(job, time_s=sizes.steps_s)
+    return job, notes

@@ -1,0 +1,62 @@
+"""Ray Train: a driver, which runs the script on each worker of a TorchTrainer."""
+
+from shardkit.submit.job import Job, head
+
+OPTIONS = {
+    "storage": "folder or URL where Ray keeps what workers report; all machines must reach it",
+    "min-workers": "fewest workers to go on with when machines are lost: elastic training",
+}
+
+
+def problems(job: Job) -> list[str]:
+    """What Ray would refuse."""
+    fewest = job.options.get("min-workers")
+    if fewest is None or (fewest.isdigit() and 0 < int(fewest) <= job.config.num_processes):
+        return []
+    return [f"--option min-workers: is a number from 1 to {job.config.num_processes} (got {fewest!r}); write one such."]
+
+
+def render(job: Job) -> str:
+    """The driver: Python, to run in the folder of the script."""
+    workers = job.config.num_processes
+    each = max(1, job.cpus_per_machine // job.ranks_per_machine)
+    resources = {"CPU": each, **({"GPU": 1} if job.gpus_per_machine else {})}
+    number = f"({int(job.options['min-workers'])}, {workers})" if "min-workers" in job.options else str(workers)
+    scaling = [
+        f"num_workers={number}",
+        f"use_gpu={bool(job.gpus_per_machine)}",
+        f"resources_per_worker={resources!r}",
+    ]
+    if job.gpu is not None and job.gpus_per_machine:
+        scaling.append(f"accelerator_type={job.gpu.split('-')[0].upper()!r}")
+    run = [f"name={job.name!r}"]
+    if "storage" in job.options:
+        run.append(f"storage_path={job.options['storage']!r}")
+    # -1: Ray's word for as often as it takes, which is what a run that can lose machines needs.
+    restarts = job.config.shardkit.launch.max_restarts or (-1 if "min-workers" in job.options else 0)
+    run.append(f"failure_config=FailureConfig(max_failures={restarts})")
+    how = "Start it with: ray job submit --working-dir . -- python FILE"
+    comments = "\n".join(f"# {line}" for line in head(job, how))
+    script, *arguments = job.command
+    return f'''{comments}
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from shardkit.ray import run_script
+
+CONFIGURATION = """\\
+{job.configuration.replace(chr(92), chr(92) * 2).replace('"' * 3, chr(92) + '"' * 3)}"""
+
+if __name__ == "__main__":
+    TorchTrainer(
+        run_script,
+        train_loop_config={{
+            "script": {script!r},
+            "arguments": {arguments!r},
+            "is_module": {job.is_module!r},
+            "configuration": CONFIGURATION,
+        }},
+        scaling_config=ScalingConfig({", ".join(scaling)}),
+        run_config=RunConfig({", ".join(run)}),
+    ).fit()
+'''

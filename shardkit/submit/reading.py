@@ -1,0 +1,101 @@
+"""What the flags of `shardkit submit` say, read. Each raises UsageError with every problem of its own text."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardkit.errors import UsageError
+from shardkit.plan.devices import read_bytes
+from shardkit.submit.job import Volume
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> int:
+    """`4h`, `90m`, `1d12h`, or as SLURM has it, with hours, minutes and seconds: `2-12:00:00`, `04:00:00`."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", text.strip())
+    if found:
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    else:
+        parts = re.findall(r"(\d+)([smhd])", text.strip().lower())
+        is_whole = "".join(number + unit for number, unit in parts) == text.strip().lower()
+        total = sum(int(number) * _SECONDS[unit] for number, unit in parts) if is_whole else 0
+    if total < 1:
+        raise UsageError(f"--time: is a time (got {text!r}); write 4h, 90m, 1d12h or 1-12:00:00.")
+    return total
+
+
+def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
+    """The hosts of a file, one a line, `name slots=8`; `#` begins a comment. `ranks`: of each machine, if known."""
+    if path is None:
+        raise UsageError("--hosts: on which hosts? (got none); add --hosts FILE with a host on each line.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--hosts: {path}: cannot be read ({reason}); name a file with a host on each line.") from None
+    names: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where, (name, *rest) = f"{path}:{number}", words
+        if name in names:
+            problems.append(
+                f"{where}: {name} is on line {names[name]} already; a host has one launch, so name it once."
+            )
+        elif not re.fullmatch(r"[A-Za-z0-9_.@:%\[\]-]+", name) or name.startswith("-"):
+            problems.append(f"{where}: is no name of a host (got {name!r}); write user@name or name.")
+        names.setdefault(name, number)
+        for word in rest:
+            key, _, value = word.partition("=")
+            if key not in ("slots", "max_slots", "max-slots") or not value.isdigit():
+                problems.append(f"{where}: is `name slots=N` (got {word!r}); leave the rest out.")
+            elif key == "slots" and ranks is not None and int(value) != ranks:
+                problems.append(
+                    f"{where}: {name} has {value} slots, and the configuration {ranks} ranks for each machine; "
+                    f"change the one, or num_processes."
+                )
+    if not names:
+        problems.append(f"{path}: names no host; write one on each line.")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return tuple(names)
+
+
+def volumes(words: Sequence[str], is_claim: bool) -> tuple[Volume, ...]:
+    """SOURCE:FOLDER each: a claim of Kubernetes, or a bucket's URL."""
+    problems: list[str] = []
+    found: list[Volume] = []
+    for word in words:
+        source, _, path = word.rpartition(":")
+        name = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?" if is_claim else r"[a-z0-9]+://\S+"
+        if not path.startswith("/") or not re.fullmatch(name, source):
+            form = "CLAIM:/folder" if is_claim else "s3://bucket:/folder"
+            problems.append(f"--volume: is {form} (got {word!r}); write one such.")
+        elif any(volume.path == path for volume in found):
+            problems.append(f"--volume: {path} is named twice (got {word!r}); choose another folder.")
+        found.append(Volume(source, path))
+    if problems:
+        raise UsageError("\n".join(problems))
+    return tuple(found)
+
+
+def options(words: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE each; KEY alone has an empty value."""
+    wrong = [word for word in words if not word.partition("=")[0].strip()]
+    if wrong:
+        raise UsageError(
+            "\n".join(f"--option: is KEY=VALUE (got {word!r}); write --option KEY=VALUE." for word in wrong)
+        )
+    return {key.strip().lstrip("-"): value.strip() for key, _, value in (word.partition("=") for word in words)}
+
+
+def size(text: str) -> int:
+    """`500GiB` in bytes."""
+    found = read_bytes(text)
+    if found is None:
+        raise UsageError(f"--memory: not a size (got {text!r}); write 500GiB.")
+    return found

@@ -1,0 +1,108 @@
+"""What is done with a finished file: checked without starting anything, or handed to the engine's program."""
+
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardkit.errors import MachineError, RankFailure
+from shardkit.submit.engines import Engine
+
+CHECK_S = 60
+"""How long an engine's own check may take."""
+
+
+def check(engine: Engine, text: str) -> tuple[list[str], str]:
+    """What is wrong with a file, and by what it was checked. Starts nothing. MachineError where nothing here can."""
+    if engine.has_schema:
+        return schema_problems(text), "the schemas of the objects"
+    if not engine.test:
+        compile(text, engine.name, "exec")
+        return [], "Python's compiler"
+    if shutil.which(engine.test[0]) is None:
+        raise MachineError(f"--check: {engine.test[0]} is not installed here; check it where {engine.name} is.")
+    try:
+        done = subprocess.run(engine.test, input=text, capture_output=True, text=True, timeout=CHECK_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"--check: {engine.test[0]} did not answer within {CHECK_S} s; try again.") from None
+    said = " ".join(done.stderr.split())
+    wrong = [f"{' '.join(engine.test)}: {said or f'ended with code {done.returncode}'}"] if done.returncode else []
+    return wrong, " ".join(engine.test)
+
+
+def schema_problems(text: str) -> list[str]:
+    """Where the objects of a YAML file differ from their schemas. MachineError where jsonschema is not installed."""
+    if find_spec("jsonschema") is None:
+        raise MachineError("--check: needs the package jsonschema; install it with: pip install 'shardkit[submit]'")
+    import jsonschema
+
+    found = []
+    for value in yaml.safe_load_all(text):
+        validator = jsonschema.Draft202012Validator(schema(value))
+        for error in sorted(validator.iter_errors(value), key=lambda error: list(error.absolute_path)):
+            where = ".".join(str(part) for part in error.absolute_path) or "the object"
+            found.append(f"{value.get('kind', 'task')}: {where}: {error.message}.")
+    return found
+
+
+def schema(value: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object by its kind; a task of SkyPilot has none. With the parts that several share."""
+    folder = files("shardkit.submit") / "schemas"
+    name = str(value.get("kind", "task")).lower()
+    own = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    shared = yaml.safe_load((folder / "parts.yaml").read_text(encoding="utf-8"))
+    return {**own, "$defs": shared}
+
+
+def submit(engine: Engine, text: str, path: Path | None) -> None:
+    """Hand a file to the engine's program, whose output is shown. `path`: where the text was written, if it was.
+
+    Raises MachineError where the program is not installed, RankFailure with its code where it ends with another than 0.
+    """
+    program = engine.submit[0]
+    if shutil.which(program) is None:
+        raise MachineError(
+            f"--submit: the program {program} is not installed here; run this where {engine.name} is, or write "
+            "the file with --output and take it there."
+        )
+    if "FILE" not in engine.submit:
+        code = _code_of(list(engine.submit), text)
+    elif path is not None:
+        code = _code_of(_words(engine, path))
+    else:
+        with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
+            path = Path(folder) / "job.yaml"
+            path.write_text(text, encoding="utf-8")
+            code = _code_of(_words(engine, path))
+    if code:
+        raise RankFailure(
+            f"submit: {program} ended with code {code}; what it said is above.", code if code > 0 else 128 - code
+        )
+
+
+def _code_of(words: list[str], text: str | None = None) -> int:
+    """What a program ends with. A wish to stop is passed on and its end awaited: over ssh the ranks may be saving."""
+    process = subprocess.Popen(words, stdin=None if text is None else subprocess.PIPE, text=True)
+    passed: dict[int, Callable[[int, Any], object]] = {
+        signal.SIGINT: lambda number, frame: None,  # the terminal has sent it to the program too
+        signal.SIGTERM: lambda number, frame: process.send_signal(number),
+        signal.SIGHUP: lambda number, frame: process.send_signal(number),
+    }
+    found = {number: signal.signal(number, handler) for number, handler in passed.items()}
+    try:
+        process.communicate(text)
+    finally:
+        for number, before in found.items():
+            signal.signal(number, before)
+    return process.returncode
+
+
+def _words(engine: Engine, path: Path) -> list[str]:
+    return [str(path) if word == "FILE" else word for word in engine.submit]

@@ -1,0 +1,66 @@
+"""What the plan says of a job: host memory of a machine, how long a save and the steps take, and whether it fits."""
+
+from dataclasses import dataclass
+
+from shardkit.config.schema import Config, ShardingStrategy
+from shardkit.model.sources import describe
+from shardkit.plan.answer import PlanRequest, configured_strategy, row
+from shardkit.plan.devices import Device
+from shardkit.sizes import in_words
+
+# What a rank needs on the host beside the plan's numbers: Python, torch with CUDA's libraries, pinned batches, a
+# loader's workers. An assumption, like the plan's reserve on the device.
+RANK_BYTES = 8 * 2**30
+# A disk of a machine that is no slower than this is assumed: a network file system's share on 10 Gb/s.
+SAVE_BYTES_PER_S = 10**9
+SPARE = 1.2
+_ROUND_S = 600
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one machine; `steps_s` is None where the step's time cannot be estimated, or nobody says how many steps."""
+
+    memory_bytes: int
+    save_s: float
+    steps_s: int | None
+    notes: tuple[str, ...]
+
+
+def sized(
+    config: Config, model: str, device: Device, batch_size: int | None, seq_len: int | None, steps: int | None
+) -> Sizes:
+    """The plan for a configuration, in closed form with AdamW. Raises what the model's description raises."""
+    request = PlanRequest(
+        description=describe(model),
+        config=config,
+        world_size=config.num_processes,
+        ranks_per_machine=config.processes_per_machine,
+        device=device,
+        batch_size=batch_size,
+        seq_len=seq_len,
+    )
+    found = row(request, configured_strategy(config))
+    ranks, peak, host = config.processes_per_machine, found.memory.peak, found.memory.host
+    writers = 1 if found.strategy is ShardingStrategy.NO_SHARD else ranks  # whole copies are written once
+    state = peak.parameters + peak.optimizer_state + host.parameters + host.optimizer_state
+    copied = 0 if config.shardkit.checkpoint.blocking else state
+    save_s = writers * state / SAVE_BYTES_PER_S
+    notes = []
+    if found.fits is False:
+        notes.append(
+            f"note: by the plan a rank needs {in_words(peak.total)}, more than {device.name} has; "
+            f"shardkit plan --model {model} says what to change."
+        )
+    stop_s = config.shardkit.launch.stop_timeout_s
+    if save_s * SPARE > stop_s:
+        notes.append(
+            f"note: by the plan a machine saves {in_words(writers * state)}, about {save_s:.0f} s at 1 GB/s, and "
+            f"shardkit.launch.stop_timeout_s is {stop_s:g}; add --set shardkit.launch.stop_timeout_s="
+            f"{-(-int(save_s * SPARE) // 30) * 30}."
+        )
+    steps_s = None
+    if steps is not None and found.time is not None:
+        slowest = steps * found.time.slowest_s * SPARE
+        steps_s = -(-int(slowest) // _ROUND_S) * _ROUND_S + _ROUND_S
+    return Sizes(ranks * (RANK_BYTES + host.total + copied), save_s, steps_s, tuple(notes))

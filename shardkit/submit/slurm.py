@@ -1,0 +1,102 @@
+"""SLURM: a batch script with one `shardkit launch` a machine, which queues itself again when it was preempted."""
+
+import re
+import shlex
+
+from shardkit.errors import EXIT_PREEMPTED
+from shardkit.submit.job import PEERS_S, Job, configuration_file, folded, head, memory_in_gib
+
+# What this file writes itself, and the flag or setting that it follows from.
+OURS = {
+    "job-name": "--name",
+    "nodes": "num_machines",
+    "ntasks": "num_machines",
+    "ntasks-per-node": "one launch a machine",
+    "cpus-per-task": "--cpus",
+    "gpus-per-node": "num_processes",
+    "mem": "--memory",
+    "time": "--time",
+    "signal": "shardkit.launch.stop_timeout_s",
+    "requeue": "exit code 75",
+    "chdir": "the folder of the script's paths",
+    "open-mode": "the requeue",
+}
+
+
+def problems(job: Job) -> list[str]:
+    """What sbatch would refuse, or take for something else."""
+    found = []
+    for key, value in job.options.items():
+        if key in OURS:
+            found.append(f"--option {key}: shardkit writes it (from {OURS[key]}); change that, and leave this out.")
+        elif not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+            found.append(f"--option: is a long option of sbatch without dashes (got {key!r}); write partition=gpu.")
+        elif "\n" in value:
+            found.append(f"--option {key}: is one line (got {value!r}); leave out the line break.")
+    return found
+
+
+def render(job: Job) -> str:
+    """The batch script. SLURM gives each task its machine's number, the address of machine 0 and the job's port."""
+    logs = f'"runs/{job.name}-$SLURM_JOB_ID"'
+    # Not at once: ranks that have saved end within seconds of one another, and a killed task's code would hide 75.
+    step = ["srun", "--kill-on-bad-exit=0", f"--wait={PEERS_S}", '--cpus-per-task="$SLURM_CPUS_PER_TASK"']
+    launch = job.launch_words(f'{logs[:-1]}/shardkit.yaml"', ["--logs", f'{logs[:-1]}/${{SLURM_RESTART_COUNT:-0}}"'])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"# {line}" for line in head(job, "Submit it with: sbatch FILE")),
+            *(
+                f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"
+                for name, value in _options(job)
+            ),
+            "",
+            f"mkdir -p {logs}",
+            configuration_file(job.configuration, f'{logs[:-1]}/shardkit.yaml"'),
+            "",
+            f"# {PEERS_S} s after one machine has ended, SLURM ends the others that have not by themselves.",
+            folded([*step, *launch]),
+            "code=$?",
+            f"# {EXIT_PREEMPTED}: told to stop, and saved. The same job goes on from there when it is its turn again.",
+            f'if [ "$code" -eq {EXIT_PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            'exit "$code"',
+            "",
+        ]
+    )
+
+
+def _options(job: Job) -> list[tuple[str, str | None]]:
+    memory = "0" if job.memory_bytes is None else f"{memory_in_gib(job.memory_bytes)}G"
+    options: list[tuple[str, str | None]] = [
+        ("job-name", job.name),
+        ("nodes", str(job.machines)),
+        ("ntasks-per-node", "1"),
+        ("cpus-per-task", str(job.cpus_per_machine)),
+        ("mem", memory),  # 0: all that a machine has
+    ]
+    if job.gpus_per_machine:
+        options.append(("gpus-per-node", str(job.gpus_per_machine)))
+    if job.time_s is not None:
+        options.append(("time", time_text(job.time_s)))
+    given = {name: value or None for name, value in job.options.items()}
+    return [
+        *options,
+        ("signal", f"TERM@{job.grace_s}"),
+        ("requeue", None),
+        ("open-mode", "append"),
+        ("chdir", str(job.folder)),
+        *([] if "output" in given else [("output", "%x-%j.log")]),
+        *given.items(),
+    ]
+
+
+def time_text(seconds: int) -> str:
+    """D-HH:MM:SS, as sbatch reads it."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours // 24}-{hours % 24:02d}:{minutes:02d}:{rest:02d}"
+
+
+def _quoted(value: str) -> str:
+    """sbatch reads quotes in its lines as a shell does, and nothing else of a shell."""
+    return shlex.quote(value)

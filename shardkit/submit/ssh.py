@@ -1,0 +1,82 @@
+"""ssh: a shell script that starts one `shardkit launch` on each host of a list, in a folder that all of them share."""
+
+import shlex
+
+from shardkit.submit.job import PEERS_S, Job, configuration_file, folded, head
+
+SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
+"""-tt: a terminal there, whose end (a lost connection) the launcher takes for a wish to save and stop. A host that
+does not answer for three times 15 s counts as lost."""
+
+
+def problems(job: Job) -> list[str]:
+    """What the hosts and the configuration say differently."""
+    if len(job.hosts) in (0, job.machines):
+        return []
+    return [
+        f"--hosts: num_machines is {job.machines} (got {len(job.hosts)} hosts); "
+        f"add --num-machines {len(job.hosts)}, with -n for the ranks of all of them."
+    ]
+
+
+def render(job: Job) -> str:
+    """The script. It ends with the first code that is not 0, and passes SIGTERM, SIGHUP and Ctrl-C on."""
+    folder = shlex.quote(str(job.folder))
+    launch = folded(
+        [
+            "exec",
+            *job.launch_words(
+                '"$logs/shardkit.yaml"',
+                ["--machine-rank", '"$rank"', "--main", '"$main:$port"', "--logs", '"$logs"'],
+            ),
+        ]
+    )
+    return f"""#!/bin/bash
+{_comments(job)}
+ssh=({shlex.join(job.ssh or SSH)})
+hosts=({shlex.join(job.hosts)})
+main={shlex.quote(job.hosts[0].rpartition("@")[2])}
+port=$((20000 + RANDOM % 10000))
+folder={folder}
+cd "$folder" || exit 1
+logs=runs/{job.name}-$(date +%Y%m%d-%H%M%S)-$$
+mkdir -p "$logs" && mkfifo "$logs/ended" && exec 3<> "$logs/ended" && rm "$logs/ended" || exit 1
+{configuration_file(job.configuration, '"$logs/shardkit.yaml"')}
+
+# What a host runs. The launcher takes the shell's place, so that the number in the file is the launcher's.
+there=$(cat <<'END_OF_COMMAND'
+echo $$ > "$logs/$rank.pid"
+{launch}
+END_OF_COMMAND
+)
+on_host() {{
+    known=$(printf 'cd %q || exit 1; rank=%q logs=%q main=%q port=%q' "$folder" "$1" "$logs" "$main" "$port")
+    "${{ssh[@]}}" "${{hosts[$1]}}" "$known; $2" < /dev/null
+}}
+stop() {{ for rank in "${{!hosts[@]}}"; do on_host "$rank" 'kill -TERM "$(cat "$logs/$rank.pid")"' & done; }}
+trap stop TERM HUP INT
+
+for rank in "${{!hosts[@]}}"; do
+    # What is sent to this script and all that it started stops here, so that ssh stays and brings the launch's code.
+    (trap '' TERM HUP INT; on_host "$rank" "$there"; echo "$rank $?" >&3) &
+done
+code=0
+for ((left = ${{#hosts[@]}}; left > 0; )); do
+    read -r rank ended <&3 || continue # a signal
+    left=$((left - 1))
+    if [ "$code" -eq 0 ] && [ "$ended" -ne 0 ]; then
+        code=$ended
+        echo "${{hosts[rank]}} ended with code $ended" >&2
+        # The others notice within half a minute that one is lost; who does not is told.
+        (sleep {PEERS_S} && stop) > /dev/null 2>&1 3>&- &
+        told=$!
+    fi
+done
+[ -z "${{told:-}}" ] || kill "$told"
+exit "$code"
+"""
+
+
+def _comments(job: Job) -> str:
+    lines = head(job, "Run it with: bash FILE, in the folder that all hosts share. SIGTERM and Ctrl-C: save and stop.")
+    return "\n".join(f"# {line}" for line in lines)

@@ -1,0 +1,437 @@
+"""`shardkit submit`: what it writes for each engine, what it refuses, and that nothing is lost in quotes on the way."""
+
+import io
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardkit.cli.main import run
+from shardkit.config import files
+from shardkit.errors import UsageError
+from shardkit.submit import job as jobs
+from shardkit.submit import reading, sending
+from shardkit.submit.engines import ENGINES
+from tests.test_launch import script
+
+CONFIGURATION = """distributed_type: FSDP
+num_machines: 2
+num_processes: 16
+mixed_precision: bf16
+main_process_ip: 10.0.0.1
+main_process_port: 29500
+machine_rank: 1
+"""
+CPU = "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 4\nuse_cpu: true\n"
+WORDS = ["it's", "a b", "$HOME", "$(touch x)", "`touch y`", 'say "hi"', "x;y", "# no", "--time", "ü", "a\\b", "*", ""]
+IMAGE = ("--image", "team/train:1")
+NEEDED = {
+    "slurm": (),
+    "kubeflow": IMAGE,
+    "jobset": IMAGE,
+    "skypilot": ("--device", "h100-80"),
+    "ray": (),
+    "ssh": ("--hosts", "hosts"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    folder = tmp_path / "my $HOME project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    Path("shardkit.yaml").write_text(CONFIGURATION)
+    Path("train.py").write_text("")
+    Path("hosts").write_text("# ours\nnode-a slots=8\n\nme@node-b  # the other\n")
+
+
+def submit(capsys, *words: str, code: int = 0) -> tuple[str, str]:
+    found = run(["submit", *words])
+    output = capsys.readouterr()
+    assert found == code, output.err
+    return output.out, output.err
+
+
+def objects(text: str) -> list[dict]:
+    return list(yaml.safe_load_all(text))
+
+
+def pod_of(jobset_spec: dict) -> dict:
+    return jobset_spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+# what is written
+
+
+def test_a_batch_script(capsys):
+    text, _ = submit(
+        capsys, "--to", "slurm", "--time", "1d12h", "--option", "partition=gpu", "--option", "exclusive", "train.py"
+    )
+    lines = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if "#SBATCH" in line)
+    assert lines == {
+        "job-name": "train",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "cpus-per-task": "64",
+        "mem": "0",
+        "gpus-per-node": "8",
+        "time": "1-12:00:00",
+        "signal": "TERM@150",  # stop_timeout_s and the margin
+        "requeue": "",
+        "open-mode": "append",
+        "chdir": shlex.quote(str(Path.cwd())),
+        "output": "%x-%j.log",
+        "partition": "gpu",
+        "exclusive": "",
+    }
+    assert 'if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi' in text
+    assert "--kill-on-bad-exit=0 --wait=60" in text
+
+
+@pytest.mark.parametrize("engine", NEEDED)
+def test_the_configuration_goes_along_without_its_place(capsys, engine):
+    """What runs is what was configured when it was submitted; address, port and number are the engine's."""
+    text, _ = submit(capsys, "--to", engine, *NEEDED[engine], "--set", "shardkit.seed=3", "train.py")
+    if engine in ("kubeflow", "jobset", "skypilot"):
+        found = objects(text)[-1]
+        spec = found.get("spec", {})
+        container = spec["trainer"] if engine == "kubeflow" else pod_of(spec)["containers"][0] if spec else {}
+        text = container["command"][-1].replace("$$", "$") if container else found["run"]
+    inside = re.search(r"<<'END_OF_CONFIGURATION'\n(.*?)\nEND_OF_CONFIGURATION\n", text, re.DOTALL)
+    inside = inside or re.search(r'"""\\\n(.*?)"""', text, re.DOTALL)
+    assert inside is not None
+    config = files.read_text(inside[1]).config
+    assert (config.num_processes, config.num_machines, config.mixed_precision) == (16, 2, "bf16")
+    assert (config.main_process_ip, config.main_process_port, config.machine_rank) == (None, None, 0)
+    assert (config.shardkit.seed, config.shardkit.checkpoint.resume) == (3, "auto")
+
+
+def test_a_jobset_and_a_train_job(capsys):
+    words = [
+        *IMAGE,
+        "--volume",
+        "checkpoints:/data",
+        "--time",
+        "4h",
+        "--memory",
+        "500GiB",
+        "--set",
+        "shardkit.launch.max_restarts=3",
+    ]
+    [jobset] = objects(submit(capsys, "--to", "jobset", *words, "train.py")[0])
+    batch = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = pod_of(jobset["spec"])
+    assert (batch["parallelism"], batch["completions"], batch["completionMode"]) == (2, 2, "Indexed")
+    assert batch["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [75]
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert batch["activeDeadlineSeconds"] == 4 * 3600
+    assert pod["terminationGracePeriodSeconds"] == 150 and pod["restartPolicy"] == "Never"
+    [container] = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "memory": "500Gi"}
+    assert {one["name"]: one["value"] for one in container["env"]} == {
+        "NNODES": "2",
+        "MASTER_ADDR": "train-node-0-0.train",
+        "MASTER_PORT": "29500",
+    }
+    assert {"name": "volume-0", "mountPath": "/data"} in container["volumeMounts"]
+    runtime, train_job = objects(submit(capsys, "--to", "kubeflow", *words, "train.py")[0])
+    assert (runtime["kind"], train_job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert train_job["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": "train",
+    }
+    trainer = train_job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 8, "team/train:1")
+    assert train_job["spec"]["activeDeadlineSeconds"] == 4 * 3600
+    assert "env" not in pod_of(runtime["spec"]["template"]["spec"])["containers"][0]  # PET_* come from the trainer
+    [alone] = objects(
+        submit(capsys, "--to", "kubeflow", *IMAGE, "--option", "runtime=torch-distributed", "train.py")[0]
+    )
+    assert alone["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+
+
+def test_a_task_of_skypilot(capsys):
+    words = ["--device", "a100-80", "--volume", "s3://bucket/runs:/data", "--option", "use-spot=true"]
+    [task] = objects(submit(capsys, "--to", "skypilot", *words, "--option", "setup=pip install x", "train.py")[0])
+    assert task["num_nodes"] == 2 and task["setup"] == "pip install x"
+    assert task["resources"]["accelerators"] == "A100-80GB:8" and task["resources"]["use_spot"] is True
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [75], "max_restarts_on_errors": 0}
+    assert task["file_mounts"] == {"/data": {"source": "s3://bucket/runs", "mode": "MOUNT"}}
+
+
+def test_the_plans_numbers(capsys):
+    """Host memory and time of the run come from the plan where a model is named; what a flag says holds."""
+    plan = [
+        "--model",
+        "gpt:layers=8,hidden=512,heads=8",
+        "--device",
+        "h100-80",
+        "--batch-size",
+        "8",
+        "--steps",
+        "100000",
+    ]
+    text, notes = submit(capsys, "--to", "slurm", *plan, "train.py")
+    assert re.search(r"#SBATCH --mem=6\dG\n", text) and re.search(r"#SBATCH --time=0-\d\d:\d0:00\n", text)
+    assert notes == ""
+    text, _ = submit(capsys, "--to", "slurm", *plan, "--memory", "1TiB", "--time", "90m", "train.py")
+    assert "#SBATCH --mem=1024G\n" in text and "#SBATCH --time=0-01:30:00\n" in text
+    large = ["--model", "gpt:layers=96,hidden=12288,heads=96", "--device", "h100-80", "--batch-size", "1"]
+    _, notes = submit(capsys, "--to", "slurm", *large, "train.py")
+    assert "note: by the plan a rank needs" in notes and "shardkit plan --model" in notes
+    assert re.search(r"stop_timeout_s is 120; add --set shardkit.launch.stop_timeout_s=\d+\.", notes)
+    _, error = submit(capsys, "--to", "slurm", "--steps", "5", "train.py", code=2)
+    assert "--steps: it is for the plan, which needs a model (got none); add --model." in error
+
+
+# nothing is lost in quotes
+
+
+def words_of_a_shell(text: str, stop: str) -> list[str]:
+    """What a shell hands to the program in the script's last command, which `stop` begins."""
+    show = f"{shlex.quote(sys.executable)} -c 'import sys; print(repr(sys.argv[1:]))'"
+    line = text[text.index(stop) :].removeprefix("exec ")
+    line = re.sub(r"^(.*?) launch ", lambda _: f"{show} launch ", line, count=1, flags=re.DOTALL)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=30, check=True)
+    found = eval(done.stdout.splitlines()[0])
+    return found[found.index("train.py") :]
+
+
+def test_arguments_arrive_as_they_were_typed(capsys):
+    wanted = ["train.py", *WORDS]
+    text, _ = submit(capsys, "--to", "slurm", "train.py", *WORDS)
+    assert words_of_a_shell(text.partition("\ncode=$?")[0], "srun ") == wanted
+    [jobset] = objects(submit(capsys, "--to", "jobset", *IMAGE, "train.py", *WORDS)[0])
+    command = pod_of(jobset["spec"])["containers"][0]["command"][-1]
+    assert re.search(r"\$(?!\$)", command.replace("$$", "")) is None  # Kubernetes reads $(NAME), and $$ as $
+    assert words_of_a_shell(command.replace("$$", "$"), "exec ") == wanted
+    [task] = objects(submit(capsys, "--to", "skypilot", *NEEDED["skypilot"], "train.py", *WORDS)[0])
+    assert words_of_a_shell(task["run"], "shardkit launch") == wanted
+    text, _ = submit(capsys, "--to", "ray", "train.py", *WORDS)
+    assert f'"arguments": {WORDS!r}' in text
+    assert not Path("x").exists() and not Path("y").exists()
+
+
+# what is refused, all of it at once
+
+
+def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
+    Path("shardkit.yaml").write_text("num_processes: many\nmixd_precision: bf16\nnum_machines: 2\n")
+    Path("job.sh").write_text("mine")
+    words = ["--time", "soon", "--memory", "big", "--device", "h1", "--option", "=x", "--image", "i", "-o", "job.sh"]
+    _, error = submit(capsys, "--to", "slurmm", *words, "--submit", "trian.py", code=2)
+    assert Path("job.sh").read_text() == "mine"
+    for line in (
+        "--to: no such engine (got 'slurmm'); did you mean slurm?",
+        "job.sh: exists; replace it with --force",
+        "submit: script trian.py does not exist",
+        "shardkit.yaml:1:16: num_processes: ",
+        "shardkit.yaml:2:1: ",
+        "--time: is a time (got 'soon'); write 4h, 90m, 1d12h or 1-12:00:00.",
+        "--memory: not a size (got 'big'); write 500GiB.",
+        "--device: unknown (got 'h1');",
+        "--option: is KEY=VALUE (got '=x')",
+        "errors. Nothing was written or submitted.",
+    ):
+        assert line in error, error
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.py"], "--to: which engine? (got none); add --to slurm, or one of kubeflow"),
+        (["--to", "slurm"], "submit: no script is named; write: shardkit submit --to ENGINE SCRIPT.py"),
+        (
+            ["--to", "slurm", *IMAGE, "train.py"],
+            "--image: means nothing to slurm (it is for kubeflow, jobset, skypilot)",
+        ),
+        (
+            ["--to", "slurm", "--option", "nodes=3", "train.py"],
+            "--option nodes: shardkit writes it (from num_machines)",
+        ),
+        (["--to", "slurm", "--name", "a b", "train.py"], "--name: is made of letters, digits, dots and dashes"),
+        (["--to", "jobset", "--name", "Train", "train.py"], "--name: is made of small letters, digits and dashes"),
+        (["--to", "jobset", "train.py"], "--image: which container image?"),
+        (
+            ["--to", "jobset", *IMAGE, "--volume", "s3://b:/data", "x.py"],
+            "--volume: is CLAIM:/folder (got 's3://b:/data')",
+        ),
+        (["--to", "jobset", *IMAGE, "--option", "quue=a", "x.py"], "(got 'quue'); did you mean queue?"),
+        (["--to", "skypilot", "train.py"], "--device: which GPUs?"),
+        (["--to", "skypilot", "--device", "l4", "/train.py"], "skypilot takes this folder along"),
+        (["--to", "ssh", "train.py"], "--hosts: on which hosts? (got none); add --hosts FILE"),
+        (["--to", "ssh", "--hosts", "none", "train.py"], "--hosts: none: cannot be read (No such file or directory)"),
+        (
+            ["--to", "ray", "--submit", "train.py"],
+            "ray takes the folder along, and the file must be in it; add --output",
+        ),
+        (["--to", "ray", "--option", "min-workers=99", "train.py"], "--option min-workers: is a number from 1 to 16"),
+    ],
+)
+def test_what_an_engine_cannot_take_is_refused_in_words(capsys, words, says):
+    _, error = submit(capsys, *words, code=2)
+    assert any(part in error for part in says.split("|")), error
+
+
+def test_the_number_of_ranks_is_not_guessed_from_this_machine(capsys):
+    Path("shardkit.yaml").write_text("mixed_precision: bf16\n")
+    _, error = submit(capsys, "--to", "slurm", "train.py", code=2)
+    assert "num_processes: how many ranks, over all machines? (" in error and "write it there, or add -n N." in error
+    text, _ = submit(capsys, "--to", "slurm", "-n", "8", "train.py")
+    assert "#SBATCH --nodes=1\n" in text and "#SBATCH --gpus-per-node=8\n" in text
+
+
+def test_a_file_of_hosts_is_checked_line_by_line():
+    Path("hosts").write_text("a slots=4\nb slots=8 \na\n-o x\nc cores=2\n")
+    with pytest.raises(UsageError) as caught:
+        reading.hosts(Path("hosts"), 8)
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
+        "hosts:1",
+        "hosts:3",
+        "hosts:4",
+        "hosts:4",
+        "hosts:5",
+    ]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("4h", 14400), ("1d12h", 129600), ("90m", 5400), ("1-00:00:30", 86430)])
+def test_times(text, seconds):
+    assert reading.seconds(text) == seconds
+    for wrong in ("4", "4 h", "0m", "00:30", "h", ""):
+        with pytest.raises(UsageError, match="--time: is a time"):
+            reading.seconds(wrong)
+
+
+# written, checked, handed over
+
+
+def test_a_file_is_replaced_only_by_force(capsys):
+    out, _ = submit(capsys, "--to", "slurm", "-o", "job.sh", "train.py")
+    assert out == "job.sh\n" and Path("job.sh").read_text().startswith("#!/bin/bash\n")
+    _, error = submit(capsys, "--to", "slurm", "-o", "job.sh", "train.py", code=2)
+    assert "job.sh: exists; replace it with --force" in error
+    submit(capsys, "--to", "slurm", "-o", "job.sh", "--force", "--name", "other", "train.py")
+    assert "--job-name=other" in Path("job.sh").read_text() and Path("job.sh.bak").exists()
+
+
+@pytest.mark.parametrize("engine", ["kubeflow", "jobset", "skypilot", "ray", "ssh"])
+def test_what_is_written_is_valid(capsys, engine):
+    more = ["--option", "namespace=team", "--option", "queue=gpus"] if engine in ("kubeflow", "jobset") else []
+    _, said = submit(capsys, "--to", engine, *NEEDED[engine], *more, "--check", "train.py", *WORDS)
+    assert said.startswith("valid: checked by ")
+
+
+def test_an_object_with_a_mistake_is_refused_by_its_schema(capsys):
+    text, _ = submit(capsys, "--to", "kubeflow", *IMAGE, "train.py")
+    for right, wrong, says in (
+        (
+            "numNodes: 2\n    numProc",
+            "numNodes: two\n    numProc",
+            "TrainJob: spec.trainer.numNodes: 'two' is not of type",
+        ),
+        ("restartPolicy: Never", "restartPolicy: OnFailure", "'Never' was expected"),
+        ("completionMode", "completionmode", "('completionmode' was unexpected)"),
+        ("kind: TrainingRuntime\n    name", "kind: Runtime\n    name", "TrainJob: spec.runtimeRef.kind: 'Runtime'"),
+    ):
+        assert right in text
+        assert says in "\n".join(sending.schema_problems(text.replace(right, wrong)))
+
+
+@pytest.mark.parametrize("engine", ["slurm", "kubeflow", "jobset", "skypilot", "ray", "ssh"])
+def test_without_its_program_nothing_is_submitted(capsys, engine, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path("nothing")))
+    _, error = submit(capsys, "--to", engine, *NEEDED[engine], "--submit", "-o", "job", "train.py", code=4)
+    assert f"the program {ENGINES[engine].submit[0]} is not installed here" in error
+
+
+def test_the_engines_program_gets_the_job_and_its_code_is_ours(capsys, monkeypatch, tmp_path):
+    for name in ("sbatch", "sky"):
+        program = tmp_path / name
+        program.write_text(
+            f'#!/bin/sh\necho "$@" > {tmp_path}/{name}.words\ncat ${{4:-/dev/stdin}} > {tmp_path}/{name}.file\nexit 3\n'
+        )
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for engine, name, words in (("slurm", "sbatch", ""), ("skypilot", "sky", "jobs launch --yes /")):
+        text, _ = submit(capsys, "--to", engine, *NEEDED[engine], "train.py")
+        _, error = submit(capsys, "--to", engine, *NEEDED[engine], "--submit", "train.py", code=3)
+        assert f"submit: {name} ended with code 3" in error
+        assert (tmp_path / f"{name}.words").read_text().startswith(words)
+        assert (tmp_path / f"{name}.file").read_text() == text
+
+
+# ssh for real, with a stand-in that runs every host's line here
+
+
+@pytest.fixture
+def ssh(tmp_path) -> str:
+    """A program that does what ssh does with HOST and LINE, on this machine, in another folder."""
+    program = tmp_path / "ssh here"
+    program.write_text(
+        '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\necho "$1" >> "$0.hosts"\n'
+        'cd / && exec setsid --wait env --default-signal=TERM,HUP,INT bash -c "$2"\n'
+    )
+    program.chmod(0o755)
+    return shlex.join([str(program), "-o"])
+
+
+def start(ssh: str, *words: str) -> "subprocess.Popen[str]":
+    Path("shardkit.yaml").write_text(CPU)
+    Path("hosts").write_text("127.0.0.1\nme@127.0.0.2\n")
+    assert run(["submit", "--to", "ssh", "--hosts", "hosts", "--ssh", ssh, "-o", "job.sh", *words]) == 0
+    return subprocess.Popen(
+        ["bash", "job.sh"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.slow
+def test_ssh_starts_a_launch_on_each_host_and_passes_a_signal_on(ssh, tmp_path):
+    running = start(ssh, "--name", "t", script("steps"))
+    until = time.monotonic() + 100
+    while not any("step 2" in path.read_text() for path in Path("runs").glob("t-*/rank3.log")):
+        assert time.monotonic() < until and running.poll() is None, running.communicate()[0]
+        time.sleep(0.1)
+    os.killpg(running.pid, signal.SIGTERM)  # to all that it started too, as `timeout` and a closed terminal do
+    said, _ = running.communicate(timeout=100)
+    assert running.returncode == 75, said
+    assert "saving" in said and (tmp_path / "ssh here.hosts").read_text().split()[:2] in (
+        ["127.0.0.1", "me@127.0.0.2"],
+        ["me@127.0.0.2", "127.0.0.1"],
+    )
+
+
+def test_a_wish_to_stop_is_passed_on(tmp_path):
+    Path("waits.sh").write_text("trap 'echo told; exit 75' TERM\necho ready\nwhile :; do sleep 0.05; done\n")
+    code = "import sys; from shardkit.submit.sending import _code_of; sys.exit(_code_of(['bash', 'waits.sh']))"
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None and running.stdout.readline() == "ready\n"
+    running.send_signal(signal.SIGTERM)
+    assert running.communicate(timeout=60)[0] == "told\n" and running.returncode == 75
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_ends_the_job_of_all_with_its_code(ssh):
+    Path("fails.py").write_text(
+        "import os, sys, time\nprint(sys.argv[1:])\nsys.exit(7) if os.environ['RANK'] == '3' else time.sleep(600)\n"
+    )
+    running = start(ssh, "fails.py", *WORDS)
+    said, _ = running.communicate(timeout=100)
+    assert running.returncode == 7, said
+    assert repr(WORDS) in said
+    assert not Path("x").exists() and not Path("y").exists()
+
+
+def test_the_time_to_save_is_the_configurations():
+    config = files.read_text(CONFIGURATION + "shardkit: {launch: {stop_timeout_s: 300}}\n").config
+    assert jobs.Job("a", ("train.py",), False, config, Path("/")).grace_s == 330
