@@ -5,10 +5,14 @@ BIN := .venv/bin
 # environment of its own. PyPI's builds of torch bring CUDA: several gigabytes.
 TORCH_oldest := 2.11.*
 TORCH_newest := 2.15.*
+# torch_xla goes with the torch of its own version, and Python 3.10 to 3.13.
+TORCH_xla := 2.9.*
 # For `make gpu` on a machine without a network: a folder of wheels of the small dependencies. torch is the machine's own.
 WHEELS ?=
+# Where Python cannot make environments (no python3-venv) or has all of these: make gpu GPU_PYTHON=python3
+GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
-.PHONY: demo test test-fast test-faults test-loops test-compat test-slurm test-ray test-oldest test-newest gpu lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops test-compat test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -49,15 +53,24 @@ test-ray: .venv/.ready
 test-oldest test-newest: test-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest -m "not faults and not loops and not compat and not slurm and not ray"
 
+.venv-xla/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH_xla)' 'torch_xla==$(TORCH_xla)' 'numpy>=1.26' pytest pytest-timeout
+	$(@D)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+test-xla: .venv-xla/.ready
+	.venv-xla/bin/python -m pytest -m xla tests/test_xla.py
+
 .venv-gpu/.ready: pyproject.toml
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
 	.venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) $(GPU_NEEDS)
 	touch $@
 
 gpu: export PYTHONPATH := $(CURDIR)
-gpu: .venv-gpu/.ready
-	.venv-gpu/bin/python -m pytest -m gpu tests/test_gpu.py
-	.venv-gpu/bin/python -m benchmarks.gpu --output gpu.json --table gpu.md
+gpu: $(if $(filter .venv-gpu/%,$(GPU_PYTHON)),.venv-gpu/.ready)
+	$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu.py
+	$(GPU_PYTHON) -m benchmarks.gpu --output gpu.json --table gpu.md
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -72,4 +85,4 @@ docs: .venv/.ready
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-gpu build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-xla .venv-gpu build dist *.egg-info

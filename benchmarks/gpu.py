@@ -3,6 +3,7 @@
     python -m benchmarks.gpu [--only steps] [--rounds 3] [--output gpu.json] [--table gpu.md] [--small] [--device cpu]
 
 steps        seconds a step, tokens a second and MFU of a model of 1.2 billion parameters in bf16, eager and compiled
+eight_bits   seconds a step in fp8 and mxfp8 beside bf16, where the device and torchao have them
 waits        how often a step makes the host wait for the device; goal: no more often than by hand
 largest      the most layers that train, with parameters on the device and in host memory
 checkpoint   seconds to save and to load several GB, and what the loop waits for a save beside it
@@ -14,6 +15,8 @@ benchmark itself: their figures mean nothing.
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +34,8 @@ BILLION = {"layers": 22, "hidden": 2048, "heads": 16, "vocab": 32000, "seq": 204
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "batch": 2, "steps": 2}
 # What the project promises of the step: elapsed time of hand-written FSDP2.
 STEP_GOAL = 1.02
+# Of one measurement: the largest model that trains takes a minute or two, a process that hangs takes for ever.
+LONGEST_S = 400
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Cannot allocate memory")
 # Of the plan: what stands in `shardkit plan --set` and in the order of the run that is measured.
 PLANNED: list[dict[str, Any]] = [
@@ -56,7 +61,10 @@ def main() -> None:
     result: dict[str, Any] = {**interleaved.surroundings(), "device": options.device}
     for name in options.only or SECTIONS:
         print(f"{name.upper()}", flush=True)
-        result[name] = SECTIONS[name](options)
+        try:
+            result[name] = SECTIONS[name](options)
+        except Failed as error:  # the other sections may still be measured
+            result[name] = {"failed": str(error)}
         for line in _lines(name, result[name]):
             print(f"  {line}", flush=True)
         if options.output:
@@ -65,6 +73,8 @@ def main() -> None:
         done = [(name, line) for name in SECTIONS if name in result for line in _lines(name, result[name])]
         text = "\n".join(f"| {name} | {line} |" for name, line in done)
         options.table.write_text(f"| measured | result |\n|---|---|\n{text}\n")
+    if any("failed" in result[name] for name in SECTIONS if name in result):
+        sys.exit(1)
 
 
 def _options() -> argparse.Namespace:
@@ -89,9 +99,13 @@ def measured(options: argparse.Namespace, task: str, contestant: str, **changes:
         asked, answer = Path(folder, "order.json"), Path(folder, "result.json")
         asked.write_text(json.dumps(order))
         command = [sys.executable, "-m", "benchmarks.gpu_rank", str(asked), str(answer)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"no result after {LONGEST_S} s") from None
         if not answer.exists():
-            raise Failed(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
+            killed = "SIGKILL " if done.returncode == -signal.SIGKILL else ""
+            raise Failed(f"{killed}{done.stderr.strip()[-2000:]} (exit code {done.returncode})")
         return json.loads(answer.read_text())
 
 
@@ -142,6 +156,18 @@ def _peak(name: str) -> float | None:
     return None
 
 
+def eight_bits(options: argparse.Namespace) -> dict[str, Any]:
+    """Compiled steps in fp8 and mxfp8 beside bf16; of what the device or torchao lacks the reason."""
+    found: dict[str, Any] = {}
+    for precision in ("bf16", "fp8", "mxfp8"):
+        try:
+            result = measured(options, "steps", "shardkit", precision=precision, compiled=not options.small)
+            found[precision] = _speed(result, result["step_s"]) | {"step_s": result["step_s"]}
+        except Failed as error:
+            found[precision] = {"reason": str(error).strip().splitlines()[-1]}
+    return found
+
+
 def waits(options: argparse.Namespace) -> dict[str, Any]:
     """Waits a step, of shardkit and by hand."""
     return {name: measured(options, "waits", name)["waits"] for name in ("shardkit", "by hand")}
@@ -150,9 +176,17 @@ def waits(options: argparse.Namespace) -> dict[str, Any]:
 def largest(options: argparse.Namespace) -> dict[str, Any]:
     """The most layers that train one step, found by doubling and halving."""
     return {
-        name: _most_layers(options, offloaded=offloaded, most=8 if options.small else 1024)
+        name: _most_layers(options, offloaded=offloaded, most=8 if options.small else _fit_the_host())
         for name, offloaded in (("on the device", False), ("in host memory", True))
     }
+
+
+def _fit_the_host() -> int:
+    """As many layers as host memory holds with room to spare: a process that takes more may end the whole machine.
+    12 x hidden^2 parameters a layer, 16 bytes each: fp32 with gradients and Adam's state."""
+    bytes_of_layer = 16 * 12 * BILLION["hidden"] ** 2
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(1024, int(0.7 * available / bytes_of_layer)))
 
 
 def _most_layers(options: argparse.Namespace, offloaded: bool, most: int) -> dict[str, Any]:
@@ -220,6 +254,7 @@ def _planned(options: argparse.Namespace, order: dict[str, Any]) -> dict[str, An
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "steps": steps,
+    "eight_bits": eight_bits,
     "waits": waits,
     "largest": largest,
     "checkpoint": checkpoint,
@@ -231,6 +266,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def _lines(name: str, found: dict[str, Any]) -> Iterator[str]:
+    if "failed" in found:
+        yield f"failed: {found['failed'].strip().splitlines()[-1]}"
+        return
     yield from WORDS[name](found)
 
 
@@ -243,6 +281,16 @@ def _words_of_steps(found: dict[str, Any]) -> Iterator[str]:
         for ratio in one["ratios"]:
             bounds = f"{ratio['low']:.3f} to {ratio['high']:.3f}; goal {one['goal']} of by hand"
             yield f"{mode}, shardkit / {ratio['theirs']}: {ratio['median']:.3f} ({bounds})"
+
+
+def _words_of_eight_bits(found: dict[str, Any]) -> Iterator[str]:
+    base = found["bf16"].get("step_s")
+    for precision, one in found.items():
+        if "reason" in one:
+            yield f"{precision}: not measured ({one['reason']})"
+            continue
+        ratio = f", {base / one['step_s']:.2f} x bf16" if base else ""
+        yield f"{precision}: {1000 * one['step_s']:.1f} ms a step, {one['tokens_a_s']:,.0f} tokens/s{ratio}"
 
 
 def _words_of_waits(found: dict[str, Any]) -> Iterator[str]:
@@ -279,6 +327,7 @@ def _words_of_plan(found: dict[str, Any]) -> Iterator[str]:
 
 WORDS: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "steps": _words_of_steps,
+    "eight_bits": _words_of_eight_bits,
     "waits": _words_of_waits,
     "largest": _words_of_largest,
     "checkpoint": _words_of_checkpoint,

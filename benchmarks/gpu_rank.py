@@ -72,7 +72,7 @@ def by_hand(order: Order) -> Training:
     compute = torch.bfloat16 if order.precision == "bf16" else None
     inner = MixedPrecisionPolicy(compute, torch.float32)
     outer = MixedPrecisionPolicy(compute, torch.float32, output_dtype=torch.float32)
-    model = order.model().to("cpu" if order.offloaded else order.device)
+    model = _model(order)
     kept = CPUOffloadPolicy() if order.offloaded else OffloadPolicy()
     for block in model.blocks:
         if order.compiled:
@@ -87,6 +87,12 @@ def by_hand(order: Order) -> Training:
         optimizer.zero_grad()
 
     return Training(step, model, end=dist.destroy_process_group)
+
+
+def _model(order: Order) -> nn.Module:
+    """The model, built where it is to live: billions of random numbers take a CPU minutes."""
+    with torch.device("cpu" if order.offloaded else order.device):
+        return order.model()
 
 
 def _alone() -> dict[str, Any]:
@@ -109,7 +115,7 @@ def with_shardkit(order: Order) -> Training:
                 "distributed_type": "FSDP",
                 "num_processes": 1,
                 "use_cpu": order.device == "cpu",
-                "mixed_precision": "bf16" if order.precision == "bf16" else "no",
+                "mixed_precision": order.precision,
                 "fsdp_config": fsdp,
                 "shardkit": {"compile": order.compiled},
             }
@@ -134,7 +140,7 @@ def with_accelerate(order: Order) -> Training:
 
 
 def _accelerated(order: Order, accelerator: Any) -> Training:
-    model = order.model()
+    model = _model(order)
     optimizer = getattr(torch.optim, order.optimizer)(model.parameters(), lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
 

@@ -1,7 +1,6 @@
 """Configure, plan, launch and checkpoint sharded PyTorch training.
 
-The names below are the public face. They are resolved on first use, so that `import shardkit` costs nothing and
-loads no torch.
+The names below are the public interface. They are resolved on first use, so that `import shardkit` does not load torch.
 """
 
 from importlib import import_module

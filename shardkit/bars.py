@@ -1,4 +1,4 @@
-"""A progress bar that several ranks do not draw over one another."""
+"""A progress bar for runs with several ranks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from shardkit.errors import UsageError
 
 
 def tqdm(*arguments: Any, main_process_only: bool = True, **settings: Any) -> Any:
-    """tqdm's bar, on each machine's first rank alone; with `main_process_only` False on every rank.
+    """A tqdm bar on each machine's first rank only; with `main_process_only` False on every rank.
 
     Raises UsageError where tqdm is not installed.
     """

@@ -1,7 +1,6 @@
 """The only reader and writer of os.environ.
 
-Everything that crosses from one process to another by environment, and everything that a scheduler or a user says
-there, has its function here, so that this page is the list of it all.
+Every environment variable that processes pass to each other, or that a scheduler or user sets, is read here.
 """
 
 import os
@@ -15,7 +14,8 @@ RESOLVED = "SHARDKIT_RESOLVED_CONFIG"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is, as torch elastic says it. `one_a_machine`: no LOCAL_RANK, as where pods are counted."""
+    """This process's rank numbers, as torch elastic sets them. `one_a_machine`: LOCAL_RANK is unset, and ranks count
+    pods."""
 
     rank: int
     local_rank: int
@@ -25,7 +25,7 @@ class Ranks:
 
 
 def get(name: str, default: str | None = None) -> str | None:
-    """One variable, None where it is unset."""
+    """One variable; None if it is unset."""
     return os.environ.get(name, default)
 
 
@@ -35,12 +35,12 @@ def copy() -> dict[str, str]:
 
 
 def update(variables: Mapping[str, str]) -> None:
-    """Set variables for this process and the children that it starts from now on."""
+    """Sets variables for this process and later children."""
     os.environ.update(variables)
 
 
 def replace(variables: Mapping[str, str]) -> None:
-    """Make these all the variables of this process."""
+    """Replaces all variables of this process."""
     os.environ.clear()
     os.environ.update(variables)
 
@@ -51,10 +51,10 @@ def is_true(name: str) -> bool:
 
 
 def ranks() -> Ranks | None:
-    """Who this process is, or None where no launcher started it.
+    """This process's rank numbers; None if no launcher started it.
 
-    Without LOCAL_RANK all ranks are on this machine if they meet on its loopback address or it is not said where;
-    else each is alone on a machine: so a PyTorchJob counts its pods.
+    Without LOCAL_RANK, all ranks are on this machine if MASTER_ADDR is a loopback address or unset; else each is alone
+    on its machine, as in a PyTorchJob.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
@@ -76,7 +76,7 @@ def _counts_machines() -> bool:
 
 
 def config_path() -> Path | None:
-    """The configuration file that the user names in $SHARDKIT_CONFIG."""
+    """The configuration file in $SHARDKIT_CONFIG."""
     value = os.environ.get(CONFIG)
     return Path(value) if value else None
 
@@ -88,7 +88,7 @@ def resolved_config_path() -> Path | None:
 
 
 def settings(prefix: str = "SHARDKIT_SET_") -> dict[str, str]:
-    """Settings given by environment: SHARDKIT_SET_MIXED_PRECISION=bf16, with `__` between the levels."""
+    """Settings in the environment, such as SHARDKIT_SET_MIXED_PRECISION=bf16, with `__` between levels."""
     return {
         name[len(prefix) :].lower().replace("__", "."): value
         for name, value in os.environ.items()

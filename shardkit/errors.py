@@ -1,17 +1,17 @@
-"""Every error that shardkit raises for something a user can cause, and the exit code that each ends a command with.
+"""All errors that a user can cause, with the exit code of the command for each.
 
     ShardkitError                 1   a check failed
     +-- UsageError                2   wrong flags, missing answers
     +-- ConfigError               2   the configuration cannot be read or contradicts itself
-    +-- MachineError         4   this machine cannot run it: too few devices, port busy, package missing
+    +-- MachineError              4   this machine cannot run it: too few devices, port busy, package missing
     |   +-- HangError             4   ranks stopped making progress
     +-- CheckpointError           3   a checkpoint cannot be read, or is not what the run needs
     |   +-- CheckpointSaveError   3   a save failed; nothing was published
     |   +-- CheckpointCorrupted   3   bytes differ from what was saved
-    |   +-- StateIncomplete       3   a load failed half-way: the live state is a mix until another one succeeds
+    |   +-- StateIncomplete       3   a load failed half-way: the live state is inconsistent until another load succeeds
     +-- ModelError                1   the model cannot be sharded, loaded or described as asked
     +-- RankFailure               the exit code of the rank that failed first
-    +-- Preempted                75   the run was told to stop, and saved
+    +-- Preempted                75   the run was stopped by a signal, and saved
 
 A message has the form `where: what is wrong (got ...); what to do.`, one problem a line, all problems at once.
 """
@@ -28,19 +28,19 @@ EXIT_INTERRUPTED = 130
 
 
 class ShardkitError(Exception):
-    """A problem with what the user gave, in words that say what to do. `exit_code` is what a command ends with."""
+    """A problem that the user can solve. `exit_code`: the exit code of the command."""
 
     exit_code = EXIT_CHECK_FAILED
 
 
 class UsageError(ShardkitError):
-    """Wrong flags, or answers missing where nobody can be asked."""
+    """Wrong flags or arguments, or missing answers without a terminal."""
 
     exit_code = EXIT_CONFIG
 
 
 class ConfigError(ShardkitError):
-    """Everything that is wrong with a configuration: `problems` holds one line each, the message all of them."""
+    """All problems of a configuration: `problems` has one line each, the message all of them."""
 
     exit_code = EXIT_CONFIG
 
@@ -50,7 +50,7 @@ class ConfigError(ShardkitError):
 
 
 class MachineError(ShardkitError):
-    """This machine, as it is, cannot run what is asked for."""
+    """This machine cannot run the requested configuration."""
 
     exit_code = EXIT_MACHINE
 
@@ -74,7 +74,7 @@ class CheckpointCorrupted(CheckpointError):
 
 
 class StateIncomplete(CheckpointError):
-    """A load failed after it had begun to write into the live state, which is a mix until another one succeeds."""
+    """A load failed after it began to write into the live state, which is inconsistent until another load succeeds."""
 
 
 class ModelError(ShardkitError):
@@ -90,6 +90,6 @@ class RankFailure(ShardkitError):
 
 
 class Preempted(ShardkitError):
-    """The run was told to stop; it saved and left."""
+    """The run was stopped by a signal, saved its state and ended."""
 
     exit_code = EXIT_PREEMPTED

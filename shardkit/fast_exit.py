@@ -1,5 +1,4 @@
-"""The end of a process that has loaded torch, without taking down the interpreter: that takes a quarter of a second,
-and does nothing that the system would not do."""
+"""Fast exit of a process that has loaded torch, without interpreter teardown, which takes a quarter of a second."""
 
 import atexit
 import contextlib
@@ -13,19 +12,19 @@ from typing import NoReturn
 
 
 def exit_without_torch_teardown(code: int) -> NoReturn:
-    """Ends the process as Python would, but for the interpreter and for what native libraries do at the end."""
+    """Ends the process without interpreter teardown and without exit handlers of native libraries."""
     _end_python()
     _flush()
     os._exit(code)
 
 
 def exit_without_interpreter_teardown(code: int) -> NoReturn:
-    """As above, with what native libraries do at the end: profilers write their files then.
+    """As above, but with exit handlers of native libraries: profilers write their files there.
 
-    The script's own objects are finalized, as they are when Python takes down `__main__`.
+    The script's objects are finalized, as in Python's teardown of `__main__`.
     """
     _end_python()
-    _flush()  # first: a file that is collected as part of a cycle may lose what it holds (python/cpython#62052)
+    _flush()  # first: a file collected as part of a cycle may lose its buffer (python/cpython#62052)
     sys.modules.pop("__main__", None)
     gc.collect()
     _flush()
@@ -34,13 +33,13 @@ def exit_without_interpreter_teardown(code: int) -> NoReturn:
 
 
 def _end_python() -> None:
-    """Threads awaited, exit functions called."""
+    """Joins threads and calls exit functions."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def _flush() -> None:
-    """What open files still hold is written."""
+    """Flushes all open files."""
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase):
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Rank-aware logging. One line a message; every rank's warnings and errors, only rank 0's information."""
+"""Rank-aware logging: warnings and errors of every rank, information of rank 0 only."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ from shardkit import env
 
 
 class _RankFilter(logging.Filter):
-    """Drops what other ranks than 0 tell for information, wherever it would have gone."""
+    """Drops messages below WARNING on ranks other than 0, for all handlers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ranks = env.ranks()
@@ -15,7 +15,7 @@ class _RankFilter(logging.Filter):
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at the time, so that redirection and capture work."""
+    """Writes to the current sys.stderr, so that redirection and capture work."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -25,7 +25,7 @@ class _CurrentStderr(logging.StreamHandler):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Unless the script's own logging writes it on the screen, too (logging.basicConfig)."""
+        """Writes the record, unless the script's own logging also prints it (logging.basicConfig)."""
         on_screen = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         root = logging.getLogger()
         if not any(getattr(handler, "stream", None) in on_screen for handler in root.handlers):
@@ -33,7 +33,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger below "shardkit", set up on first use: INFO and up, to stderr, without propagation twice."""
+    """A logger below "shardkit", set up on first use: INFO and above, to stderr."""
     root = logging.getLogger("shardkit")
     if not root.handlers:
         handler = _CurrentStderr()

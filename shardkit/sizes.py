@@ -1,4 +1,4 @@
-"""Numbers of bytes as a person reads them: in GiB, everywhere."""
+"""Byte sizes as text, in binary units."""
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 

@@ -1,4 +1,4 @@
-"""Long work on a terminal: a line that says what is being done and for how long, erased when it is done."""
+"""A spinner for long work on a terminal: a line with the activity and its duration, erased at the end."""
 
 import sys
 import threading
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 QUICK_S = 0.5
-"""What takes no longer than this is not announced."""
+"""Shorter work is not shown."""
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Shows `text` and the seconds on stderr while the body runs; nothing where stderr is no terminal."""
+    """Shows `text` and the seconds on stderr while the body runs; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return

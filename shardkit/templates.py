@@ -1,4 +1,4 @@
-"""The ready files that travel with shardkit: configurations (NAME.yaml) and the starter scripts that use them."""
+"""Templates shipped with shardkit: configurations (NAME.yaml) and starter scripts that use them."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -7,7 +7,7 @@ from shardkit.errors import UsageError
 
 
 def folder() -> Path:
-    """The folder of all templates: inside the package where it was installed from a wheel, beside it in a checkout."""
+    """The folder of the templates: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).parent
     installed = package / "_templates"
     return installed if installed.is_dir() else package.parent / "templates"
@@ -19,7 +19,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """The file of a configuration: a template's name, or a path. UsageError where there is neither."""
+    """The configuration file for a template's name or a path. UsageError where neither exists."""
     if name in names():
         return folder() / f"{name}.yaml"
     if Path(name).is_file():

@@ -1,4 +1,4 @@
-"""A training script for tests of the launched Accelerator: trains, stops where it is told, resumes."""
+"""A training script for tests of the launched Accelerator: trains, stops at a requested step, resumes."""
 
 import os
 import signal

@@ -60,7 +60,7 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 def _has_group() -> bool:
-    """Without importing torch for it: where nobody has, there is none."""
+    """None if torch was not imported."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

@@ -130,7 +130,7 @@ def batch_sampled(rank, world, sampler=None, split_batches=False, dataset=None, 
 
 
 class Reversed(DistributedSampler):
-    """A rank-aware sampler with an order of its own."""
+    """A rank-aware sampler with a custom order."""
 
     def __iter__(self):
         return iter(range(39 - self.rank, -1, -self.num_replicas))

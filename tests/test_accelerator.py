@@ -60,7 +60,7 @@ class Stream(IterableDataset):
 
 
 class Adapted(nn.Module):
-    """A frozen model with a small trained one beside it, as LoRA has."""
+    """A frozen model with a small trained part, as in LoRA."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def test_a_launched_run_stops_resumes_and_ends_as_if_nothing_had_happened(tmp_pa
     assert " shardkit.yaml: " in stopped.stdout
     assert "fsdp.sharding_strategy SHARD_GRAD_OP (line 3)" in stopped.stdout
     assert "command line: num_processes 2" in stopped.stdout
-    step = int(re.findall(r"told to stop after step (\d+); saved in", stopped.stdout)[0])
+    step = int(re.findall(r"stopped by a signal after step (\d+); saved in", stopped.stdout)[0])
     assert 3 <= step < 8
     assert [path.read_bytes() for path in tmp_path.rglob(".lock")] == [b""]  # it left the folder to others
     finished = launch(tmp_path, 2, 99, "--resume", "auto", "--set", "fsdp.sharding_strategy=1", "--measure")

@@ -1,4 +1,4 @@
-"""Members that scripts for Accelerate touch: each is there and does what it says, or is refused in words."""
+"""Members that scripts for Accelerate use: each works as documented, or raises an error with an alternative."""
 
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def test_every_member_is_there_or_refused_in_words():
 
 
 def evaluated(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A teacher beside a trained model, and a model that is evaluated before it is trained."""
+    """A teacher next to a trained model, and a model that is evaluated before it is trained."""
     accelerator = Accelerator(config=config)
     model, optimizer, loader, _ = parts(8, 2)
     torch.manual_seed(7 + dist.get_rank())
@@ -197,7 +197,7 @@ def members(config: dict[str, Any]) -> dict[str, Any]:
     assert accelerator.unwrap_model(compiled, keep_torch_compile=True) is compiled
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     accelerator.even_batches = False
-    with pytest.raises(UsageError, match=r"one answer for each argument \(got 1 for 2\)"):
+    with pytest.raises(UsageError, match=r"needs one value per argument \(got 1 for 2\)"):
         accelerator.prepare(model, optimizer, device_placement=[True])
     with pytest.raises(UsageError, match="every rank reads its own part of the data"):
         accelerator.prepare_data_loader(loader, slice_fn_for_dispatch=len)

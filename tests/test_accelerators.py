@@ -75,7 +75,7 @@ def test_each_rank_takes_the_device_of_its_number(fake):
     assert process._device(Config(), Ranks(2, 2, 8, 8)) == (None, torch.device("xpu", 2))
     assert fake.taken == [2]
     problem, device = process._device(Config(), Ranks(4, 4, 8, 8))
-    assert problem and "rank 4 of it has no xpu device (got 4 for ranks to use)" in problem
+    assert problem and "no xpu device for local rank 4 (got 4 available)" in problem
     assert device == torch.device("cpu")
     assert process._device(Config(use_cpu=True), Ranks(0, 0, 8, 8)) == (None, torch.device("cpu"))
 
@@ -91,7 +91,7 @@ def test_mps_is_for_one_process(fake):
     fake.kind = "mps"
     assert process._device(Config(), Ranks(0, 0, 8, 8)) == (None, torch.device("mps", 0))
     problem, _ = process._device(Config(), Ranks(1, 1, 8, 8))
-    assert problem and "rank 1 of it has no mps device (got 1 for ranks to use)" in problem
+    assert problem and "no mps device for local rank 1 (got 1 available)" in problem
     assert not accelerators.can_pin()
 
 

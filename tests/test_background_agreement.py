@@ -34,7 +34,8 @@ def usual() -> None:
 
 
 def stopped_at(told: dict[int, int], seed: int, is_coupled: bool) -> int:
-    """The boundary at which this rank stopped, -1 for none; `told`: rank -> boundary after which it is told to stop.
+    """The boundary at which this rank stopped, -1 for none; `told`: rank -> boundary after which it gets a stop
+    request.
 
     Ranks take their own time for each step. `is_coupled`: a collective in each step, as training has.
     """
@@ -72,7 +73,7 @@ def test_nobody_stops_where_nobody_was_told(ranks):
 
 
 def noticed(from_boundary: int) -> tuple[int, str]:
-    """The boundary at which this rank raised, where rank 1's trace is another from some boundary on."""
+    """The boundary at which this rank raised, where rank 1's trace differs from some boundary on."""
     quick()
     looking = background_agreement.BackgroundAgreement(lambda: False, different)
     try:

@@ -1,4 +1,4 @@
-"""Issue 9, line 19: buffers that ranks updated for themselves are made equal on request, and a save says so once."""
+"""Issue 9, line 19: buffers that ranks updated locally are made equal on request, and a save warns once."""
 
 import logging
 

@@ -56,7 +56,7 @@ def uneven():
 def test_uneven_shapes_are_the_same_error_on_all_ranks_and_padding_mends_them(ranks):
     for message, padded, front in ranks.run(2, uneven):
         assert message == (
-            "gather: ranks bring different tensors (rank 0: {x: int64[2]}; rank 1: {x: int64[3]}); "
+            "gather: ranks have different tensors (rank 0: {x: int64[2]}; rank 1: {x: int64[3]}); "
             "make them equal, for instance with accelerator.pad_across_processes(...)."
         )
         assert padded == [0, 1, -1, 0, 1, 2]

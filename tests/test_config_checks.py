@@ -23,7 +23,7 @@ def complaint(text: str) -> str:
         ),
         (
             "num_processes: 2\nnum_machines: 4\n",
-            "1:16: num_processes: is fewer than one a machine (got 2 on 4 machines); write the total.",
+            "1:16: num_processes: is fewer than one per machine (got 2 on 4 machines); write the total.",
         ),
         (
             "num_processes: 4\nnum_machines: 2\nmachine_rank: 2\n",
@@ -35,12 +35,12 @@ def complaint(text: str) -> str:
         ),
         (
             "fsdp_config: {fsdp_sharding_strategy: 3, fsdp_offload_params: true}\n",
-            "1:63: fsdp_config.fsdp_offload_params: needs a strategy that shards (got NO_SHARD); write FULL_SHARD",
+            "1:63: fsdp_config.fsdp_offload_params: needs a sharding strategy (got NO_SHARD); write FULL_SHARD",
         ),
         (
             "num_processes: 8\nfsdp_config: {fsdp_sharding_strategy: 4}\n"
             "shardkit: {mesh: {replicate_size: 2, shard_size: 3}}\n",
-            "3:35: shardkit.mesh.replicate_size: 2 copies x 3 ranks are not the number of ranks (got 8)",
+            "3:35: shardkit.mesh.replicate_size: 2 replicas x 3 ranks is not the world size (got 8)",
         ),
         (
             "num_processes: 8\nfsdp_config: {fsdp_sharding_strategy: 4}\nshardkit: {mesh: {shard_size: 3}}\n",
@@ -48,7 +48,7 @@ def complaint(text: str) -> str:
         ),
         (
             "num_processes: 8\nfsdp_config: {fsdp_sharding_strategy: 1}\nshardkit: {mesh: {replicate_size: 2}}\n",
-            "3:35: shardkit.mesh.replicate_size: sizes of a mesh are for the hybrid strategies (got FULL_SHARD); write",
+            "3:35: shardkit.mesh.replicate_size: mesh sizes are for the hybrid strategies (got FULL_SHARD); write",
         ),
         ("num_processes: 2\ngpu_ids: 0\n", "2:10: gpu_ids: is fewer GPUs than processes on a machine (got 1 for 2)"),
         ("gpu_ids: first\n", "1:10: gpu_ids: is not numbers with commas (got 'first'); write all, or 0,1."),
@@ -90,22 +90,22 @@ def test_contradictions_are_refused(text, words):
         ),
         (
             "fsdp_config: {fsdp_version: 1, fsdp_backward_prefetch: BACKWARD_POST}\n",
-            "BACKWARD_POST is done with FSDP2's",
+            "BACKWARD_POST uses FSDP2's",
         ),
         (
             "num_processes: 2\nfsdp_config: {fsdp_sharding_strategy: 4}\n",
-            "a hybrid strategy keeps one copy",
+            "a hybrid strategy has one replica",
         ),
         ("use_cpu: yes\nmixed_precision: fp16\n", "fp16 is slow on a CPU; bf16 needs no loss scaling."),
         ("use_cpu: true\nshardkit: {precision: {param_dtype: fp16}}\n", "fp16 is slow on a CPU"),
-        ("downcast_bf16: yes\n", "1:16: downcast_bf16: is for TPUs only; it changes nothing here."),
-        ("tpu_name: a\n", "1:11: tpu_name: is for TPUs only; distributed_type FSDP does not read it."),
+        ("downcast_bf16: yes\n", "1:16: downcast_bf16: is for TPUs only; it has no effect here."),
+        ("tpu_name: a\n", "1:11: tpu_name: is for TPUs only; it has no effect with distributed_type FSDP."),
         ("num_machines: 2\nnum_processes: 2\n", "main_process_ip: several machines need the address of machine 0"),
         (
             "num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nrdzv_backend: etcd-v2\n",
-            "rdzv_backend: no etcd server is asked",
+            "rdzv_backend: no etcd server is used",
         ),
-        ("num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nsame_network: no\n", "same_network: changes nothing"),
+        ("num_machines: 2\nnum_processes: 2\nmain_process_ip: a\nsame_network: no\n", "same_network: has no effect"),
         ("distributed_type: XLA\nmixed_precision: fp16\n", "TPUs compute in bf16, not in fp16; write bf16."),
         ("distributed_type: MULTI_GPU\nuse_cpu: yes\n", "the ranks train on the CPU, although the type is MULTI_GPU."),
     ],

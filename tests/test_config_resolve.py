@@ -1,4 +1,4 @@
-"""Which file is used, which source wins, and what the hardware suggests where nobody says anything."""
+"""Which file is used, which source wins, and the hardware defaults for unset settings."""
 
 from pathlib import Path
 

@@ -68,11 +68,11 @@ def test_every_key_of_a_version_1_file_is_accounted_for(tmp_path):
     )
     assert lines["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] == (
         "kept",
-        'fsdp_transformer_layer_cls_to_wrap: "BertLayer,BertEmbeddings"; Accelerate takes the whole list for one name',
+        'fsdp_transformer_layer_cls_to_wrap: "BertLayer,BertEmbeddings"; Accelerate reads the whole list as one name',
     )
     assert lines["fsdp_config.fsdp_wrap_polcy"][0] == "refused"
-    assert "Accelerate ignores it without a word" in lines["fsdp_config.fsdp_wrap_polcy"][1]
-    assert lines["deepspeed_config"] == ("left out", "says nothing")
+    assert "Accelerate ignores it silently" in lines["fsdp_config.fsdp_wrap_polcy"][1]
+    assert lines["deepspeed_config"] == ("left out", "empty")
     assert conversion.config.fsdp.sharding_strategy.value == "SHARD_GRAD_OP"
     assert "8 kept, 1 changed, 1 left out, 1 refused" in in_words(conversion)
 
@@ -95,7 +95,7 @@ def test_the_documents_example_is_kept_but_for_two_spellings():
     changed = {line.key: line.text for line in conversion.lines if line.verdict != "kept"}
     assert changed == {
         "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_backward_prefetch: BACKWARD_PRE; "
-        "Accelerate ignores this spelling without a word",
+        "Accelerate ignores this spelling silently",
         "fsdp_config.fsdp_sharding_strategy": "fsdp_sharding_strategy: FULL_SHARD",
     }
 
@@ -104,7 +104,7 @@ def test_several_cpu_processes_without_mpirun_are_said_to_have_been_one(tmp_path
     lines = account(converted("distributed_type: MULTI_CPU\nnum_processes: 4\n", tmp_path))
     assert lines["num_processes"] == (
         "kept",
-        "num_processes: 4; Accelerate starts one process, not 4, where mpirun is not configured",
+        "num_processes: 4; Accelerate starts one process, not 4, unless mpirun is configured",
     )
 
 
@@ -125,7 +125,7 @@ def test_a_nemo_model_configuration():
     assert (config.fsdp.state_dict_type.value, config.fsdp.use_orig_params) == ("FULL_STATE_DICT", False)
     assert account(conversion)["optim.name"] == (
         "left out",
-        "your script makes the optimizer: torch.optim.AdamW(..., fused=True)",
+        "your script creates the optimizer: torch.optim.AdamW(..., fused=True)",
     )
     assert files.read_text(files.dump(config)).config == config
 
@@ -158,7 +158,7 @@ def test_nemos_batches_give_the_accumulation_and_no_fsdp_is_ddp(tmp_path):
     config = conversion.config
     assert (config.mode, config.num_processes, config.shardkit.gradient_accumulation_steps) == ("ddp", 8, 4)
     assert (config.mixed_precision, config.shardkit.precision.init_scale) == ("fp16", 4096.0)
-    assert account(conversion)["fsdp"] == ("changed", "is not there: distributed_type: MULTI_GPU (DDP)")
+    assert account(conversion)["fsdp"] == ("changed", "missing: distributed_type: MULTI_GPU (DDP)")
 
 
 @pytest.mark.requirement("N3")

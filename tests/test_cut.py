@@ -39,7 +39,7 @@ def leaf(draw: random.Random, width: int, depth: int) -> nn.Module:
 
 
 def random_model(draw: random.Random) -> nn.Module:
-    """Blocks, some in a list and some beside it; shared parameters and modules, frozen parts, dtypes of all kinds."""
+    """Blocks, some in a list and some outside; shared parameters and modules, frozen parts, mixed dtypes."""
     model = nn.Module()
     model.embed = nn.Embedding(7, 4)
     model.blocks = nn.ModuleList(Part(draw, draw.randint(0, 2)) for _ in range(draw.randint(0, 4)))

@@ -132,7 +132,7 @@ def test_a_distributed_sampler_is_not_sharded_twice(capsys):
     assert "DistributedSampler already shards over ranks" in capsys.readouterr().err
     assert sorted(run(2, make=distributed)[0]) == list(range(40))
     assert run(2, make=distributed, kind=Reversed)[0] == list(range(39, -1, -1))
-    with pytest.raises(ShardkitError, match="does not tell the others'"):
+    with pytest.raises(ShardkitError, match="yields the same share for every rank"):
         run(2, make=distributed, kind=Fixed)
 
 
@@ -248,7 +248,7 @@ def test_another_dataset_is_refused_unless_the_epoch_starts_anew():
     next(iter(loader))
     state = loader.state_dict()
     other = prepared(dataset=Numbers(50), shuffle=True)
-    with pytest.raises(CheckpointError, match=r"another length .*\(got 50 samples, saved 40 samples\)"):
+    with pytest.raises(CheckpointError, match=r"length has changed .*\(got 50 samples, saved 40 samples\)"):
         other.load_state_dict(state)
     other.load_state_dict(state, restart_epoch=True)
     assert sorted(flat(other)) == list(range(50))
@@ -371,9 +371,9 @@ def test_a_position_is_not_loaded_inside_the_loop_over_its_loader():
         with pytest.raises(CheckpointError) as caught:
             loader.load_state_dict(start)
         assert str(caught.value) == (
-            "data: a position cannot be loaded inside the loop over its loader, which goes on where it is (got epoch "
-            "0, 0 samples); leave the loop first, and the except clause of what it raised, and drop iterators that are "
-            "kept, or load_state(..., data_position=False)."
+            "data: a position cannot be loaded inside the loop over its loader, which cannot be moved (got epoch "
+            "0, 0 samples); leave the loop, and any except clause, before loading, delete iterators of the loader, or "
+            "use load_state(..., data_position=False)."
         )
         assert loader.samples_seen == 4 * number + 4
         if number == 2:

@@ -350,7 +350,7 @@ def test_a_loader_class_with_an_iteration_of_its_own_is_named(capsys):
             return map(str, super().__iter__())
 
     assert flat(prepare_loader(Own(Numbers(8)), 0, 1, CPU)) == list(range(8))
-    assert "data: Own has an __iter__ of its own, which is not used" in capsys.readouterr().err
+    assert "data: Own overrides __iter__, which is not used" in capsys.readouterr().err
 
 
 class Slow(Numbers):
@@ -366,7 +366,7 @@ class Slow(Numbers):
 def test_batches_come_in_order_whatever_worker_is_first(capsys):
     loader = prepared(dataset=Slow(24), num_workers=2, in_order=False)
     assert flat(loader) == list(range(24))
-    assert "data: in_order=False is left out" in capsys.readouterr().err
+    assert "data: in_order=False is ignored" in capsys.readouterr().err
 
 
 def noisy(numbers):

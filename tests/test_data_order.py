@@ -139,7 +139,7 @@ def test_an_order_of_a_newer_version_is_refused():
 
 
 class Endless(Sampler):
-    """Never ends; says that it has 40 items where it says anything. Counts what it was asked for."""
+    """Infinite; has a length of 40, if any. Counts the items that were requested."""
 
     asked = 0
 

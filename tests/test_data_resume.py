@@ -113,7 +113,7 @@ def test_an_epoch_that_is_over_is_not_skipped_through():
 
 
 class LiveState(FlowWithState):
-    """Returns the dict that it goes on changing."""
+    """Its state_dict returns the dict that it changes later."""
 
     def __init__(self, length):
         super().__init__(length)

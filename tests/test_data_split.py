@@ -130,7 +130,7 @@ def test_another_number_of_ranks_is_refused_on_all_of_them_before_anything_chang
     for world in (1, 3):
         for problem, _ in ranks.run(world, train, folder, make, None, True):
             assert (
-                "cannot be loaded; nothing was changed:\n  loader.0: the stream is not split by rank as it was"
+                "cannot be loaded; nothing was changed:\n  loader.0: the stream is split over ranks differently"
                 in problem
             )
             assert f"(got {world} parts, saved 2 parts)" in problem
@@ -173,8 +173,8 @@ def test_parts_of_different_lengths_end_together(ranks):
             assert [samples for _, _, samples in given] == 2 * ([12] * (batches - 1) + [last])[:batches]
         ended = {37: 2, 2: 1}.get(length)
         text = (
-            f"data: the ranks' parts of the stream have different lengths: {ended} of 3 are at their end, where the "
-            "epoch ends on all ranks; what the others have left is not read."
+            f"data: the ranks' parts of the stream have different lengths: {ended} of 3 are at their end, and the "
+            "epoch ends there on all ranks; the rest of the other parts is not read."
         )
         assert [said for _, _, said in found] == [[text] * 2 if ended else [], [], []]
 
@@ -265,9 +265,9 @@ def shuffled_otherwise(rank, world_size):
 @needs_datasets
 @pytest.mark.slow
 def test_hugging_face_streams_that_are_shuffled_without_a_seed_are_refused(ranks):
-    ranks.run(2, refused, shuffled_otherwise, "the stream is shuffled in another order on every rank (no seed?)")
+    ranks.run(2, refused, shuffled_otherwise, "the stream is shuffled in a different order on each rank (no seed?)")
     _, state = part_read(shuffled_otherwise, 0, 1, stop=8)
-    with pytest.raises(CheckpointError, match=r"shuffled in another order than when .* was saved \(no seed\?\)"):
+    with pytest.raises(CheckpointError, match=r"shuffled in a different order than when .* was saved \(no seed\?\)"):
         part_read(shuffled_otherwise, 0, 1, state)
 
 
@@ -287,4 +287,4 @@ def test_a_whole_hugging_face_stream_resumes_on_any_number_of_ranks_and_says_wha
             rest, _ = run(world, state, make=make)
             assert (before + rest)[:41] == whole[:41]
     said = capsys.readouterr().err
-    assert "data: every rank reads and decodes the whole stream, and keeps its part." in said
+    assert "data: every rank reads and decodes the whole stream and keeps its part." in said

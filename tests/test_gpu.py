@@ -6,6 +6,7 @@ show the same, rows run in `make test-loops`, and one in `make test`: so that al
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardkit.sharding import float8
 from tests import models
 from tests.printed import ROOT
 
@@ -36,16 +38,22 @@ def run(
     asked, answer = folder / f"order-{number}.json", folder / f"answer-{number}.json"
     given = {name: str(value) if isinstance(value, Path) else value for name, value in order.items()}
     asked.write_text(json.dumps({"device": device, "steps": steps, "config": config or {}, **given}))
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "scripts" / "on_device.py", asked, answer],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    done = started(asked, answer, {})
+    _, errors = done.communicate(timeout=280)
+    assert done.returncode == 0, errors
     return json.loads(answer.read_text())
+
+
+def started(asked: Path, answer: Path, variables: dict[str, str]) -> subprocess.Popen:
+    """A process that carries out an order."""
+    return subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "scripts" / "on_device.py", asked, answer],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=asked.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+    )
 
 
 def reference(device: str, steps: int = 6) -> list[float]:
@@ -133,6 +141,47 @@ def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, se
     assert loaded["sum"] == saved["sum"]
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_two_ranks_share_one_device_through_gloo(tmp_path, device, strategy):
+    """Each rank is told that it is alone on its machine, so both take the first device, which NCCL does not allow."""
+    asked = tmp_path / "order.json"
+    asked.write_text(json.dumps({"device": device, "steps": 4, "config": fsdp(strategy), "gloo": True}))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    answers = [tmp_path / f"answer-{rank}.json" for rank in range(2)]
+    both = [started(asked, answers[rank], {**meeting, **place, "RANK": str(rank)}) for rank in range(2)]
+    for process in both:
+        _, errors = process.communicate(timeout=280)
+        if "not supported" in errors or "does not support" in errors:
+            [one.kill() for one in both]
+            pytest.skip(f"gloo of this torch lacks a collective on the device: {errors.strip().splitlines()[-1]}")
+        assert process.returncode == 0, errors
+    found = [json.loads(answer.read_text()) for answer in answers]
+    assert found[0]["sum"] == found[1]["sum"]
+    losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]
+    assert losses == pytest.approx(reference(device, 4), abs=1e-4)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+MISSING_8_BITS = float8.problem("fp8", torch.device("cuda", 0)) if torch.cuda.is_available() else "no CUDA device"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(MISSING_8_BITS is not None, reason=str(MISSING_8_BITS))
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_training_in_fp8_is_near_to_plain_torch(tmp_path, strategy):
+    found = run(tmp_path, "cuda", config=fsdp(strategy, mixed_precision="fp8"), save=tmp_path / "state")
+    assert found["losses"] == pytest.approx(reference("cuda"), abs=0.2)
+    rest = run(tmp_path, "cuda", config=fsdp(2, mixed_precision="bf16"), steps=0, load=tmp_path / "state")
+    assert rest["sum"] == found["sum"]
 
 
 @ON_CUDA

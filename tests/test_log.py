@@ -1,4 +1,4 @@
-"""What shardkit logs is on the screen once, whatever logging the script has set up, and from rank 0 alone."""
+"""shardkit's log messages are printed once, with any logging setup of the script, and by rank 0 only."""
 
 import os
 import subprocess

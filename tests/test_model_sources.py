@@ -146,7 +146,7 @@ def test_a_factory_is_built_in_a_child_on_the_meta_device(tmp_path, capfd):
 
 
 def test_a_factory_gives_a_module():
-    with pytest.raises(TypeError, match="time:time gives an object of type float, not a torch"):
+    with pytest.raises(TypeError, match="time:time returns an object of type float, not a torch"):
         build_factory("time:time")
 
 

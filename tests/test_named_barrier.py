@@ -1,4 +1,5 @@
-"""Issue 9, line 14: calls that only some ranks make. Who waits says for whom, early, and the user's own error stays."""
+"""Issue 9, line 14: calls that only some ranks make. A waiting rank reports early for which ones, and the user's own
+error is kept."""
 
 import logging
 import time
@@ -18,7 +19,7 @@ from tests.test_checkpoint_facade import run_of, train
 
 @contextmanager
 def hasty(lines=None, times=0.1):
-    """A part of the seconds that ranks wait otherwise; what they log goes into `lines`."""
+    """Shorter waiting times; log messages go into `lines`."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     found = named_barrier.PATIENCE_S, named_barrier.WARN_AFTER_S, named_barrier.IN_EXCEPT_S
@@ -41,7 +42,7 @@ CALLS = {
 
 
 def on_rank_0_only(project, call):
-    """What rank 0 logs and is told; then all ranks call it, and it works."""
+    """What rank 0 logs and raises; then all ranks make the call, and it works."""
     run = run_of(project / "run", checkpoint={"timeout_s": 2})
     train(run, 1)
     run[0].save_state(project / "there")

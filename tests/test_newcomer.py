@@ -180,7 +180,7 @@ def test_3_help_does_not_pile_up(folder, size):
         terminal.wait_for("Which model?")
         for _ in range(3):
             terminal.press("?")
-            terminal.wait_for("(any key goes on)")
+            terminal.wait_for("(press any key)")
             assert "Which model?" not in terminal.text
             terminal.press(" ")
             terminal.wait_for("Which model?")
@@ -218,7 +218,7 @@ def test_3_changing_the_device_in_the_review_takes_its_defaults_along(folder, ca
     assert talk_plainly(asked) == 0
     assert (saved(folder)["num_processes"], saved(folder)["mixed_precision"]) == (8, "bf16")
     shown = capsys.readouterr().out
-    assert "processes per machine is now 8: one for each GPU found here" in shown
+    assert "processes per machine is now 8: one per GPU found here" in shown
     assert "mixed precision is now bf16" in shown
 
 

@@ -115,7 +115,7 @@ def traces(folder: Path) -> list[str]:
     seen: list[str] = []
     with accelerator.profile(Says({}, lambda profiler: seen.append(str(profiler.key_averages())))):
         torch.ones(3, 3) @ torch.ones(3, 3)
-    with pytest.raises(UsageError, match=r"profile: does not say settings \(got 3\)"), accelerator.profile(3):
+    with pytest.raises(UsageError, match=r"profile: is not a settings object \(got 3\)"), accelerator.profile(3):
         pass
     with pytest.raises(UsageError, match=r"no folder for the traces \(got none\)"), Accelerator(config=DDP).profile():
         pass
@@ -146,7 +146,7 @@ def a_cell(folder: Path, fails_on: int | None = None) -> None:
 
 
 def cells(folder: Path) -> None:
-    """A notebook: a process of its own, in which one cell after another starts ranks."""
+    """A notebook: a separate process in which one cell after another starts ranks."""
     debug_launcher(a_cell, (folder,), num_processes=2)
     assert [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)] == [[2.0, "no", "cpu"]] * 2
     with pytest.raises(Exception, match="a mistake in the cell"):
@@ -165,7 +165,7 @@ def test_forked_ranks(tmp_path):
 
 
 def test_what_cannot_be_forked_is_refused(monkeypatch):
-    with pytest.raises(UsageError, match=r"nothing else \(got num_nodes=2\); use `shardkit launch`"):
+    with pytest.raises(UsageError, match=r"on this machine \(got num_nodes=2\); use `shardkit launch`"):
         notebook_launcher(a_cell, num_nodes=2, master_addr="127.0.0.1")
     with pytest.raises(UsageError, match=r"num_processes=\.\.\.\): must be 1 or more \(got -1\)"):
         debug_launcher(a_cell, num_processes=-1)
@@ -189,6 +189,6 @@ def test_a_second_accelerator_asks_for_what_the_process_has(tmp_path, alone):
     other = whole | {"shardkit": {"launch": {"process_group_timeout_s": 77}}}
     with pytest.raises(ConfigError) as caught:
         Accelerator(config=other)
-    assert "process_group_timeout_s: 77.0 here, but 1800.0 for the process group that is up" in str(caught.value)
+    assert "process_group_timeout_s: 77.0 here, but 1800.0 for the existing process group" in str(caught.value)
     dist.destroy_process_group()
     Accelerator(config=other)

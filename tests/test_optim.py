@@ -101,7 +101,7 @@ def test_an_optimizer_built_before_goes_on(ranks, warm, tied, strategy, world):
 
 
 class RowMeans(torch.optim.SGD):
-    """An optimizer of somebody's own, with state of another shape than its parameters."""
+    """A custom optimizer whose state has a different shape than its parameters."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -124,7 +124,9 @@ def shaped_otherwise() -> str:
 
 def test_state_of_another_shape_is_refused(ranks):
     text = ranks.run(2, shaped_otherwise)[0]
-    assert text.startswith("optimizer: RowMeans keeps 'row_var' of embed.weight in another shape than the parameter")
+    assert text.startswith(
+        "optimizer: RowMeans keeps 'row_var' of embed.weight in a shape that differs from the parameter's"
+    )
     assert "build the optimizer after prepare" in text
 
 

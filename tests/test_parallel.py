@@ -16,7 +16,7 @@ from shardkit.config.meaning import MeshSizes, mesh_sizes
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
-from shardkit.errors import ConfigError, ModelError
+from shardkit.errors import ConfigError, MachineError, ModelError
 from shardkit.sharding import fsdp_unit
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.activation import checkpoint_blocks
@@ -123,7 +123,7 @@ def test_hybrid_sizes():
     assert mesh_sizes(config_for(8, 4, shardkit={"mesh": {"shard_size": 2}}), 8, 8) == MeshSizes(4, 2)
     assert mesh_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 8}}), 8, 8) == MeshSizes(8, 1)
     assert mesh_sizes(config_for(8, 1), 8, 4) == MeshSizes(1, 8) and mesh_sizes(config_for(8, 3), 8, 4).replicate == 8
-    with pytest.raises(ConfigError, match=r"3 copies x 2 ranks are not the number of ranks \(got 8\)"):
+    with pytest.raises(ConfigError, match=r"3 replicas x 2 ranks is not the world size \(got 8\)"):
         mesh_sizes(config_for(8, 4, shardkit={"mesh": {"replicate_size": 3, "shard_size": 2}}), 8, 8)
 
 
@@ -263,7 +263,7 @@ def test_ignored_modules_are_a_regular_expression():
     cut = units_of(models.Gpt(), FsdpConfig(ignored_modules=r"blocks\.0|norm"))
     assert set(cut.ignored) == {"blocks.0", "norm"}
     assert "norm.bias" in cut.replicated and "blocks.0" not in [unit.fqn for unit in cut.units]
-    with pytest.raises(ModelError, match=r"no module name matches in full \(got 'block'\)"):
+    with pytest.raises(ModelError, match=r"no module name fully matches \(got 'block'\)"):
         units_of(models.Gpt(), FsdpConfig(ignored_modules="block"))
     with pytest.raises(ModelError, match=r"not a regular expression \(got '\['"):
         units_of(models.Gpt(), FsdpConfig(ignored_modules="["))
@@ -296,7 +296,7 @@ def test_what_cannot_be_parallelized_is_said_in_words(ranks):
     assert twice == "model: it is parallel already (got a FSDPGpt in it); give the bare model, and only once."
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
     assert sparse == "model: 0 makes sparse gradients, which FSDP cannot reduce; build it with sparse=False."
-    assert "ModuleList only holds modules and has no forward of its own, so it cannot be a unit" in container
+    assert "ModuleList is a container without a forward, so it cannot be a unit" in container
 
 
 @pytest.mark.requirement("A2")
@@ -431,7 +431,7 @@ def test_frozen_and_trained_parameters_share_a_unit(ranks):
 
 
 class OneOfTwo(nn.Module):
-    """Each rank uses a branch of its own."""
+    """Each rank uses a different branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -674,6 +674,15 @@ def memory_is_given_back() -> int:
 
 def test_nothing_keeps_the_whole_parameters(ranks):
     assert ranks.run(2, memory_is_given_back) == [0, 0]
+
+
+def test_a_torch_without_all_of_fsdp2_is_refused():
+    for version in ("2.11.0", "2.13.0+cpu", "2.15.0a0+git1234"):
+        engine.refuse_old(version)
+    with pytest.raises(
+        MachineError, match=r"FSDP: needs torch 2\.11 or newer \(got 2\.9\.0\+cu128, which is enough for"
+    ):
+        engine.refuse_old("2.9.0+cu128")
 
 
 def test_a_torch_that_nobody_has_tried_is_said_once(caplog):

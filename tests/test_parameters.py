@@ -26,7 +26,7 @@ def batch() -> torch.Tensor:
 
 
 def refusal(function: Any) -> str:
-    """What an error says; empty where there is none."""
+    """The text of the error; empty if there is none."""
     try:
         function()
     except (UsageError, ModelError) as error:
@@ -83,7 +83,7 @@ def test_hooks_that_would_see_one_ranks_gradient_are_refused(ranks):
 
 
 def used_before(strategy: int) -> list[str]:
-    """What each use of a parameter that was taken before prepare says."""
+    """The error of each use of a parameter that was taken before prepare."""
     accelerator, model = accelerator_for(strategy), Net()
     before = list(model.parameters())
     accelerator.prepare(model)
@@ -129,7 +129,7 @@ def added_after(strategy: int) -> str:
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_modules_put_into_a_prepared_model_are_refused(ranks, strategy):
     for text in ranks.run(2, added_after, strategy):
-        assert "trains parameters that came into the model after it was prepared" in text
+        assert "trains parameters that were added to the model after it was prepared" in text
         assert "head.weight" in text
 
 
@@ -183,7 +183,7 @@ def test_assigning_data_sets_the_values(ranks):
 
 
 def copied_modules() -> tuple[bool, bool]:
-    """A copy of an inner module is a module of its own: it does not enter the unit that it was copied from."""
+    """A copy of an inner module is a separate module: it does not use the unit that it was copied from."""
     accelerator, model = accelerator_for(1), Net()
     model = accelerator.prepare(model)
     twin = copy.deepcopy(model.head)

@@ -69,8 +69,8 @@ def test_5_a_conversion_changes_no_meaning_silently():
 def test_6_what_can_fail_is_checked_before_anything_is_lost(capsys):
     assert run(["config", "--defaults", "-o", "missing/shardkit.yaml"]) == 2
     assert "there is no folder missing; make it" in capsys.readouterr().err
-    assert run(["config", "--defaults", "--set", "mixed_precision=fp8"]) == 2
-    assert "fp8 is not supported; use mixed_precision: bf16" in capsys.readouterr().err
+    assert run(["config", "--defaults", "--set", "mixed_precision=fp8", "--set", "use_cpu=true"]) == 2
+    assert "fp8 needs a GPU (got a run on the CPU); write bf16." in capsys.readouterr().err
 
 
 def test_7_what_people_type_is_understood():
@@ -121,7 +121,7 @@ def test_12_words_of_yaml_and_empty_files():
 
 def test_13_a_tab_is_told_in_one_line_with_its_place():
     text = refused("distributed_type: FSDP\nfsdp_config:\n\tfsdp_version: 2\n")
-    assert text == "shardkit.yaml:3:1: a tab stands where blanks belong; indent with blanks."
+    assert text == "shardkit.yaml:3:1: indented with a tab; indent with spaces."
 
 
 def test_16_without_a_file_it_needs_no_warnings():

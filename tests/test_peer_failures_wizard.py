@@ -89,7 +89,7 @@ def test_7_numbers_are_understood_as_they_are_printed(folder, typed):
         (["", ""], "9", "more than the GPUs of this machine (got 9); give 1 to 8"),
         (["", "several", "2"], "node-a:99999", "port out of range (got 99999); give 1 to 65535."),
         (["", "several", "2"], ":29500", "not an address (got ':29500'); give a name or IP"),
-        (["", "several", "2", "node-a"], "bogus", "not among the choices (got 'bogus'); give 1 to 4"),
+        (["", "several", "2", "node-a"], "bogus", "not among the choices (got 'bogus'); enter 1 to 4"),
     ],
 )
 def test_7_wrong_answers_are_told_at_once_in_words(folder, capsys, asked, wrong, message):

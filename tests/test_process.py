@@ -1,5 +1,7 @@
 """Who a process is, which device it has, and the world that was asked for."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,8 +82,9 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
     assert not dist.is_initialized()
 
 
-def test_a_tpu_is_refused_in_words():
-    with pytest.raises(MachineError, match=r"the Accelerator trains on CPU and CUDA \(got XLA\)"):
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+def test_a_tpu_without_torch_xla_is_refused_in_words():
+    with pytest.raises(MachineError, match=r"needs the package torch_xla, which is not installed; pip install"):
         process.check_world(Config(distributed_type=DistributedType.XLA), {})
 
 

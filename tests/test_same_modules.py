@@ -50,7 +50,7 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, number: int, goes
 
 
 def different_branches(strategy: int, first: int) -> tuple[int, str]:
-    """The step in which ranks that take different branches from step `first` on are told, and what they are told."""
+    """The step in which ranks that take different branches from step `first` on get an error, and the error."""
     accelerator = Accelerator(config=config(strategy))
     torch.manual_seed(0)
     model = Branches(inside=True)
@@ -107,7 +107,7 @@ def test_different_branches_in_a_later_step_are_noticed_soon(ranks):
     one, other = ranks.run(2, later_branches)
     assert one == other
     assert one[0] >= 10
-    assert "weights are wrong since then, so go back to a checkpoint from before" in one[1]
+    assert "weights are wrong since then, so go back to an earlier checkpoint" in one[1]
 
 
 def allowed(strategy: int) -> tuple[list[float], dict[str, Any]]:
@@ -165,4 +165,4 @@ def first_step_without_gradients() -> list[str]:
 def test_a_first_step_without_any_gradient_is_told_once(ranks):
     for texts in ranks.run(2, first_step_without_gradients):
         assert len(texts) == 1
-        assert texts[0].startswith("optimizer: no gradient has arrived in the first step of SGD (6 parameters)")
+        assert texts[0].startswith("optimizer: no parameter had a gradient in the first step of SGD (6 parameters)")

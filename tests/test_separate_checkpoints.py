@@ -195,7 +195,7 @@ def test_what_cannot_be_prepared_is_refused_in_words(ranks):
             "prepare: argument 3 is neither model, optimizer, data loader nor scheduler (got str); leave it out.",
         ]
         assert strangers.startswith("prepare: SGD trains parameters of no prepared model (got 10 of 10")
-        assert stale.startswith("clip: these are no parameters of a prepared model (got 10, taken before prepare?)")
+        assert stale.startswith("clip: not parameters of a prepared model (got 10, perhaps from before prepare)")
         assert "no state_dict and load_state_dict (got object)" in registered
 
 
@@ -489,7 +489,7 @@ def test_a_config_object_passes_the_checks_that_a_file_passes():
     with pytest.raises(ConfigError) as caught:
         Accelerator(config=wrong)
     text = str(caught.value)
-    assert "Accelerator(config=...): fsdp.offload_params: needs a strategy that shards (got NO_SHARD)" in text
+    assert "Accelerator(config=...): fsdp.offload_params: needs a sharding strategy (got NO_SHARD)" in text
     assert "fsdp.ignored_modules: is not a regular expression" in text and "num_processes: is fewer than one" in text
 
 
@@ -513,8 +513,8 @@ def test_another_world_than_the_configured_one_is_an_error(ranks):
     for message, code in ranks.run(2, other_world):
         assert code == 2
         assert message.startswith(
-            "Accelerator(config=...): num_processes: 3 asked for (got 2 launched); start as many ranks as the "
-            "configuration says, or change it: shardkit launch --num-processes 2 "
+            "Accelerator(config=...): num_processes: 3 requested (got 2 launched); launch the configured "
+            "number of ranks, or change it: shardkit launch --num-processes 2 "
         )
         assert message.endswith(".py")
 
@@ -541,9 +541,9 @@ def test_code_replaces_the_file_and_the_table_says_so(tmp_path, capsys):
     assert any(line.strip() == "Accelerator(mixed_precision=...): mixed_precision no" for line in lines)
     assert any(f"{path}:" in line for line in lines) and any("use_cpu True (line 2)" in line for line in lines)
     assert "mixed_precision: no from Accelerator(mixed_precision=...) replaces bf16 from" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"unknown precision \(got 'fp8'\); use no, fp16 or bf16"):
-        Accelerator(mixed_precision="fp8", config=path)
-    with pytest.raises(ConfigError, match=r"must be a whole number from 1 on \(got 0\)"):
+    with pytest.raises(ConfigError, match=r"unknown precision \(got 'fp4'\); use no, fp16, bf16, fp8"):
+        Accelerator(mixed_precision="fp4", config=path)
+    with pytest.raises(ConfigError, match=r"must be an integer of at least 1 \(got 0\)"):
         accelerator.gradient_accumulation_steps = 0
 
 
@@ -552,7 +552,7 @@ def test_a_script_started_by_hand_is_one_process_and_says_so(tmp_path, capsys):
     path.write_text("distributed_type: MULTI_CPU\nnum_processes: 4\n")
     accelerator = Accelerator(config=path)
     assert accelerator.num_processes == 1 and accelerator.distributed_type is DistributedType.NO
-    assert "num_processes: 4 asked for, but this script was started by hand: one process" in capsys.readouterr().err
+    assert "num_processes: 4 requested, but this script was started without a launcher" in capsys.readouterr().err
 
 
 def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():
@@ -560,7 +560,9 @@ def test_what_accelerate_takes_and_shardkit_does_not_is_refused_in_words():
         Accelerator(deepspeed_plugin=1, mixed_precison="no", fsdp_plugin=None)
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("Accelerator(deepspeed_plugin=...): not taken (got 1); shardkit does not run DeepSpeed")
+    assert lines[0].startswith(
+        "Accelerator(deepspeed_plugin=...): not supported (got 1); shardkit does not run DeepSpeed"
+    )
     assert lines[1].endswith("unknown argument (got 'no'); did you mean mixed_precision?")
     accelerator = Accelerator(config=Config(distributed_type=DistributedType.NO, use_cpu=True), device_placement=True)
     with pytest.raises(AttributeError, match="lomo_backward is not part of shardkit; LOMO is not supported"):
@@ -657,7 +659,9 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
     warnings = []
     steps = set()
     for message, code, step, scheduled, heard in ranks.run(2, told_to_stop, str(path)):
-        assert message.startswith(f"launch: told to stop after step {step}; nothing was saved, because the script")
+        assert message.startswith(
+            f"launch: stopped by a signal after step {step}; nothing was saved, because the script"
+        )
         assert (code, scheduled) == (75, step)
         steps.add(step)
         warnings += heard
@@ -682,5 +686,5 @@ def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, s
         if step in (1, saved_at) and saved_at:
             accelerator.save_state(blocking=False)
     accelerator.end_training()
-    told = "the run ends at step 3, and the newest it has saved is step 2" in capsys.readouterr().err
+    told = "the run ends at step 3, but its newest checkpoint is of step 2" in capsys.readouterr().err
     assert told == is_told

@@ -89,7 +89,9 @@ def test_the_checks_are_those_of_the_file():
     assert "shardkit.precision.growth_factor: is too small (got '0.5'); write more than 1." in text
     assert "shardkit.profile.wait: is part of a schedule, which records no step (got active 0)" in text
     assert "shardkit.profile.activities: is not cpu or cuda (got 'tpu')" in text
-    with pytest.raises(ConfigError, match=r"comm_hook: is not supported .*; torch's own fails in its first step; use"):
+    with pytest.raises(
+        ConfigError, match=r"comm_hook: is not supported .*; torch's implementation fails in its first step; use"
+    ):
         accelerator(kwargs_handlers=[Says(shardkit__ddp__comm_hook="batched_power_sgd")])
     with pytest.raises(ConfigError, match=r"comm_wrapper: is the dtype of power_sgd"):
         accelerator(kwargs_handlers=[Says(shardkit__ddp__comm_wrapper="bf16")])
@@ -108,7 +110,7 @@ def test_an_object_that_says_nothing_is_refused_in_words():
         "shardkit.compat.FullyShardedDataParallelPlugin, or write its settings into shardkit.yaml under fsdp_config."
     )
     assert "use shardkit.compat.ProfileKwargs" in lines[1]
-    assert "does not say settings (got 1)" in lines[2] and "shardkit_settings() -> {name: value}" in lines[2]
+    assert "is not a settings object (got 1)" in lines[2] and "shardkit_settings() -> {name: value}" in lines[2]
     assert "the class Says" in lines[3]
     with pytest.raises(ConfigError, match=r"use shardkit\.compat\.ProjectConfiguration"):
         accelerator(project_config=Theirs(project_dir="runs"))
@@ -119,7 +121,7 @@ def test_an_object_that_says_nothing_is_refused_in_words():
         def shardkit_settings(self) -> list[str]:
             return []
 
-    with pytest.raises(ConfigError, match="must give a dict of settings by name"):
+    with pytest.raises(ConfigError, match="must return a dict of settings by name"):
         accelerator(kwargs_handlers=[Wrong()])
 
 

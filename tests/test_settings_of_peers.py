@@ -1,4 +1,4 @@
-"""A script with our Accelerator that `accelerate launch` starts: what that was told is not lost silently."""
+"""A script with our Accelerator started by `accelerate launch`: settings of the latter are not lost silently."""
 
 import pytest
 
@@ -30,9 +30,9 @@ def warned(monkeypatch, tmp_path, caplog):
 
 
 def test_what_it_was_told_and_what_does_not_run_is_said(warned):
-    assert "accelerate launch was told mixed_precision bf16, 4 micro-batches, FSDP settings, which" in warned(TOLD)
+    assert "accelerate launch was given mixed_precision bf16, 4 micro-batches, FSDP settings, which" in warned(TOLD)
     text = warned({"ACCELERATE_MIXED_PRECISION": "bf16"})
-    assert "accelerate launch was told mixed_precision bf16, which is not read here; start with `shardkit la" in text
+    assert "accelerate launch was given mixed_precision bf16, which is not read here; start with `shardkit la" in text
 
 
 def test_what_runs_anyway_is_not_spoken_of(warned):

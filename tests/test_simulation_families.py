@@ -184,7 +184,7 @@ def test_a_family_that_the_closed_form_does_not_know_is_a_lower_bound():
     import transformers
 
     gaps = activation_gaps(transformers.T5Config(dropout_rate=0.1))
-    assert gaps[0] == "what blocks of t5 keep beside those of a plain Transformer"
+    assert gaps[0] == "what blocks of t5 save in addition to those of a plain Transformer"
     assert "dropout masks and scores (dropout_rate)" in gaps
     assert activation_gaps(transformers.LlamaConfig()) == ()
     assert activation_gaps(transformers.LlamaConfig(attention_dropout=0.1)) == (

@@ -21,7 +21,7 @@ FSDP = {"distributed_type": "FSDP", "use_cpu": True}
 
 
 class Script:
-    """A trained model, a frozen one beside it, an average of the weights, and a hook of each kind."""
+    """A trained and a frozen model, an average of the weights, and a hook of each kind."""
 
     def __init__(self, config: dict[str, Any], pops: bool = True) -> None:
         torch.manual_seed(3)

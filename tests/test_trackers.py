@@ -108,7 +108,7 @@ def in_own_world(function: Callable, *args: Any) -> Any:
 
 
 def trained(folder: Path, steps: int, resumes: bool, log_with: str = "csv") -> None:
-    """Steps of training, with a checkpoint at step 2; or a run that goes on from it."""
+    """Steps of training, with a checkpoint at step 2; or a run that resumes from it."""
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(config=ALONE, project_config=project, log_with=log_with)
     model, optimizer, _, _ = parts(4, 2)
@@ -164,7 +164,7 @@ def test_what_cannot_be_tracked_is_said(tmp_path):
         Accelerator(config=ALONE, log_with=["csv", "tensorbord", "aim", Mine, 3])
     assert str(caught.value).splitlines() == [
         "Accelerator(log_with=...): unknown tracker (got tensorbord); did you mean tensorboard?",
-        "Accelerator(log_with=...): aim is not supported; derive a class from shardkit.Tracker, and give an object.",
+        "Accelerator(log_with=...): aim is not supported; subclass shardkit.Tracker, and pass an object.",
         f"Accelerator(log_with=...): unknown tracker (got the class Mine); {ALL}",
         f"Accelerator(log_with=...): unknown tracker (got a int); {ALL}",
     ]

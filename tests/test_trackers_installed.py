@@ -1,4 +1,4 @@
-"""Trackers of other packages, each where it is installed: a run, and one that goes on from its checkpoint."""
+"""Trackers of installed packages: a run, and one that resumes from its checkpoint."""
 
 import json
 import os

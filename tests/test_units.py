@@ -46,7 +46,10 @@ def test_where_nothing_repeats_size_decides_and_that_is_said():
     assert select_units(model, FsdpConfig()) == []
     assert select_units(model, FsdpConfig(min_num_params=100)) == ["a"]
     said = missing_blocks(model, FsdpConfig(min_num_params=100))
-    assert "no block class repeats in the model (Model), so it is cut by size: units of at least 100 parameters" in said
+    assert (
+        "no block class repeats in the model (Model), so it is wrapped by size: units of at least 100 parameters"
+        in said
+    )
     for settled in ({"auto_wrap_policy": "NO_WRAP"}, {"transformer_layer_cls_to_wrap": "Linear"}):
         assert missing_blocks(model, FsdpConfig(**settled)) is None
     assert missing_blocks(transformer(), FsdpConfig()) is None

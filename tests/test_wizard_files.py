@@ -1,4 +1,4 @@
-"""Every file that the wizard can write loads, says the same again, and is valid: sampled over all answers."""
+"""Every file that the wizard can write loads, round-trips, and is valid: sampled over all answers."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -133,7 +133,7 @@ TEXTS |= {path.stem: path.read_text() for path in sorted(SHIPPED)}
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
 def test_enter_all_the_way_through_an_existing_file_changes_nothing(text):
-    """On whatever machine it is opened: what the user wrote is a possible answer to every question."""
+    """On any machine, the values of an opened file are possible answers to all questions."""
     config = files.read_text(text).config
     for hardware in (CPU_ONLY, EIGHT_GPUS, OLD_GPUS):
         base = Situation(hardware, base=config, has_base=True)

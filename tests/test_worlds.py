@@ -110,16 +110,16 @@ def test_who_is_alone_is_left_alone(variables):
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"WORLD_SIZE": "8"}, r"RANK is a number below WORLD_SIZE \(got RANK=None, WORLD_SIZE='8'\)"),
+        ({"WORLD_SIZE": "8"}, r"RANK must be a number below WORLD_SIZE \(got RANK=None, WORLD_SIZE='8'\)"),
         ({"RANK": "8", "WORLD_SIZE": "8"}, r"got RANK='8', WORLD_SIZE='8'"),
         ({"RANK": "a", "WORLD_SIZE": "8"}, r"got RANK='a'"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "9"}, "srun started this process as one of several"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "its place does not follow"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, r"does not say on which machine rank 0 is \(got 4 ranks"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "its variables are incomplete"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, r"does not provide the machine of rank 0 \(got 4 ranks"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID=None"),
-        (TRAIN_JOB, "Kubernetes says that the job has 2 machines with 8 ranks each; start it with `shardkit launch`"),
-        (SKY, "SkyPilot says that the job has 2 machines with 4 ranks each"),
-        (SAGEMAKER, "SageMaker says that the job has 2 machines with 8 ranks each"),
+        (TRAIN_JOB, "Kubernetes reports a job of 2 machines with 8 ranks each; start it with `shardkit launch`"),
+        (SKY, "SkyPilot reports a job of 2 machines with 4 ranks each"),
+        (SAGEMAKER, "SageMaker reports a job of 2 machines with 8 ranks each"),
         ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, "with SM_CURRENT_HOST among them"),
         ({**PYTORCH_JOB, "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, "this pod should have 8 ranks"),
         ({**PODS, "JOB_COMPLETION_INDEX": "0"}, "NNODES: how many pods has the job?"),
@@ -174,7 +174,7 @@ def test_tasks_make_their_world_or_refuse():
     *both, (code, refused) = outputs_of(*places, TRAIN_JOB)
     for rank, (ended, said) in enumerate(both):
         assert ended == 0 and f"rank {rank} of 2, sum 3" in said, said
-    assert code != 0 and "ConfigError: launch: this process is alone, but Kubernetes says" in refused, refused
+    assert code != 0 and "ConfigError: launch: this is a single process, but Kubernetes reports" in refused, refused
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_a_process_on_a_later_host_is_no_script_of_the_job(tmp_path: Path, job, 
     """blaunch and pbsdsh say nothing of ranks; the job's own script runs on the first host, and may be alone."""
     variables = {job: "17", file: str(tmp_path / "hosts")}
     (tmp_path / "hosts").write_text(f"first\n{socket.gethostname()}\n")
-    with pytest.raises(ConfigError, match=f"{name} says that the job has 2 machines"):
+    with pytest.raises(ConfigError, match=f"{name} reports a job of 2 machines"):
         world_of(variables)
     (tmp_path / "hosts").write_text(f"{socket.gethostname()}\nsecond\n")
     assert world_of(variables) is None

@@ -65,7 +65,7 @@ class Screen:
         return True
 
     def _answer_queries(self, data: bytes) -> None:
-        """A terminal says where its cursor is when it is asked."""
+        """A terminal reports its cursor position on request."""
         for _ in range(data.count(b"\x1b[6n")):
             self.child.send(f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R")
 

@@ -41,7 +41,7 @@ def talk_plainly(lines: list[str], hardware: Hardware = EIGHT_GPUS, **options) -
 
 
 def project(folder: Path, monkeypatch) -> Path:
-    """An empty project, with a state folder of its own, that becomes the current folder."""
+    """An empty project with a separate state folder, as the current folder."""
     (folder / "project").mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.checkpoint import disk, layout, tensors
 from shardkit.checkpoint.layout import Box, Stored, TensorEntry
 from shardkit.checkpoint.verify import Files, Piece
-from shardkit.distributed import accelerators
+from shardkit.distributed import accelerators, xla
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.errors import CheckpointCorrupted
 
@@ -67,6 +67,10 @@ class Saved:
         """The tensor, sharded as `like` where that is sharded and has its shape; else whole, on the device (CPU)."""
         entry = self.entry(section, name)
         dtype = tensors.TORCH_DTYPES[entry.dtype]
+        if device is not None and device.type == "xla":
+            host = torch.empty(entry.shape, dtype=dtype)
+            self.fill(section, name, host)
+            return xla.like(host, like)
         if isinstance(like, DTensor) and tuple(like.shape) == entry.shape and self._own_stored(section, name) is None:
             found = _empty_like(like, dtype)
         else:
@@ -76,6 +80,11 @@ class Saved:
 
     def fill(self, section: str, name: str, tensor: torch.Tensor) -> None:
         """Read what this rank holds of the tensor into it, in place. Its shape and dtype are those that were saved."""
+        if xla.is_xla(tensor):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.fill(section, name, host)
+            xla.replace_(tensor, host)
+            return
         into, box = local_part(tensor), tensors.held_box(tensor)
         with torch.no_grad():
             for piece in self._pieces(section, name, box):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardkit.checkpoint import optimizers, tensors, values
 from shardkit.checkpoint.layout import Index, Kind, Mesh
-from shardkit.distributed import random_state
+from shardkit.distributed import random_state, xla
 from shardkit.distributed.tensors import clean_name, unwrapped
 from shardkit.errors import CheckpointError
 
@@ -95,13 +95,15 @@ def is_changed_by_steps_only(section: str, name: str) -> bool:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by fqn, sharing memory; sharded ones as DTensors."""
-    found = {}
+    """Parameters and persistent buffers by fqn, sharing memory; sharded ones as DTensors, on XLA devices themselves:
+    what is put into an alias there does not reach them."""
+    found: dict[str, torch.Tensor] = {}
+    is_xla = xla.is_started()
     # state_dict() first brings FSDP parameters back to their shards, whatever state the step left them in.
-    for name, value in unwrapped(model).state_dict().items():
+    for name, value in unwrapped(model).state_dict(keep_vars=is_xla).items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{name}: extra state of a {type(value).__name__} cannot be saved; return tensors.")
-        found[clean_name(name)] = value.detach() if value.requires_grad else value
+        found[clean_name(name)] = value.detach() if value.requires_grad and not is_xla else value
     return found
 
 

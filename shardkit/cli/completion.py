@@ -68,7 +68,7 @@ def _values() -> dict[str, list[str]]:
         "--set": [f"{key.name}=" for key in all_keys().values()],
         "--template": templates.names(),
         "--strategy": [strategy.value for strategy in ShardingStrategy],
-        "--mixed-precision": ["no", "fp16", "bf16"],
+        "--mixed-precision": ["no", "fp16", "bf16", "fp8", "mxfp8"],
         "--device": list(DEVICES),
         "--find": ["max-batch", "min-gpus", "strategy"],
         "--to": ["accelerate"],

@@ -41,7 +41,7 @@ def launch(
     main: Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")] = False,
     mixed_precision: Annotated[
-        str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16 or bf16.")
+        str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16, bf16, fp8 or mxfp8.")
     ] = None,
     fsdp: Annotated[
         str | None, typer.Option("--fsdp", help='Strategy and options in the Trainer\'s words: "full shard auto_wrap".')
@@ -205,9 +205,12 @@ def start(
     import json
 
     from shardkit import env
-    from shardkit.launch import elastic, spec
+    from shardkit.launch import elastic, preflight, spec
 
     loaded, machine = checked(command, is_module, path, settings, problems, force, more_variables or {})
+    if preflight.is_on_pod(loaded.config):
+        start_on_pod(loaded, command, is_module, settings, dry_run, as_json)
+        return
     launched = spec.launch_spec(
         loaded.config,
         command[0],
@@ -231,6 +234,28 @@ def start(
         from shardkit.cli.plan import beside_the_plan
 
         typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
+
+
+def start_on_pod(
+    loaded: Any, command: list[str], is_module: bool, settings: dict[str, str], dry_run: bool, as_json: bool
+) -> None:
+    """The launch on every machine of a TPU pod, or what would be started there."""
+    import json
+    import shlex
+
+    from shardkit.launch import pod
+
+    shared = ["--config", str(loaded.path)] if loaded.path else []
+    for name, value in settings.items():
+        if name not in ("machine_rank", "tpu_use_cluster"):
+            shared += ["--set", f"{name}={value}"]
+    lines = pod.commands(loaded.config, [*shared, *(["-m"] if is_module else []), *command], Path.cwd())
+    if not dry_run:
+        pod.run(lines)
+    elif as_json:
+        print(json.dumps({"commands": lines}, indent=2))
+    else:
+        print("\n".join([*(shlex.join(line) for line in lines), "Nothing was started (--dry-run)."]))
 
 
 def _other_file() -> str | None:

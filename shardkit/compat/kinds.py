@@ -81,7 +81,7 @@ class DynamoBackend(str, Enum):
 
 
 class PrecisionType(Kind):
-    """Compute dtypes; fp8 does not run here."""
+    """Compute dtypes; fp8 is torchao's."""
 
     NO = "no"
     FP8 = "fp8"

@@ -28,7 +28,7 @@ MEMBERS: dict[str, str] = {
     "is_main_process": _SAME,
     "is_local_main_process": _SAME,
     "is_last_process": _SAME,
-    "mixed_precision": "no, fp16 or bf16; fp8 is refused",
+    "mixed_precision": "no, fp16, bf16, or fp8 with torchao",
     "is_fsdp2": "whether FSDP runs: it is version 2, whatever the file was written for",
     "is_composable_parallelism_enabled": "as is_fsdp2",
     "parallelism_config": "as it was given: replicate and shard sizes; other axes are refused",
@@ -93,7 +93,7 @@ MEMBERS: dict[str, str] = {
     "skip_first_batches": "counts from the start of the epoch, also after load_state",
     "verify_device_map": _SAME,
     "lomo_backward": "refused: LOMO does not run here; use backward",
-    "fp8_backend": "always None: fp8 does not run here",
+    "fp8_backend": "AO under fp8, else None: Transformer Engine and MS-AMP are not run",
 }
 
 ARGUMENTS: dict[str, str] = {

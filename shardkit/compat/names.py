@@ -168,11 +168,11 @@ _DISPATCH = (
 )
 _DEEPSPEED = "shardkit does not run DeepSpeed; ZeRO 2 is SHARD_GRAD_OP and ZeRO 3 is FULL_SHARD under fsdp_config"
 _MEGATRON = "shardkit does not run Megatron-LM; use FSDP"
-_FP8 = "shardkit does not train in fp8; use mixed_precision bf16"
+_FP8 = "shardkit converts models itself, with torchao; use mixed_precision fp8"
 _BNB = "shardkit quantizes nothing; load the model quantized by Transformers, and train adapters"
 _AXES = "shardkit splits neither tensors inside a layer nor sequences; use replicate and shard sizes"
 _LAUNCHED = "shardkit launch starts ranks, and says how"
-_TPU = "shardkit does not run on this kind of device; use CUDA, ROCm or the CPU"
+_TPU = "shardkit installs nothing; pip install 'shardkit[tpu]' in an environment of its own"
 _WRITTEN = "shardkit config writes a configuration file"
 _TRACKERS = "use jsonl, csv, tensorboard, wandb, mlflow or trackio, or a class of the script's own"
 _COMPILE = "set shardkit.compile: true, which compiles each unit"

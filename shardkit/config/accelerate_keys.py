@@ -1,6 +1,6 @@
-"""Keys of Accelerate's files that are not ours: translated where we do the same, refused in words where we do not.
+"""Keys of Accelerate's files that shardkit does not have: translated where there is an equivalent, else refused.
 
-Empty values and Accelerate's own defaults are fine everywhere: its wizard writes them for what was never asked for.
+Empty values and Accelerate's defaults are always accepted: its wizard writes them for unused features.
 """
 
 import shlex
@@ -15,7 +15,7 @@ from shardkit.config.schema import read_bool
 
 @dataclass
 class Translation:
-    """What a foreign key becomes: settings of ours, remarks, and what cannot be done."""
+    """The translation of a foreign key: shardkit settings, notes, and problems."""
 
     settings: dict[Path, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -25,7 +25,6 @@ class Translation:
 INSTEAD = {
     "deepspeed_config": "DeepSpeed is not run here; use fsdp_config (ZeRO 2 is SHARD_GRAD_OP, ZeRO 3 is FULL_SHARD)",
     "megatron_lm_config": "Megatron-LM is not run here; use fsdp_config",
-    "fp8_config": "fp8 is not supported; use mixed_precision: bf16",
     "mpirun_config": "MPI is not used here; start several CPU processes with `shardkit launch --cpu -n 2 SCRIPT.py`",
     "ipex_config": "Intel's extension is not used here; plain torch has bf16 on the CPU: mixed_precision: bf16",
 }
@@ -35,7 +34,7 @@ _SAGEMAKER += ["sagemaker_metrics_file", "additional_args"]
 INSTEAD |= dict.fromkeys(_SAGEMAKER, "SageMaker jobs are not started here; run shardkit launch on the machine itself")
 _OFFLOADED_CHECKPOINTS = "moving recomputed activations to the CPU is not supported; leave it false"
 
-# Values, not keys, that belong to things we do not do: what the message says in place of the list of choices.
+# Values of unsupported features: the message says this in place of the list of choices.
 REFUSED_VALUES: dict[Path, dict[str, str]] = {
     ("distributed_type",): {
         "DEEPSPEED": INSTEAD["deepspeed_config"],
@@ -48,32 +47,31 @@ REFUSED_VALUES: dict[Path, dict[str, str]] = {
     ),
     ("shardkit", "ddp", "comm_hook"): dict.fromkeys(
         ("batched_power_sgd", "batched-power-sgd", "batched_powersgd"),
-        "torch's own fails in its first step; use power_sgd",
+        "torch's implementation fails in its first step; use power_sgd",
     ),
     ("compute_environment",): {"AMAZON_SAGEMAKER": INSTEAD["region"]},
-    ("mixed_precision",): {"fp8": INSTEAD["fp8_config"]},
     ("fsdp", "state_dict_type"): {
         "LOCAL_STATE_DICT": "it only loads on the same number of ranks; use SHARDED_STATE_DICT, which loads on any"
     },
 }
 
 
-# What tells a NeMo model configuration from ours.
+# Keys that identify a NeMo model configuration.
 NEMO_KEYS = {"megatron_amp_O2", "fsdp_grad_reduce_dtype", "fsdp_sharded_checkpoint"}
 
 
 def is_foreign(section: Path, key: str) -> bool:
-    """Whether a key is known, but not one of ours."""
+    """Whether a key is known, but not a shardkit key."""
     return key in _TRANSLATIONS.get(section, {})
 
 
 def translate(section: Path, key: str, value: Any) -> Translation:
-    """What a foreign key with this value means for us."""
+    """The translation of a foreign key with this value."""
     return _TRANSLATIONS[section][key](key, value)
 
 
 def hint(section: Path, key: str, file: str) -> str | None:
-    """What to say about keys of a file that belong somewhere else."""
+    """The advice for keys that belong somewhere else."""
     if section == () and key in {"lr", "learning_rate", "batch_size", "epochs"}:
         return "it belongs in your training script."
     if section == () and key in NEMO_KEYS:
@@ -82,7 +80,8 @@ def hint(section: Path, key: str, file: str) -> str | None:
 
 
 def _is_empty(value: Any) -> bool:
-    """Nothing, or what Accelerate's wizard writes for no: empty text or block, none, no, 1 of a size."""
+    """Whether the value is empty, or what Accelerate's wizard writes for "not used": empty text or block, none, no,
+    0."""
     if isinstance(value, Mapping):
         return all(_is_empty(inner) for inner in value.values())
     if isinstance(value, list):
@@ -97,7 +96,7 @@ def _refuse(key: str, value: Any) -> Translation:
 
 
 def _refusal(text: str, value: Any) -> str:
-    """`what; what to do` with the value between them."""
+    """`what; what to do` with the value inserted."""
     what, _, instead = text.partition("; ")
     return f"{what} (got {shortened(value)}); {instead}."
 
@@ -107,13 +106,28 @@ def _refuse_offloaded_checkpoints(key: str, value: Any) -> Translation:
 
 
 def _mpirun(key: str, value: Any) -> Translation:
-    """Accelerate writes `mpirun_ccl: '1'` beside a host file that it names by default."""
+    """Accelerate writes `mpirun_ccl: '1'` next to a default host file."""
     hosts = value.get("mpirun_hostfile") if isinstance(value, Mapping) else value
     return _refuse(key, hosts)
 
 
+def _fp8(key: str, value: Any) -> Translation:
+    """How Accelerate computes in fp8. shardkit does it with torchao (AO), by the recipe that has all-gathers in fp8."""
+    if _is_empty(value):
+        return Translation()
+    settings = {str(name).lower(): inner for name, inner in (value if isinstance(value, Mapping) else {}).items()}
+    backend = str(settings.pop("backend", None) or value).upper()
+    if backend not in ("AO", "TORCHAO"):
+        text = "fp8 is computed with torchao here; write backend: AO, or mixed_precision: bf16"
+        return Translation(problems=[_refusal(text, backend if isinstance(value, Mapping) else value)])
+    settings.pop("enable_fsdp_float8_all_gather", None)
+    chosen = [name for name, inner in settings.items() if not _is_empty(inner)]
+    text = f"{', '.join(chosen)} cannot be chosen here; leave it out"
+    return Translation(problems=[_refusal(text, settings[chosen[0]])] if chosen else [])
+
+
 def _half_precision(key: str, value: Any) -> Translation:
-    """Very old files say `fp16: true` for mixed_precision."""
+    """Very old files have `fp16: true` instead of mixed_precision."""
     match read_bool(value):
         case True:
             return Translation({("mixed_precision",): key})
@@ -123,7 +137,7 @@ def _half_precision(key: str, value: Any) -> Translation:
 
 
 def _parallelism(key: str, value: Any) -> Translation:
-    """Sizes of the mesh. 1 is Accelerate's word for: not used."""
+    """Sizes of the mesh. 1 means "not used" in Accelerate."""
     if not isinstance(value, Mapping):
         return (
             Translation()
@@ -139,17 +153,17 @@ def _parallelism(key: str, value: Any) -> Translation:
                 {} if str(size) in {"None", "1", "-1", "0"} else {("shardkit", "mesh", ours[name]): size}
             )
         elif not (_is_empty(size) or str(size) in {"1", "torch"} or name.endswith(("_strategy", "_backend"))):
-            outcome.problems.append(f"{name} is not supported (got {shortened(size)}); only data parallelism is.")
+            outcome.problems.append(f"{name} is not supported (got {shortened(size)}); use data parallelism.")
     return _plain_mesh(outcome)
 
 
 def _plain_mesh(outcome: Translation) -> Translation:
-    """One size alone is no hybrid: all ranks share one copy, or each has its own."""
+    """A single size is not hybrid: all ranks shard one replica, or each has its own."""
     replicate, shard = (("shardkit", "mesh", name) for name in ("replicate_size", "shard_size"))
     if replicate in outcome.settings:
         return outcome
     if outcome.settings.pop(shard, None):
-        outcome.notes.append("one copy over all ranks needs no mesh; its size is num_processes.")
+        outcome.notes.append("one replica over all ranks needs no mesh; its size is num_processes.")
     return outcome
 
 
@@ -176,6 +190,7 @@ _TRANSLATIONS: dict[Path, dict[str, Callable[[str, Any], Translation]]] = {
     (): {
         **dict.fromkeys(INSTEAD, _refuse),
         "mpirun_config": _mpirun,
+        "fp8_config": _fp8,
         "fp16": _half_precision,
         "bf16": _half_precision,
         "parallelism_config": _parallelism,

@@ -1,7 +1,7 @@
-"""Rules across settings: what contradicts, and what will run differently from how it reads.
+"""Checks across settings: contradictions, and settings that have another effect than expected.
 
-A rule looks at one whole Config and at nothing else: no file, no machine. It yields findings; the first key of a
-finding is where it is told, and a finding is left out while one of its keys has a wrong value itself.
+A check reads one whole Config and nothing else: no file, no hardware. It yields findings. A finding is reported at its
+first key, and omitted while one of its keys has an invalid value.
 """
 
 import re
@@ -9,27 +9,27 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardkit.config.meaning import dtypes, given_sizes
+from shardkit.config.meaning import dtypes, eight_bits, given_sizes
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong or worth knowing, and the settings that it is about, by their names in Python."""
+    """A problem or note, and its settings by their names in Python."""
 
     keys: tuple[str, ...]
     text: str
 
 
 def problems(config: Config) -> list[Finding]:
-    """What cannot run as it stands."""
-    rules = (_processes, _type_and_processes, _mesh, _offload, _gpus, _names, _texts, _ddp, _profile)
+    """Problems: the configuration cannot run."""
+    rules = (_processes, _type_and_processes, _mesh, _offload, _eight_bits, _gpus, _names, _texts, _ddp, _profile)
     return [finding for rule in rules for finding in rule(config)]
 
 
 def notes(config: Config) -> list[Finding]:
-    """What runs, but not quite as somebody may expect."""
+    """Notes: it runs, but perhaps not as expected."""
     rules = (_unused_blocks, _unused_wrapping, _unused_ddp, _what_fsdp2_does, _precision, _machines, _tpu)
     return [finding for rule in rules for finding in rule(config)]
 
@@ -38,7 +38,7 @@ def _processes(config: Config) -> Iterator[Finding]:
     total, machines = config.num_processes, config.num_machines
     keys = ("num_processes", "num_machines")
     if total < machines:
-        yield Finding(keys, f"is fewer than one a machine (got {total} on {machines} machines); write the total.")
+        yield Finding(keys, f"is fewer than one per machine (got {total} on {machines} machines); write the total.")
     elif total % machines:
         near = total - total % machines
         what = f"is not divisible by the number of machines (got {total} on {machines})"
@@ -63,7 +63,7 @@ def _mesh(config: Config) -> Iterator[Finding]:
     if not (replicate or shard):
         return
     if config.distributed_type is DistributedType.FSDP and not strategy.is_hybrid:
-        what = f"sizes of a mesh are for the hybrid strategies (got {strategy.value})"
+        what = f"mesh sizes are for the hybrid strategies (got {strategy.value})"
         yield Finding(keys, f"{what}; write HYBRID_SHARD or HYBRID_SHARD_ZERO2, or leave the mesh out.")
         return
     try:
@@ -75,7 +75,13 @@ def _mesh(config: Config) -> Iterator[Finding]:
 def _offload(config: Config) -> Iterator[Finding]:
     if config.fsdp.offload_params and config.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
         keys = ("fsdp.offload_params", "fsdp.sharding_strategy")
-        yield Finding(keys, "needs a strategy that shards (got NO_SHARD); write FULL_SHARD, or no offload.")
+        yield Finding(keys, "needs a sharding strategy (got NO_SHARD); write FULL_SHARD, or turn offload off.")
+
+
+def _eight_bits(config: Config) -> Iterator[Finding]:
+    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+    if on_cpu and (kind := eight_bits(config)):
+        yield Finding(("mixed_precision", "use_cpu"), f"{kind} needs a GPU (got a run on the CPU); write bf16.")
 
 
 def _gpus(config: Config) -> Iterator[Finding]:
@@ -111,7 +117,7 @@ def _texts(config: Config) -> Iterator[Finding]:
         yield Finding(("shardkit.launch.show",), f"{what}; write all, or 0,1.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd patterns are the pattern's own business
+            warnings.simplefilter("ignore")  # warnings about the pattern are not checked here
             re.compile(config.fsdp.ignored_modules or "")
     except re.error as error:
         what = f"is not a regular expression (got {config.fsdp.ignored_modules!r}: {error})"
@@ -156,7 +162,7 @@ def _unused_blocks(config: Config) -> Iterator[Finding]:
         return
     changed = [f"fsdp.{name}" for name in type(config.fsdp).model_fields if _is_changed(config, name)]
     if changed:
-        text = f"has no effect with distributed_type {kind.value}; FSDP is the type that shards."
+        text = f"has no effect with distributed_type {kind.value}; only FSDP shards."
         yield Finding((changed[0], "distributed_type"), text)
 
 
@@ -176,7 +182,7 @@ def _unused_wrapping(config: Config) -> Iterator[Finding]:
 
 
 def _what_fsdp2_does(config: Config) -> Iterator[Finding]:
-    """Settings of FSDP version 1 that FSDP2 has no knob for."""
+    """Settings of FSDP version 1 that FSDP2 does not have."""
     if config.mode != "fsdp":
         return
     fsdp, pre = config.fsdp, BackwardPrefetch.BACKWARD_PRE
@@ -187,11 +193,11 @@ def _what_fsdp2_does(config: Config) -> Iterator[Finding]:
             ("fsdp.limit_all_gathers",), "FSDP2 always limits how many all-gathers run at once; false changes nothing."
         )
     if fsdp.version == 1 and fsdp.backward_prefetch is not pre:
-        text = f"{fsdp.backward_prefetch.value} is done with FSDP2's own prefetching; version 1's code is not used."
+        text = f"{fsdp.backward_prefetch.value} uses FSDP2's prefetching, not version 1's."
         yield Finding(("fsdp.backward_prefetch", "fsdp.version"), text)
     mesh = config.shardkit.mesh
     if fsdp.sharding_strategy.is_hybrid and config.num_machines == 1 and not (mesh.replicate_size or mesh.shard_size):
-        text = "on one machine a hybrid strategy keeps one copy, as the plain one does; shardkit.mesh sets more."
+        text = "on one machine a hybrid strategy has one replica, as the plain one; set shardkit.mesh for more."
         yield Finding(("fsdp.sharding_strategy", "num_machines"), text)
 
 
@@ -201,18 +207,18 @@ def _precision(config: Config) -> Iterator[Finding]:
         key = "shardkit.precision.param_dtype" if config.shardkit.precision.param_dtype else "mixed_precision"
         yield Finding((key, "use_cpu"), "fp16 is slow on a CPU; bf16 needs no loss scaling.")
     if config.downcast_bf16 and config.mode != "xla":
-        yield Finding(("downcast_bf16", "distributed_type"), "is for TPUs only; it changes nothing here.")
+        yield Finding(("downcast_bf16", "distributed_type"), "is for TPUs only; it has no effect here.")
 
 
 def _machines(config: Config) -> Iterator[Finding]:
     if config.num_machines > 1 and not config.main_process_ip:
-        text = "several machines need the address of machine 0; give it here or at launch."
+        text = "several machines need the address of machine 0; set it here or at launch."
         yield Finding(("main_process_ip", "num_machines"), text)
     if config.num_machines > 1 and config.rdzv_backend in {"etcd", "etcd-v2"}:
-        text = "no etcd server is asked: machines meet at machine 0, as main_process_ip and main_process_port say."
+        text = "no etcd server is used: the rendezvous is at machine 0 (main_process_ip and main_process_port)."
         yield Finding(("rdzv_backend", "num_machines"), text)
     if config.num_machines > 1 and not config.same_network:
-        text = "changes nothing: the machines must reach one another directly, on all ports."
+        text = "has no effect: the machines must reach each other directly, on all ports."
         yield Finding(("same_network", "num_machines"), text)
     if config.distributed_type is DistributedType.MULTI_GPU and config.use_cpu:
         yield Finding(("use_cpu", "distributed_type"), "the ranks train on the CPU, although the type is MULTI_GPU.")
@@ -226,5 +232,5 @@ def _tpu(config: Config) -> Iterator[Finding]:
     names = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "tpu_name", "tpu_zone", "tpu_env")
     used = [name for name in names if getattr(config, name)]
     if used:
-        text = f"is for TPUs only; distributed_type {config.distributed_type.value} does not read it."
+        text = f"is for TPUs only; it has no effect with distributed_type {config.distributed_type.value}."
         yield Finding((used[0], "distributed_type"), text)

@@ -1,5 +1,5 @@
-"""Settings that a script gives in code, on top of a configuration: the same checks as in a file, and no value that
-somebody else has chosen is replaced."""
+"""Settings given in code, on top of a configuration: checked as in a file, and never overriding a value set
+elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _FIXED |= {"gpu_ids", "enable_cpu_affinity", "compute_environment"}
 
 @dataclass(frozen=True)
 class Given:
-    """What one object in a script says: settings by dotted name, as in the YAML or in Python. `where` names it."""
+    """The settings of one object in a script, by dotted name as in the YAML or in Python. `where` names the object."""
 
     where: str
     settings: Mapping[str, Any]
@@ -30,10 +30,10 @@ class Given:
 def with_given(
     config: Config, chosen: Mapping[str, str], given: Sequence[Given]
 ) -> tuple[Config, dict[str, str], list[str]]:
-    """The configuration with what the objects say, where each chosen value comes from (`chosen`, grown), and notes.
+    """The configuration with the objects' settings, where each set value comes from (`chosen`, extended), and notes.
 
-    Raises ConfigError with everything that is wrong: unknown names, wrong values, rules between settings, and values
-    that are not what somebody has chosen elsewhere, in a file, on the command line or by another object.
+    Raises ConfigError with all problems: unknown names, invalid values, failed checks across settings, and values that
+    contradict a file, the command line or another object.
     """
     layer = _layer_of(config, chosen)
     for one in given:
@@ -49,7 +49,7 @@ def with_given(
 
 
 def _layer_of(config: Config, chosen: Mapping[str, str]) -> Layer:
-    """The configuration as entries: what was chosen, and what differs from the defaults."""
+    """The configuration as entries: set values, and values that differ from the defaults."""
     layer = Layer()
     for path, key in all_keys().items():
         value = _value_of(config, path)
@@ -67,7 +67,7 @@ def _add(layer: Layer, where: str, name: str, value: Any) -> None:
         return
     key = all_keys()[path]
     if name in _FIXED or (path[:2] == ("shardkit", "launch") and path[2] != "process_group_timeout_s"):
-        text = f"is read before the script runs (got {_shown(value)}); write it into shardkit.yaml, or launch with it."
+        text = f"is read before the script runs (got {_shown(value)}); set it in shardkit.yaml or at launch."
         layer.problems.append(f"{where}: {key.yaml_name}: {text}")
         return
     there = layer.entries.get(path)
@@ -83,7 +83,7 @@ def _add(layer: Layer, where: str, name: str, value: Any) -> None:
 
 
 def _canonical(path: Path, value: Any) -> Any:
-    """The value as the schema reads it; itself where it is wrong, which `build` tells."""
+    """The value as the schema reads it; unchanged where it is invalid, which `build` reports."""
     block: Any = value
     for part in reversed(path):
         block = {part: block}

@@ -1,4 +1,4 @@
-"""Settings as words of a command line: read from them, and a configuration written as them."""
+"""Settings as command-line words: parsing them, and writing a configuration as a command."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from shardkit.config.schema import Config
 from shardkit.config.yaml_text import quoted, scalar_text, value_at, value_text
 from shardkit.errors import UsageError
 
-# What `--defaults` takes from the machine it runs on; said in full, so that the command means the same elsewhere.
+# Settings that `--defaults` takes from the hardware; written out, so that the command means the same elsewhere.
 _FROM_HARDWARE = ["distributed_type", "num_machines", "num_processes", "mixed_precision", "use_cpu"]
 
 
 def settings_from(words: Sequence[str]) -> dict[str, str]:
-    """The KEY=VALUE words of `--set`; a later one wins. UsageError names all that are none."""
+    """The KEY=VALUE words of `--set`; later ones win. Raises UsageError with all words of another form."""
     wrong = [word for word in words if not word.partition("=")[0].strip() or "=" not in word]
     if wrong:
         raise UsageError("\n".join(f"--set: is not KEY=VALUE (got {word!r}); write --set KEY=VALUE." for word in wrong))
@@ -24,14 +24,14 @@ def settings_from(words: Sequence[str]) -> dict[str, str]:
 
 
 def command_for(config: Config, output: File | str | None = None) -> str:
-    """One line that writes this configuration again."""
+    """A command that writes this configuration."""
     settings = [f"--set {shlex.quote(f'{name}={text}')}" for name, text in settings_of(config).items()]
     end = [f"-o {shlex.quote(str(output))}"] if output is not None else []
     return " ".join(["shardkit config --defaults", *settings, *end])
 
 
 def config_flag(path: File) -> str:
-    """` --config PATH` for a file that a command here would not find by itself, else nothing."""
+    """` --config PATH` for a file that commands do not find from this folder; else an empty string."""
     from shardkit.config.files import find
 
     found = find(File.cwd())
@@ -50,7 +50,7 @@ def settings_of(config: Config) -> dict[str, str]:
 
 
 def setting_text(path: Path, value: Any) -> str:
-    """A value as one word that `--set` reads as the same value."""
+    """A value as one word that `--set` reads back."""
     if isinstance(value, (list, dict)):
         text = value_text(path, value)
         return text.strip('"') if path == ("fsdp", "transformer_layer_cls_to_wrap") else text

@@ -1,4 +1,4 @@
-"""The text of every field: the string under it in the schema. The docs page, the wizard and the YAML all use these."""
+"""Descriptions of all fields: the strings under them in the schema, used by the docs page, the wizard and the YAML."""
 
 import ast
 import inspect
@@ -15,7 +15,7 @@ def text_of(section: type[BaseModel], field: str) -> str:
 
 @cache
 def _texts(section: type[BaseModel]) -> dict[str, str]:
-    """All texts of one section, read from its source: a string that follows an annotated name belongs to it."""
+    """All descriptions of one section, read from its source: the string after an annotated name."""
     [body] = [node.body for node in ast.walk(ast.parse(inspect.getsource(section))) if isinstance(node, ast.ClassDef)]
     return {
         field.target.id: " ".join(text.value.value.split())

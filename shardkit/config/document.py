@@ -1,6 +1,6 @@
-"""A YAML file as nodes that know their line and column. Values stay text, so `no`, `08` and `1e8` reach us as written.
+"""A YAML file as nodes with line and column. Values stay text, so `no`, `08` and `1e8` are read as written.
 
-Nothing is ever constructed from a tag: a file can hold data and nothing else.
+No objects are constructed from tags: a file contains only data.
 """
 
 import shlex
@@ -12,7 +12,7 @@ import yaml
 
 from shardkit.errors import ConfigError
 
-# A configuration is a page. These limits only keep a wrong or hostile file from costing time and memory.
+# A configuration is about a page. These limits protect time and memory from wrong or malicious files.
 MAX_BYTES = 256 * 1024
 MAX_VALUES = 20_000
 MAX_DEPTH = 20
@@ -24,7 +24,7 @@ _MERGE = _PLAIN + "merge"
 
 @dataclass(frozen=True)
 class Location:
-    """Where something stands in a file, counted from 1."""
+    """A place in a file, counted from 1."""
 
     name: str
     line: int
@@ -35,17 +35,17 @@ class Location:
 
 
 def decode(data: bytes, name: str) -> str:
-    """The text of a file, whatever its line ends, with or without a byte order mark. Raises ConfigError."""
+    """The text of a file, with any line ends, with or without a byte order mark. Raises ConfigError."""
     if len(data) > MAX_BYTES:
         size = f"more than {MAX_BYTES // 1024} KiB"
-        raise ConfigError(f"{name}: is too large for a configuration (got {size}); name the right file.")
+        raise ConfigError(f"{name}: is too large for a configuration (got {size}); check the file name.")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        what = f"is not a text file in UTF-8 (got byte 0x{data[error.start]:02x} at {error.start})"
+        what = f"is not a UTF-8 text file (got byte 0x{data[error.start]:02x} at {error.start})"
         raise ConfigError(f"{name}: {what}; name a YAML file, or save it as UTF-8.") from None
     if "\0" in text:
-        raise ConfigError(f"{name}: is not a text file (got zero bytes in it); name a YAML file.")
+        raise ConfigError(f"{name}: is not a text file (got NUL bytes); name a YAML file.")
     return text
 
 
@@ -54,7 +54,7 @@ def compose(text: str, name: str) -> yaml.MappingNode:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
-        raise ConfigError(f"{name}: is nested too deeply; a configuration has {MAX_DEPTH} levels at most.") from None
+        raise ConfigError(f"{name}: is nested too deeply; a configuration has at most {MAX_DEPTH} levels.") from None
     except yaml.reader.ReaderError as error:
         place = place_at(text, error.position, name)
         raise ConfigError(f"{place}: a character that YAML does not allow (got {error.character!r}).") from None
@@ -72,23 +72,23 @@ def compose(text: str, name: str) -> yaml.MappingNode:
 
 
 def unwelcome(node: yaml.Node, name: str) -> list[str]:
-    """What a file holds beyond plain data: tags, keys that are no names, keys that are given twice."""
+    """Problems of a file: tags, keys that are not names, duplicate keys."""
     return list(dict.fromkeys(f"{place_of(at, name)}: {text}" for at, text in _unwelcome(node)))
 
 
 def place_of(node: yaml.Node, name: str) -> Location:
-    """Where a node begins."""
+    """The place where a node begins."""
     return Location(name, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def place_at(text: str, index: int, name: str) -> Location:
-    """Where the character at an index stands."""
+    """The place of the character at an index."""
     before = text[:index]
     return Location(name, before.count("\n") + 1, index - (before.rfind("\n") + 1) + 1)
 
 
 def pairs(node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:
-    """Key, its node and its value's node, in order. What is written wins over what `<<` merges in."""
+    """(key, key node, value node) in order. Written keys win over keys that `<<` merges in."""
     found: dict[str, tuple[str, yaml.Node, yaml.Node]] = {}
     for key, value in node.value:
         if key.tag == _MERGE:
@@ -101,7 +101,7 @@ def pairs(node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:
 
 
 def raw(node: yaml.Node) -> Any:
-    """The value with its scalars as text; None where nothing, `~` or `null` is written."""
+    """The value with its scalars as text; None for an empty value, `~` or `null`."""
     if isinstance(node, yaml.MappingNode):
         return {key: raw(value) for key, _, value in pairs(node)}
     if isinstance(node, yaml.SequenceNode):
@@ -110,13 +110,13 @@ def raw(node: yaml.Node) -> Any:
 
 
 def typed(node: yaml.Node) -> Any:
-    """The value as YAML types it, for settings that are handed through to something else."""
+    """The value as YAML types it, for settings that are passed through."""
     constructor = yaml.SafeLoader("")
     return constructor.construct_document(node)
 
 
 def shortened(text: Any, limit: int = 40) -> str:
-    """A value for a message: on one line and not long."""
+    """A value for a message: one line, at most `limit` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
@@ -131,7 +131,7 @@ def _is_mapping(node: yaml.Node) -> bool:
 
 
 def _refuse_bombs(node: yaml.Node, name: str) -> None:
-    """Raise for what explodes or never ends when its aliases are followed."""
+    """Raises ConfigError where following aliases would explode or never end."""
     left, waiting = MAX_VALUES, [(node, 0)]
     while waiting:
         at, depth = waiting.pop()
@@ -177,7 +177,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, name: str) -> str:
     where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
     problem = error.problem or "is not YAML"
     if "'\\t'" in problem:
-        return f"{where}: a tab stands where blanks belong; indent with blanks."
+        return f"{where}: indented with a tab; indent with spaces."
     if "expected a single document" in (error.context or ""):
         return f"{where}: a second document begins here (got ---); a configuration is one document."
     context = f", {error.context}" if error.context else ""

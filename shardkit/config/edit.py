@@ -1,4 +1,4 @@
-"""Changing a file that somebody wrote: only the lines whose values change, and every comment stays."""
+"""Edits a user's file: only lines whose values change, and all comments are kept."""
 
 import re
 from typing import Any
@@ -16,8 +16,9 @@ _NAME = "file"
 
 
 def edited(text: str, config: Config) -> str:
-    """The text with just enough lines changed to say what the configuration says. A text that cannot be changed line
-    by line (aliases, flow blocks) is written anew, without its comments. Raises ConfigError where it cannot be read."""
+    """The text with as few changed lines as possible, so that it gives the configuration. A text that cannot be changed
+    line by line (aliases, flow blocks) is rewritten without its comments. Raises ConfigError where it cannot be
+    read."""
     former, _ = validation.build(file_layer(text, _NAME))
     changed = text
     try:
@@ -37,7 +38,7 @@ def _says(text: str, config: Config) -> bool:
 
 
 def _with_value(text: str, path: Path, value: Any) -> str:
-    """The text with one setting changed, in its line where it has one."""
+    """The text with one setting changed, in its line if it has one."""
     layer = file_layer(text, _NAME)
     validation.settle(layer)
     entry = layer.entries.get(path)
@@ -51,7 +52,7 @@ def _with_value(text: str, path: Path, value: Any) -> str:
 
 
 def _with_value_of(text: str, entry: SettingEntry, written: str) -> str:
-    """Replace a value where it stands; a value below its key moves up beside it."""
+    """Replaces a value in place; a value below its key moves to the key's line."""
     assert entry.key_node is not None
     assert entry.node is not None
     colon = text.index(":", entry.key_node.end_mark.index) + 1
@@ -62,7 +63,7 @@ def _with_value_of(text: str, entry: SettingEntry, written: str) -> str:
 
 
 def _with_key(text: str, path: Path, value: Any) -> str:
-    """Add a setting at the end of its block, with the heads of the blocks that are missing."""
+    """Adds a setting at the end of its block, with the head lines of missing blocks."""
     root = document.compose(text, _NAME)
     block, node = _deepest_block(root, path)
     lines = [line for length in range(len(block) + 1, len(path)) for line in head_lines(path[:length], True)]
@@ -90,17 +91,17 @@ def _deepest_block(root: yaml.MappingNode, path: Path) -> tuple[Path, yaml.Mappi
             break
         node, block = inner, path[:length]
     if node.flow_style:
-        raise ConfigError("a block in braces has no lines of its own")
+        raise ConfigError("a flow block in braces cannot be edited by line")
     return block, node
 
 
 def _shift(node: yaml.MappingNode, block: Path) -> str:
-    """Blanks to add where the file indents by more than two."""
+    """Spaces to add where the file indents by more than two."""
     return " " * max(0, node.start_mark.column - 2 * len(block))
 
 
 def _after_plain_keys(root: yaml.MappingNode, text: str) -> int:
-    """Where a new key of the top level goes: below the last one that is no block."""
+    """The position of a new top-level key: below the last one that is not a block."""
     plain = [value for _, _, value in document.pairs(root) if not isinstance(value, yaml.MappingNode)]
     if not plain:
         return root.start_mark.index - root.start_mark.column
@@ -113,7 +114,7 @@ def _after_line(text: str, index: int) -> int:
 
 
 def _end(node: yaml.Node) -> int:
-    """Where the last character of a value stands; a block's own mark points to whatever comes after it."""
+    """The position of a value's last character; a block's end mark points to the next token."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)

@@ -1,7 +1,7 @@
-"""The configuration on disk: which file, what it says, and how it is written.
+"""Configuration files: finding, reading and writing them.
 
-resolve()   flags > environment > file > what the hardware suggests > defaults, with the origin of every value
-read()      one file, exactly as it says
+resolve()   flags > environment > file > hardware defaults > defaults, with the origin of every value
+read()      one file, without anything else
 dump()      a Config as commented YAML, which reads back as the same Config
 """
 
@@ -28,7 +28,7 @@ from shardkit.errors import ConfigError, UsageError
 
 NAMES = ("shardkit.yaml", "shardkit.yml")
 ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml", "default_config.yaml")
-# Whoever reads a message fixes the first lines first.
+# Users fix the first problems first.
 _SHOWN_PROBLEMS = 10
 _OF_A_MACHINE = {"machine_rank", "main_process_ip", "gpu_ids"}
 _OF_A_MACHINE |= {"shardkit.launch.log_dir", "shardkit.launch.bind_address"}
@@ -36,7 +36,7 @@ _OF_A_MACHINE |= {"shardkit.launch.log_dir", "shardkit.launch.bind_address"}
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration with the origin of each value by its name in Python, remarks, and its file where it has one."""
+    """A configuration with the origin of each value by its name in Python, notes, and its file if any."""
 
     config: Config
     origins: dict[str, Origin] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class LoadedConfig:
 
 
 def load_config(path: Path | str | None = None, settings: Mapping[str, str] | None = None) -> Config:
-    """The configuration of this run. A rank gets what its launcher resolved; elsewhere it is resolved here."""
+    """The configuration of this run: the launcher's resolved one on a rank; else resolved here."""
     resolved = env.resolved_config_path()
     if path is None and resolved is not None and not settings:
         return read(resolved).config
@@ -53,8 +53,8 @@ def load_config(path: Path | str | None = None, settings: Mapping[str, str] | No
 
 
 def find(start: Path) -> Path | None:
-    """The file to use from a folder: $SHARDKIT_CONFIG, shardkit.yaml there or above it up to the project's root,
-    an Accelerate file there, the user's own file (made by `shardkit config --user`)."""
+    """The configuration file for a folder: $SHARDKIT_CONFIG, shardkit.yaml there or above it up to the project root, an
+    Accelerate file there, or the user's file (from `shardkit config --user`)."""
     chosen = env.config_path()
     if chosen is not None:
         return chosen
@@ -67,7 +67,7 @@ def find(start: Path) -> Path | None:
 
 
 def user_path() -> Path:
-    """Where `shardkit config --user` puts the user's own file."""
+    """The path of the user's file, written by `shardkit config --user`."""
     base = env.get("XDG_CONFIG_HOME")
     try:
         return (Path(base) if base else Path.home() / ".config") / "shardkit" / "config.yaml"
@@ -76,7 +76,7 @@ def user_path() -> Path:
 
 
 def accelerates_own() -> Path | None:
-    """The file that `accelerate config` writes for its user, if there is one. It is never read unless it is named."""
+    """The file that `accelerate config` writes in the user's cache, if there is one. It is read only when named."""
     cache = env.get("XDG_CACHE_HOME")
     home = env.get("HF_HOME")
     try:
@@ -88,7 +88,7 @@ def accelerates_own() -> Path | None:
 
 
 def read(path: Path | str) -> LoadedConfig:
-    """What one file says; what it does not say has its default. Raises ConfigError with everything that is wrong."""
+    """The configuration in one file; missing keys have their defaults. Raises ConfigError with all problems."""
     return _loaded(_file_layer(Path(path)), Path(path))
 
 
@@ -103,8 +103,8 @@ def resolve(
     folder: Path | None = None,
     defaults_for_hardware: bool = True,
 ) -> LoadedConfig:
-    """The configuration that a run here has: settings over environment over the file over what the hardware suggests.
-    Without a path the file is looked for from the folder. Raises ConfigError with everything that is wrong."""
+    """The configuration of a run here: settings over environment over the file over hardware defaults. Without a path
+    the file is searched from the folder. Raises ConfigError with all problems."""
     path = path or find(folder or Path.cwd())
     given = [_without_address(_file_layer(path))] if path else []
     given += [environment_layer(), flag_layer(settings or {})]
@@ -113,31 +113,31 @@ def resolve(
 
 
 def suggest(settings: Mapping[str, str] | None = None) -> LoadedConfig:
-    """What suits this machine, with some settings given: what `shardkit config --defaults` writes."""
+    """Hardware defaults with the given settings: what `shardkit config --defaults` writes."""
     given = combine([environment_layer(), flag_layer(settings or {})])
     return _loaded(combine([hardware_defaults.hardware_layer(given.entries, has_file=False), given]), None)
 
 
 def overlaid(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The configuration with some settings changed, `{"fsdp.offload_params": True}`, checked as a file is."""
+    """The configuration with some settings changed, `{"fsdp.offload_params": True}`, checked as a file."""
     return _loaded(
         combine([file_layer(dump(config, comments=False), "configuration"), flag_layer(settings)]), None
     ).config
 
 
 def dump(config: Config, comments: bool = True, path: Path | None = None) -> str:
-    """The configuration as YAML for a reader: what matters first, each key below its text. The commands in its head
-    name the file, where `path` is one that they would not find by themselves."""
+    """The configuration as commented YAML: important keys first, each below its description. The commands in the header
+    name the file if they would not find `path` themselves."""
     return yaml_text.render(config, comments, None if path is None or path.name in NAMES else str(path))
 
 
 def write(config: Config, path: Path | str, comments: bool = True) -> None:
-    """Put the configuration into a file, entirely or not at all. Raises ConfigError where that is not possible."""
+    """Writes the configuration to a file atomically. Raises ConfigError where that is not possible."""
     write_text(dump(config, comments), Path(path))
 
 
 def write_text(text: str, path: Path) -> None:
-    """Put a text into a file, entirely or not at all; what the file was before stays until then. A link stays one."""
+    """Writes a text to a file atomically; the old content stays until then. A symlink is kept."""
     path = Path(os.path.realpath(path))
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -155,19 +155,19 @@ def write_text(text: str, path: Path) -> None:
 
 
 def digest(config: Config) -> str:
-    """A fingerprint that is equal on all ranks of a run: sha256 over the canonical JSON of `shared_values`."""
+    """A digest that is equal on all ranks of a run: sha256 over the canonical JSON of `shared_values`."""
     return hashlib.sha256(json.dumps(shared_values(config), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def shared_values(config: Config) -> dict[str, Any]:
-    """Every setting by its name in Python, as JSON has it, without what may differ from machine to machine: its number,
-    how it spells the address of machine 0, its choice of GPUs, its log folder."""
+    """Every setting by its name in Python, as JSON, without those that may differ between machines: the machine's
+    number, its spelling of machine 0's address, its GPUs, its log folder and bind address."""
     values = {".".join(path): yaml_text.value_at(config, path) for path in all_keys()}
     return {name: to_jsonable_python(value) for name, value in values.items() if name not in _OF_A_MACHINE}
 
 
 def text_of_file(path: Path) -> str:
-    """The text of a configuration file. Raises ConfigError where there is none, or it is no text."""
+    """The text of a configuration file. Raises ConfigError where it does not exist or is not text."""
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; name the YAML file in it.")
     try:
@@ -188,7 +188,7 @@ def _what_to_do(path: Path, error: OSError) -> str:
 
 
 def _up_to_root(start: Path) -> list[Path]:
-    """The folder and those above it, up to the one that holds the project; only the folder itself outside of one."""
+    """The folder and its parents up to the project root; only the folder itself outside of a project."""
     above = [start, *start.parents]
     for marks in ((".git", ".hg"), ("pyproject.toml",)):
         for depth, folder in enumerate(above):
@@ -198,7 +198,7 @@ def _up_to_root(start: Path) -> list[Path]:
 
 
 def _is_accelerates(path: Path) -> bool:
-    """Whether a file is Accelerate's, and not something else of the same name."""
+    """Whether a file is an Accelerate configuration, and not another file of that name."""
     try:
         text = path.read_bytes()[: document.MAX_BYTES]
     except OSError:
@@ -211,7 +211,7 @@ def _file_layer(path: Path) -> Layer:
 
 
 def _without_address(layer: Layer) -> Layer:
-    """`main_process_ip: null` leaves the address to whoever knows it: the scheduler, or a flag."""
+    """Without `main_process_ip: null`, so that the scheduler or a flag can set the address."""
     layer.entries = {
         name: entry for name, entry in layer.entries.items() if name != ("main_process_ip",) or entry.value is not None
     }
@@ -225,7 +225,7 @@ def _loaded(layer: Layer, path: Path | None) -> LoadedConfig:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raise ConfigError with the problems in the order of their lines, and only so many that they stay readable."""
+    """Raises ConfigError with the problems in line order, at most ten of them."""
     ordered = _ordered(problems)
     if len(ordered) > _SHOWN_PROBLEMS:
         more = len(ordered) - _SHOWN_PROBLEMS

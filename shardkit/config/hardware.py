@@ -1,4 +1,4 @@
-"""What this machine has, found without torch: devices, cores, memory, and what a scheduler says about the job."""
+"""The hardware of this machine, found without torch: devices, cores, memory, and the scheduler's job."""
 
 import os
 import re
@@ -13,6 +13,8 @@ from shardkit.config.scheduler import Scheduler, scheduler
 _CGROUP = Path("/sys/fs/cgroup")
 # bf16 needs an NVIDIA GPU of compute capability 8.0 or newer (CUDA C++ Programming Guide, arithmetic instructions).
 _BF16_CAPABILITY = 8.0
+EIGHT_BITS = {"fp8": 8.9, "mxfp8": 10.0}
+"""The same for products of matrices in fp8, and in fp8 with a scale for each 32 numbers (PTX ISA, mma and tcgen05)."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,14 @@ class Device:
     def has_bf16(self) -> bool:
         return self.capability is None or self.capability >= _BF16_CAPABILITY
 
+    def multiplies_in(self, dtype: str) -> bool | None:
+        """Whether it multiplies matrices in fp8 or mxfp8; None where that is not known."""
+        return None if self.capability is None else self.capability >= EIGHT_BITS[dtype]
+
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine. `memory_bytes` and `cores` are what this process may use, within its cgroup and affinity."""
+    """One machine. `memory_bytes` and `cores`: usable by this process, within its cgroup and affinity."""
 
     devices: tuple[Device, ...]
     cores: int
@@ -46,7 +52,7 @@ class Hardware:
 
 
 def detect() -> Hardware:
-    """What this machine has, within what this process may use of it."""
+    """The hardware that this process may use."""
     return Hardware(_devices(), _cores(), _memory_bytes(), scheduler())
 
 
@@ -71,7 +77,7 @@ def _nvidia() -> list[Device]:
 
 
 def parse_nvidia_smi(text: str) -> list[Device]:
-    """Devices from lines such as `NVIDIA H200, 143771 MiB, 9.0`; lines of another form are left out."""
+    """Devices from lines such as `NVIDIA H200, 143771 MiB, 9.0`; other lines are ignored."""
     pattern = r"\s*(?P<name>[^,]+?)\s*,\s*(?P<memory>\d+)\s*MiB\s*(?:,\s*(?P<capability>[\d.]+|\[?N/A\]?))?\s*"
     devices = []
     for match in filter(None, (re.fullmatch(pattern, line) for line in text.splitlines())):
@@ -82,14 +88,14 @@ def parse_nvidia_smi(text: str) -> list[Device]:
 
 
 def _nvidia_without_tool() -> list[Device]:
-    """In containers the driver's files are there even where its tool is not; they do not tell the memory."""
+    """From the driver's files, for containers without nvidia-smi; they do not contain the memory size."""
     texts = [_text(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     names = [re.search(r"Model:\s*(.+)", text) for text in texts]
     return [Device(match[1].strip() if match else "NVIDIA GPU", 0, "cuda") for match in names]
 
 
 def _rocm() -> list[Device]:
-    """AMD GPUs, by the kernel's own list: a node with SIMD units is a GPU."""
+    """AMD GPUs from the kernel's topology: a node with SIMD units is a GPU."""
     nodes = sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
     gpus = [path.parent for path in nodes if re.search(r"^simd_count [1-9]", _text(path), re.MULTILINE)]
     return [Device("AMD GPU", _rocm_memory(folder), "rocm") for folder in gpus]
@@ -101,7 +107,7 @@ def _rocm_memory(folder: Path) -> int:
 
 
 def _visible(devices: list[Device]) -> list[Device]:
-    """Those that $CUDA_VISIBLE_DEVICES (or AMD's two names for it) leaves; an unknown name hides what follows it."""
+    """The devices in $CUDA_VISIBLE_DEVICES (or AMD's two variables); an unknown name hides those after it."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     chosen = next((value for value in map(env.get, names) if value is not None), None)
     if chosen is None:

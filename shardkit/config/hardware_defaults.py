@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine: what `shardkit launch` runs without a file, and `config --defaults` writes."""
+"""Defaults from the hardware: used by `shardkit launch` without a file, and written by `config --defaults`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ _COUNT = ("num_processes",)
 
 
 def hardware_layer(given: Mapping[Path, SettingEntry], has_file: bool) -> Layer:
-    """What the hardware suggests for settings that nobody gave. A file that is silent about precision or the kind of
-    device means the default; only the number of processes and of machines is always the machine's own."""
+    """Hardware defaults for unset settings. With a file, unset precision and device have the schema's default; only the
+    numbers of processes and machines come from the hardware."""
     job = scheduler()
     values = for_job(job, given)
     words = f"found here: {job.name}" if job else ""
@@ -26,7 +26,7 @@ def hardware_layer(given: Mapping[Path, SettingEntry], has_file: bool) -> Layer:
 
 
 def for_hardware(hardware: Hardware, given: Mapping[Path, SettingEntry] | None = None) -> dict[Path, Any]:
-    """Settings that suit a machine, next to those that are given: all GPUs, or two processes on the CPU."""
+    """Settings for this hardware, in addition to the given ones: all GPUs, or two processes on the CPU."""
     given = given or {}
     said = _says(given, ("use_cpu",), read_bool)
     on_cpu = said if isinstance(said, bool) else not hardware.devices
@@ -41,7 +41,7 @@ def for_hardware(hardware: Hardware, given: Mapping[Path, SettingEntry] | None =
 
 
 def for_machines(hardware: Hardware, given: Mapping[Path, SettingEntry]) -> dict[Path, Any]:
-    """How many machines and processes, as the scheduler and the devices say."""
+    """The numbers of machines and processes, from the scheduler and the devices."""
     values = for_job(hardware.scheduler, given)
     machines = _says(given, ("num_machines",), read_count) or values.get(("num_machines",), 1)
     single = _says(given, ("distributed_type",), read_distributed_type) == "NO"
@@ -53,7 +53,7 @@ def for_machines(hardware: Hardware, given: Mapping[Path, SettingEntry]) -> dict
 
 
 def for_job(job: Scheduler | None, given: Mapping[Path, SettingEntry]) -> dict[Path, Any]:
-    """What the scheduler says about the machines of a job that has several, where the settings do not contradict."""
+    """The scheduler's settings for a job on several machines, where the given ones do not contradict."""
     machines = _says(given, ("num_machines",), read_count)
     if job is None or job.machines < 2 or machines not in (None, job.machines):
         return {}

@@ -16,7 +16,7 @@ _URI = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
-    """What a file may hold. It takes every file that `dump` writes, and the usual other ways to write a value."""
+    """The schema of a file. It accepts every file that `dump` writes, and the usual other spellings of values."""
     schema = _block((), Config)
     schema["properties"] |= {name: _unsupported(text) for name, text in INSTEAD.items()}
     schema["properties"] |= {name: {"description": text} for name, text in _TRANSLATED.items()}

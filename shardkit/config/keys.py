@@ -1,4 +1,4 @@
-"""The names of all settings: clean in Python, Accelerate's in the YAML, and the older spellings that are read."""
+"""Names of all settings: clean ones in Python, Accelerate's in the YAML, and older spellings that are read."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shardkit.config.schema import Config, Section
 
 Path = tuple[str, ...]
 
-# Other spellings that are read; canonical ones are written. By section, as the YAML names it.
+# Other accepted spellings; canonical ones are written. By section name in the YAML.
 SYNONYMS: dict[str, dict[str, str]] = {
     "": {"command": "commands"},
     "fsdp_config": {
@@ -71,7 +71,7 @@ def sections() -> dict[Path, Path]:
 
 @cache
 def names_in(section: Path) -> dict[str, Path]:
-    """What may be written inside a block, in any spelling -> the path in Python of the setting or block."""
+    """Names inside a block, in any spelling -> the path in Python of the setting or block."""
     found: dict[str, Path] = {}
     for path, yaml_path in [*sections().items(), *((key.path, key.yaml_path) for key in all_keys().values())]:
         if path[:-1] == section:
@@ -81,8 +81,8 @@ def names_in(section: Path) -> dict[str, Path]:
 
 
 def resolve_name(dotted: str) -> Path | None:
-    """The path in Python of a setting that is named in either spelling, or mixed; None where there is none. An fsdp_
-    key needs no block before it, as in Accelerate's flat files."""
+    """The path in Python of a setting given in either spelling, or mixed; None if there is none. An fsdp_ key needs no
+    block name, as in Accelerate's flat files."""
     if dotted.strip().startswith("fsdp_") and (flat := names_in(("fsdp",)).get(dotted.strip())):
         return flat
     path: Path = ()
@@ -95,8 +95,8 @@ def resolve_name(dotted: str) -> Path | None:
 
 
 def whole_name(part: str) -> str | None:
-    """The full name of the setting that is meant by the end of it, `keep_last` or `checkpoint.keep_last`, in either
-    spelling and with a slip of the pen; None where nothing is near."""
+    """The full name of the setting whose name ends like this, such as `keep_last` or `checkpoint.keep_last`, in either
+    spelling, allowing typos; None if nothing is near."""
     ends: dict[str, str] = {}
     for key in all_keys().values():
         for path in (key.path, key.yaml_path):
@@ -107,7 +107,7 @@ def whole_name(part: str) -> str | None:
 
 
 def suggestion(name: str, section: Path = ()) -> str:
-    """What to do about a name that does not exist in a block: the nearest name, or where it belongs."""
+    """The advice for an unknown name in a block: the nearest name, or where it belongs."""
     here = names_in(section)
     near = get_close_matches(name.lower(), here, 1, 0.75)
     elsewhere = [block for block in [(), *sections()] if block != section and name in names_in(block)]
@@ -124,7 +124,7 @@ def suggestion(name: str, section: Path = ()) -> str:
 
 
 def nearest(value: Any, choices: Iterable[str]) -> str:
-    """`; did you mean X?` where a choice is near, `; write A, B or C.` otherwise."""
+    """`did you mean X?` if a choice is near, else `write A, B or C.`"""
     choices = list(choices)
     near = get_close_matches(str(value).upper(), [choice.upper() for choice in choices], 1, 0.6)
     if near:

@@ -1,6 +1,6 @@
-"""Settings from a file, the environment and flags: each remembers where it was said, and all become one Config.
+"""Layers of settings from a file, the environment and flags, each with its origin; combined into one Config.
 
-A layer maps the path of a setting in Python to what was written. Later layers win, setting by setting.
+A layer maps a setting's path in Python to the written value. Later layers win, setting by setting.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ STRENGTH: list[Kind] = ["default", "hardware", "file", "environment", "flag", "c
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from: what kind of place, and which one (`shardkit.yaml:24:3`, `--set`, ...)."""
+    """Where a value comes from: the kind of source, and the place (`shardkit.yaml:24:3`, `--set`, ...)."""
 
     kind: Kind
     where: str
@@ -34,7 +34,7 @@ DEFAULT = Origin("default", "default")
 
 @dataclass(frozen=True)
 class SettingEntry:
-    """One value as written. `direct` is false where the file says it in other words (another key, another block)."""
+    """One value as written. `direct` is False if it was derived from another key or block."""
 
     value: Any
     origin: Origin
@@ -46,7 +46,7 @@ class SettingEntry:
 
 @dataclass
 class Layer:
-    """What one source says, what is wrong with it, and what is worth saying about it."""
+    """One source's settings, problems and notes."""
 
     entries: dict[Path, SettingEntry] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -105,8 +105,8 @@ NOTHING = {"", "null", "~"}
 
 
 def setting_value(path: Path, text: Any) -> Any:
-    """The value of a setting that was written as one word. null is no value; lists and blocks may be written as in
-    YAML, [A, B] and {a: 1}, and any text in double quotes."""
+    """The value of a setting written as one word. null is None; lists and blocks may be written as in YAML, [A, B] and
+    {a: 1}, and any text in double quotes."""
     if not isinstance(text, str):
         return text
     if text.strip().lower() in NOTHING:
@@ -119,7 +119,7 @@ def setting_value(path: Path, text: Any) -> Any:
 
 
 def unknown_setting(name: str, path: Path | None) -> str:
-    """What to say of a dotted name that is no setting: unknown, or (`path`) that of a block of them."""
+    """The error text for a dotted name that is not a setting: unknown, or (with `path`) a block."""
     if path is not None:
         return f"{name} is a block of settings; set one of them, such as {name}.{next(iter(names_in(path)))}."
     *blocks, last = name.split(".")
@@ -167,7 +167,7 @@ def _read_section(layer: Layer, node: yaml.Node, path: Path, name: str, written:
 
 
 def _outside(section: Path, key: str) -> Path | None:
-    """Keys read outside of their block: fsdp_ keys at the top level, and the XLA ones inside fsdp_config."""
+    """Keys accepted outside of their block: fsdp_ keys at the top level, and XLA keys inside fsdp_config."""
     if section == () and key.startswith("fsdp_"):
         return names_in(("fsdp",)).get(key)
     if section == ("fsdp",) and (key == "xla" or key.startswith("xla_")):
@@ -176,7 +176,7 @@ def _outside(section: Path, key: str) -> Path | None:
 
 
 def _take_foreign(layer: Layer, section: Path, key: str, key_node: yaml.Node, node: yaml.Node, name: str) -> None:
-    """Translate a key that is not ours, or refuse it in words."""
+    """Translates a foreign key, or adds a problem."""
     outcome = accelerate_keys.translate(section, key, document.raw(node))
     where = document.place_of(key_node, name)
     written = ".".join([*sections().get(section, ()), key])
@@ -191,7 +191,7 @@ def _put(layer: Layer, path: Path, entry: SettingEntry) -> None:
     if former is None or (not entry.direct and former.value == entry.value):
         layer.entries[path] = former or entry
         return
-    what = f"{entry.name}: says the same as {former.name} in {former.origin}; keep one of them."
+    what = f"{entry.name}: sets the same as {former.name} in {former.origin}; keep one of them."
     layer.problems.append(f"{entry.origin}: {what}")
 
 
@@ -200,7 +200,7 @@ def _note_on_flat_keys(layer: Layer, name: str) -> list[str]:
     flat = [entry for entry in flat if entry.name.startswith("fsdp_")]
     if not flat:
         return []
-    return [f"{flat[0].origin}: {len(flat)} fsdp_ keys stand at the top level; they are read as part of fsdp_config."]
+    return [f"{flat[0].origin}: {len(flat)} fsdp_ keys are at the top level; they are read as part of fsdp_config."]
 
 
 def _direct_names(path: Path) -> tuple[str, str]:
@@ -213,5 +213,5 @@ def _origin(node: yaml.Node, name: str) -> Origin:
 
 
 def with_value(entry: SettingEntry, value: Any) -> SettingEntry:
-    """The same entry, saying something else."""
+    """The entry with another value."""
     return replace(entry, value=value, direct=False)

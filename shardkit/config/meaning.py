@@ -1,23 +1,25 @@
-"""What follows from a configuration: how ranks are arranged, when units are freed, which dtypes are used.
+"""Values derived from a configuration: mesh sizes, resharding, dtypes.
 
-Pure functions of a Config (and of the world, where that matters), for checks, launch, plan and runtime alike. Which
-engine runs is `Config.mode`.
+Pure functions of a Config (and the world size where needed), used by checks, launch, plan and runtime. The engine is
+`Config.mode`.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig
 from shardkit.errors import ConfigError
 
-# Gradients of these are added up as they are, whatever the configuration says.
+# Gradients of these dtypes are accumulated without a cast, regardless of the configuration.
 WIDE = {"float64", "complex64", "complex128"}
 
-_IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+_IMPLIED: dict[str, Dtype | None] = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "mxfp8": "bf16"}
+_XLA_DTYPES: dict[str, Dtype] = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """`replicate` copies of the model exist, and `shard` ranks share each of them."""
+    """`replicate` replicas of the model, each sharded over `shard` ranks."""
 
     replicate: int
     shard: int
@@ -25,9 +27,9 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of a run. `param` is that of compute, None where parameters compute as they are.
+    """The dtypes of a run. `param`: compute dtype; None: the parameters' own dtype.
 
-    `reduce` is what gradients are added up in, but for WIDE ones, which stay as they are.
+    `reduce`: dtype of gradient reduction, except for WIDE gradients, which keep their dtype.
     """
 
     param: Dtype | None
@@ -36,14 +38,14 @@ class Dtypes:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients would vanish without a loss scale."""
+        """Whether a loss scale is needed (fp16)."""
         return self.param == "fp16"
 
 
 def mesh_sizes(config: Config, world_size: int, ranks_per_node: int) -> MeshSizes:
-    """How the ranks are arranged, in any mode. ConfigError where given sizes do not make up the world.
+    """The mesh sizes, in any mode. ConfigError where given sizes do not match the world size.
 
-    The hybrid strategies shard inside a node and replicate across nodes, unless `shardkit.mesh` says else.
+    Hybrid strategies shard within a node and replicate across nodes, unless `shardkit.mesh` is set.
     """
     if config.mode != "fsdp":
         return MeshSizes(world_size, 1)
@@ -53,13 +55,13 @@ def mesh_sizes(config: Config, world_size: int, ranks_per_node: int) -> MeshSize
 
 
 def given_sizes(given: MeshConfig, world_size: int, ranks_per_node: int) -> MeshSizes:
-    """The sizes of a hybrid strategy; one that is not given follows from the other, or from the machines."""
+    """The sizes of a hybrid strategy; an unset size follows from the other, or from the machines."""
     per_node = min(ranks_per_node, world_size)
     shard = given.shard_size or (world_size // given.replicate_size if given.replicate_size else per_node)
     replicate = given.replicate_size or world_size // max(1, shard)
     if replicate * shard != world_size:
         if given.replicate_size and given.shard_size:
-            text = f"{replicate} copies x {shard} ranks are not the number of ranks (got {world_size}); give one size"
+            text = f"{replicate} replicas x {shard} ranks is not the world size (got {world_size}); set only one size"
         else:
             alone = given.replicate_size or shard
             text = f"does not divide the number of ranks (got {alone} of {world_size}); choose a divisor"
@@ -74,7 +76,25 @@ def reshards_after_forward(fsdp: FsdpConfig) -> bool:
 
 
 def dtypes(config: Config) -> Dtypes:
-    """The dtypes that the configuration asks for; outputs of mixed precision and reduction are fp32 unless chosen."""
+    """The configured dtypes; outputs under mixed precision and reduction are fp32 unless set."""
     section = config.shardkit.precision
-    param = section.param_dtype or _IMPLIED[config.mixed_precision]
+    param = section.param_dtype or _IMPLIED[config.mixed_precision] or _but_fp32(xla_compute_dtype(config))
     return Dtypes(param, section.reduce_dtype or "fp32", section.output_dtype or ("fp32" if param else None))
+
+
+def eight_bits(config: Config) -> Literal["fp8", "mxfp8"] | None:
+    """What Linear layers inside of blocks multiply in, where that is less than the compute dtype."""
+    return config.mixed_precision if config.mixed_precision in ("fp8", "mxfp8") else None
+
+
+def xla_compute_dtype(config: Config) -> Dtype | None:
+    """The `compute_dtype` of PyTorch/XLA's own settings; None where there is none, or it is none that TPUs have."""
+    if config.mode != "xla":
+        return None
+    name = str(config.xla_fsdp_settings.get("compute_dtype", "")).removeprefix("torch.").lower()
+    return _XLA_DTYPES.get(name)
+
+
+def _but_fp32(dtype: Dtype | None) -> Dtype | None:
+    """What parameters in fp32 have to be cast to."""
+    return None if dtype == "fp32" else dtype

@@ -1,4 +1,4 @@
-"""What a scheduler says of the machines of a job, by environment, for a launch on each of them."""
+"""A job's machines from the scheduler's environment variables, for a launch on each of them."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from shardkit import env
 from shardkit.errors import ConfigError
 
 FIRST_PORT, PORTS = 20000, 10000
-"""Ports for jobs: below those that systems hand out by themselves (32768 on Linux), above those of services."""
+"""Ports for jobs: below ephemeral ports (from 32768 on Linux), above those of services."""
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What the scheduler that started this process says about the job; None for what it does not say."""
+    """The job's facts from the scheduler that started this process; None where unknown."""
 
     name: str
     machines: int = 1
@@ -28,10 +28,10 @@ class Scheduler:
 
 
 def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
-    """What the environment says about the job that this process belongs to; None where no scheduler started it.
+    """The job that this process belongs to, from the environment; None if no scheduler started it.
 
-    The most specific first: SkyPilot may run on Kubernetes, torchrun's variables under any. Raises ConfigError where
-    what it says is no number of machines.
+    The most specific scheduler first: SkyPilot may run on Kubernetes, and torchrun's variables under any. Raises
+    ConfigError where the number of machines is invalid.
     """
     variables = env.copy() if variables is None else variables
     for read in (_skypilot, _sagemaker, _torchrun, _slurm, _lsf, _pbs, _kubernetes):
@@ -77,7 +77,7 @@ def _sagemaker(variables: Mapping[str, str]) -> Scheduler | None:
 
 
 def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
-    """torchrun reads its flags from PET_*: so a Kubeflow TrainJob gives them."""
+    """torchrun's flags as PET_* variables, as set by a Kubeflow TrainJob."""
     if "PET_NNODES" not in variables:
         return None
     machines = variables["PET_NNODES"]
@@ -85,8 +85,8 @@ def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
         first, _, last = machines.partition(":")
         if first != last:
             raise ConfigError(
-                f"PET_NNODES: the number of machines is one number (got {machines!r}); shardkit starts a fixed "
-                "number of them: set minimum and maximum of the job to the same."
+                f"PET_NNODES: the number of machines is one number (got {machines!r}); shardkit starts a fixed number "
+                "of machines: set the job's minimum and maximum to the same."
             )
         machines = first
     return Scheduler(
@@ -101,7 +101,7 @@ def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
 
 
 def _slurm(variables: Mapping[str, str]) -> Scheduler | None:
-    """Of a step started by srun its own machines, which may be fewer than the job's."""
+    """For a step started by srun, the step's machines, which may be fewer than the job's."""
     if "SLURM_JOB_ID" not in variables:
         return None
     hosts = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -129,8 +129,8 @@ def _pbs(variables: Mapping[str, str]) -> Scheduler | None:
 
 
 def _kubernetes(variables: Mapping[str, str]) -> Scheduler | None:
-    """Of a PyTorchJob (Kubeflow's first version, Alibaba PAI) WORLD_SIZE and RANK count pods, and there is no
-    LOCAL_RANK."""
+    """In a PyTorchJob (Kubeflow's first version, Alibaba PAI) WORLD_SIZE and RANK count pods, and LOCAL_RANK is
+    unset."""
     if "KUBERNETES_SERVICE_HOST" not in variables:
         return None
     address, port = variables.get("MASTER_ADDR"), number(variables, "MASTER_PORT")
@@ -147,14 +147,14 @@ def _kubernetes(variables: Mapping[str, str]) -> Scheduler | None:
 
 
 def _by_hosts(name: str, hosts: list[str], job: str) -> Scheduler:
-    """A job whose hosts are listed in a file; which one this is follows from its name."""
+    """A job whose hosts are listed in a file; this machine is found by its host name."""
     here = socket.gethostname().split(".")[0]
     ranks = [rank for rank, host in enumerate(hosts) if host.split(".")[0] == here]
     return Scheduler(name, len(hosts), ranks[0] if ranks else None, hosts[0], job, port_of(job))
 
 
 def _hosts_in(path: str) -> list[str]:
-    """The hosts of a file with one a line, each named once for each of its slots."""
+    """The hosts in a file with one line per slot, without duplicates."""
     try:
         lines = Path(path).read_text().split() if path else []
     except OSError:
@@ -163,13 +163,13 @@ def _hosts_in(path: str) -> list[str]:
 
 
 def port_of(job: str) -> int:
-    """A port that all machines of a job know, and another job is unlikely to use."""
+    """A port that all machines can derive from the job id, and that another job is unlikely to use."""
     digits = re.sub(r"\D", "", job) or "0"
     return FIRST_PORT + int(digits) % PORTS
 
 
 def number(variables: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that is a whole number."""
+    """The first of these variables that is an integer."""
     texts = [variables[name] for name in names if variables.get(name, "").isdigit()]
     return int(texts[0]) if texts else None
 

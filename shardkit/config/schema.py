@@ -1,8 +1,8 @@
-"""What a configuration can say. The YAML has Accelerate's keys and nesting; here the fields have clean names.
+"""The schema of the configuration. The YAML has Accelerate's keys and nesting; here the fields have clean names.
 
-The string under a field is its single text: the docs page, the wizard's help and the comment in the YAML are all made
-from it (`config/descriptions.py` reads them). A field's `alias` is its key in the YAML. Nothing here looks at a file, a
-machine or the environment, and one field never checks another: that is `config/checks.py`.
+The string under a field is its only description: the docs page, the wizard's help and the comment in the YAML are made
+from it (`config/descriptions.py` reads it). A field's `alias` is its key in the YAML. This module reads no file,
+hardware or environment; checks across fields are in `config/checks.py`.
 """
 
 from enum import Enum
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-MixedPrecision = Literal["no", "fp16", "bf16"]
+MixedPrecision = Literal["no", "fp16", "bf16", "fp8", "mxfp8"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 RendezvousBackend = Literal["static", "c10d", "etcd-v2", "etcd"]
@@ -27,7 +27,7 @@ class DistributedType(str, Enum):
 
 
 class ShardingStrategy(str, Enum):
-    """What is split over the ranks; in files also by number, 1 to 5 in this order."""
+    """What is sharded over the ranks; in files also by number, 1 to 5 in this order."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -78,7 +78,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def read_bool(value: Any) -> Any:
-    """yes/no, true/false, on/off, y/n, 1/0 in any case; anything else is left for pydantic to refuse."""
+    """yes/no, true/false, on/off, y/n, 1/0 in any case; other values are rejected by pydantic."""
     if isinstance(value, str):
         word = value.strip().lower()
         return True if word in _YES else False if word in _NO else value
@@ -88,7 +88,7 @@ def read_bool(value: Any) -> Any:
 
 
 def read_count(value: Any) -> Any:
-    """100000000, "1e8", "100M", "100_000_000" -> 100000000; anything else is left for pydantic to refuse."""
+    """100000000, "1e8", "100M", "100_000_000" -> 100000000; other values are rejected by pydantic."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
@@ -103,14 +103,14 @@ def read_count(value: Any) -> Any:
 
 
 def read_precision(value: Any) -> Any:
-    """An unquoted `no` reaches us as False; fp32 and none mean the same."""
+    """YAML reads an unquoted `no` as False; fp32 and none mean the same."""
     if value is False or (isinstance(value, str) and value.strip().lower() in {"no", "none", "fp32", "false", "off"}):
         return "no"
     return value.strip().lower() if isinstance(value, str) else value
 
 
 def read_distributed_type(value: Any) -> Any:
-    """Any case; an unquoted `NO` reaches us as False; TPU is XLA's older name."""
+    """Any case; YAML reads an unquoted `NO` as False; TPU is an older name of XLA."""
     if value is False or value is None:
         return "NO"
     if not isinstance(value, str):
@@ -120,7 +120,7 @@ def read_distributed_type(value: Any) -> Any:
 
 
 def read_strategy(value: Any) -> Any:
-    """1 to 5 or a name, in any case, with blanks, dashes or underscores."""
+    """1 to 5 or a name, in any case, with spaces, dashes or underscores."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().isdigit():
@@ -132,7 +132,7 @@ def read_strategy(value: Any) -> Any:
 
 
 def read_name(value: Any) -> Any:
-    """A name of an enumeration, in any case, with blanks or dashes for underscores."""
+    """A name of an enumeration, in any case, with spaces or dashes for underscores."""
     if isinstance(value, str):
         return value.strip().upper().replace("-", "_").replace(" ", "_")
     return value
@@ -147,7 +147,7 @@ def read_prefetch(value: Any) -> Any:
 
 
 def read_names(value: Any) -> Any:
-    """Class names as a list, or as one string with commas; blanks around them are dropped."""
+    """Class names as a list, or as one comma-separated string; surrounding spaces are stripped."""
     lines = read_lines(value)
     if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
         return [name.strip() for line in lines for name in line.split(",") if name.strip()]
@@ -155,7 +155,7 @@ def read_names(value: Any) -> Any:
 
 
 def read_lines(value: Any) -> Any:
-    """A list of texts, of which the empty ones are dropped; a single text is a list of one."""
+    """A list of strings without empty ones; a single string becomes a list of one."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -166,17 +166,17 @@ def read_lines(value: Any) -> Any:
 
 
 def read_text(value: Any) -> Any:
-    """An empty text means that there is none."""
+    """An empty string means None."""
     return (value.strip() or None) if isinstance(value, str) else value
 
 
 def read_word(value: Any) -> Any:
-    """A name that is written in small letters, in any case, with blanks or underscores for dashes."""
+    """A lower-case name with dashes, read in any case, with spaces or underscores for dashes."""
     return value.strip().lower().replace("_", "-").replace(" ", "-") if isinstance(value, str) else value
 
 
 def read_member(value: Any) -> Any:
-    """A name that is written in small letters with underscores, in any case; an unquoted `no` reaches us as False."""
+    """A lower-case name with underscores, read in any case; YAML reads an unquoted `no` as False."""
     if value is False or value is None:
         return "no"
     if not isinstance(value, str):
@@ -186,7 +186,7 @@ def read_member(value: Any) -> Any:
 
 
 def read_numbers(value: Any) -> Any:
-    """Numbers with commas, also from a list or a single number."""
+    """Comma-separated numbers, also from a list or a single number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, (list, tuple)):
@@ -203,7 +203,7 @@ Text = Annotated[str | None, BeforeValidator(read_text)]
 
 
 class Section(BaseModel):
-    """What all sections share: unknown keys are errors, values do not change, both names of a field are read."""
+    """Base of all sections: unknown keys are errors, values are immutable, both names of a field are read."""
 
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, frozen=True, validate_default=False, allow_inf_nan=False
@@ -211,10 +211,11 @@ class Section(BaseModel):
 
 
 class FsdpConfig(Section):
-    """How the model is split over the ranks."""
+    """How the model is sharded over the ranks."""
 
     version: Annotated[int, BeforeValidator(read_count)] = Field(2, ge=1, le=2, alias="fsdp_version")
-    """Which FSDP the file was written for; shardkit always runs FSDP2 and says where a version 1 setting differs."""
+    """FSDP version that the file was written for; shardkit always runs FSDP2 and notes where a version 1 setting
+    differs."""
 
     sharding_strategy: Annotated[ShardingStrategy, BeforeValidator(read_strategy)] = Field(
         ShardingStrategy.FULL_SHARD, alias="fsdp_sharding_strategy"
@@ -222,7 +223,7 @@ class FsdpConfig(Section):
     """What is sharded: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD (DDP), 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2."""
 
     reshard_after_forward: Bool | None = Field(None, alias="fsdp_reshard_after_forward")
-    """As FSDP version 2 says it: true frees parameters after forward (strategy 1 or 4), false keeps them (2 or 5)."""
+    """FSDP version 2's form: true frees parameters after forward (strategy 1 or 4), false keeps them (2 or 5)."""
 
     offload_params: Bool = Field(False, alias="fsdp_offload_params")
     """Keep parameters, gradients and optimizer state in host memory when not in use."""
@@ -230,18 +231,19 @@ class FsdpConfig(Section):
     auto_wrap_policy: Annotated[WrapPolicy, BeforeValidator(read_name)] = Field(
         WrapPolicy.TRANSFORMER_BASED_WRAP, alias="fsdp_auto_wrap_policy"
     )
-    """How the model is cut into units: by block class, by parameter count, or not at all."""
+    """How the model is divided into FSDP units: by block class, by parameter count, or not at all."""
 
     transformer_layer_cls_to_wrap: Names = Field(default_factory=list, alias="fsdp_transformer_layer_cls_to_wrap")
-    """Block classes that become units, by name; empty: those that repeat in the model, or by size where none does."""
+    """Names of the block classes that become units; empty: classes that repeat in the model, or by size if none
+    does."""
 
     min_num_params: Count = Field(100_000_000, ge=1, alias="fsdp_min_num_params")
-    """Smallest unit for SIZE_BASED_WRAP, in parameters: 1e8, 100M and 100000000 are the same."""
+    """Minimum parameters of a unit for SIZE_BASED_WRAP; 1e8, 100M and 100000000 are the same."""
 
     backward_prefetch: Annotated[BackwardPrefetch, BeforeValidator(read_prefetch)] = Field(
         BackwardPrefetch.BACKWARD_PRE, alias="fsdp_backward_prefetch"
     )
-    """When backward gathers the next unit: before this unit's gradients (faster), after them, or not ahead at all."""
+    """When backward gathers the next unit: before this unit's gradients (faster), after them, or without prefetch."""
 
     forward_prefetch: Bool = Field(False, alias="fsdp_forward_prefetch")
     """Gather the next unit's parameters explicitly while this one computes forward."""
@@ -249,7 +251,7 @@ class FsdpConfig(Section):
     state_dict_type: Annotated[StateDictType, BeforeValidator(read_name)] = Field(
         StateDictType.SHARDED_STATE_DICT, alias="fsdp_state_dict_type"
     )
-    """How save_state writes: every rank its own part, or full files; either loads on any number of ranks."""
+    """Format of save_state: each rank writes its shard, or full files; both load on any number of ranks."""
 
     cpu_ram_efficient_loading: Bool = Field(True, alias="fsdp_cpu_ram_efficient_loading")
     """Build on the meta device where possible; every rank reads only its own slices of the weights."""
@@ -267,14 +269,14 @@ class FsdpConfig(Section):
     """FSDP2 always limits how many all-gathers run at once; false is accepted with a note."""
 
     ignored_modules: Text = Field(None, alias="fsdp_ignored_modules")
-    """A regular expression over module names: what matches is left unsharded and replicated."""
+    """A regular expression over module names; matching modules are not sharded but replicated."""
 
 
 class PrecisionConfig(Section):
-    """Dtypes beyond `mixed_precision`. None means: what mixed_precision implies."""
+    """Dtypes beyond `mixed_precision`. None: as mixed_precision implies."""
 
     param_dtype: Dtype | None = None
-    """Dtype of the gathered parameters, and so of compute."""
+    """Dtype of the gathered parameters and of compute."""
 
     reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced and accumulated; fp32 unless set here."""
@@ -283,145 +285,146 @@ class PrecisionConfig(Section):
     """Dtype of the model's outputs; fp32 under mixed precision unless set here."""
 
     init_scale: float = Field(65536.0, gt=0)
-    """First loss scale under fp16."""
+    """Initial loss scale under fp16."""
 
     growth_factor: float = Field(2.0, gt=1)
-    """What the loss scale is multiplied with after `growth_interval` steps without an overflow."""
+    """Factor for the loss scale after `growth_interval` steps without an overflow."""
 
     backoff_factor: float = Field(0.5, gt=0, lt=1)
-    """What the loss scale is multiplied with after an overflow."""
+    """Factor for the loss scale after an overflow."""
 
     growth_interval: Count = Field(2000, ge=1)
     """Steps without an overflow after which the loss scale grows."""
 
 
 class MeshConfig(Section):
-    """Sizes of the hybrid strategies' mesh; 0: computed from the machines."""
+    """Mesh sizes of the hybrid strategies; 0: computed from the machines."""
 
     replicate_size: Count = Field(0, ge=0)
-    """Number of copies of the model; by default one a machine."""
+    """Number of model replicas; by default one per machine."""
 
     shard_size: Count = Field(0, ge=0)
-    """Number of ranks that share one copy; by default the ranks of one machine."""
+    """Number of ranks that shard one replica; by default the ranks of one machine."""
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
     digest: Literal["xxh3", "sha256"] = "xxh3"
-    """Checksum of the saved files: xxh3 detects corruption (fast), sha256 also tampering."""
+    """Checksum of the saved files: xxh3 detects corruption (fast), sha256 also detects tampering."""
 
     verify: Literal["digest", "size"] = "digest"
-    """What is checked when a checkpoint is read: every byte, or the sizes only."""
+    """What is verified when a checkpoint is read: every byte, or only file sizes."""
 
     keep_last: Count = Field(3, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
 
     keep_every: Count = Field(0, ge=0)
-    """Checkpoints at multiples of this many steps are kept for good; 0: none."""
+    """Checkpoints at multiples of this many steps are never deleted; 0: none."""
 
     blocking: Bool = True
     """Whether save_state waits until the files are written; false copies the state and writes it in the background."""
 
     timeout_s: Seconds = Field(600.0, gt=0)
-    """How long ranks wait for one another in a save or load, in seconds."""
+    """How long ranks wait for each other in a save or load, in seconds."""
 
     resume: str = "never"
-    """"never", "auto" (the newest valid checkpoint of the project folder), or the path of one."""
+    """"never", "auto" (the newest valid checkpoint of the project folder), or the path of a checkpoint."""
 
     max_shard_size: str = "5GB"
-    """Largest file of a full export."""
+    """Maximum file size of a full export."""
 
 
 class LaunchConfig(Section):
-    """What the launcher watches and how it stops."""
+    """Timeouts, restarts and output of the launcher."""
 
     hang_timeout_s: Seconds = Field(600.0, gt=0)
-    """How long ranks may make no progress before the launcher looks whether they hang, in seconds."""
+    """Time without progress after which the launcher checks for a hang, in seconds."""
 
     stop_timeout_s: Seconds = Field(120.0, gt=0)
-    """How long ranks have to save and leave after SIGTERM, in seconds."""
+    """Time for ranks to save and exit after SIGTERM, in seconds."""
 
     process_group_timeout_s: Seconds = Field(1800.0, gt=0)
-    """How long a collective may take, in seconds."""
+    """Timeout of a collective, in seconds."""
 
     max_restarts: Count = Field(0, ge=0)
-    """How many restarts after failures; the launch stops after 3 in a row without a new checkpoint."""
+    """Maximum restarts after failures; the launch stops after 3 in a row without a new checkpoint."""
 
     log_dir: Text = None
     """Folder for every rank's output; by default runs/<time> in the current folder."""
 
     show: str = "all"
-    """Ranks whose output is shown: all, or numbers with commas."""
+    """Ranks whose output is shown: all, or comma-separated numbers."""
 
     start: Annotated[Literal["auto", "fork", "exec"], BeforeValidator(read_word)] = "auto"
-    """How ranks start: fork (from a process with torch loaded), exec (each a new Python), auto (fork on the CPU)."""
+    """How ranks start: fork (from a process with torch loaded), exec (a new Python each), auto (fork on the CPU)."""
 
     meet_timeout_s: Seconds = Field(900.0, gt=0)
-    """How long the machines of a run wait for one another at the start, in seconds."""
+    """How long the machines of a run wait for each other at the start, in seconds."""
 
     bind_address: Text = None
-    """Address that machine 0 listens on, where it is not the one that the others call; loopback on one machine."""
+    """Address that machine 0 listens on, if it differs from the one that others connect to; loopback on one machine."""
 
     threads_per_rank: Count = Field(0, ge=0)
     """OMP_NUM_THREADS of every rank; 0: cores divided by ranks on this machine."""
 
 
 class DdpConfig(Section):
-    """How DDP (NO_SHARD, MULTI_GPU, MULTI_CPU) exchanges gradients."""
+    """How DDP (NO_SHARD, MULTI_GPU, MULTI_CPU) reduces gradients."""
 
     comm_hook: Annotated[CommHook, BeforeValidator(read_member)] = "no"
-    """What gradients are sent as: no (as they are), fp16, bf16, or power_sgd (a low rank of them)."""
+    """Compression of gradients: no, fp16, bf16, or power_sgd (a low-rank approximation)."""
 
     comm_wrapper: Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(read_member)] = "no"
-    """Dtype in which power_sgd works and sends."""
+    """Dtype in which power_sgd computes and sends."""
 
     power_sgd_rank: Count = Field(1, ge=1)
-    """Rank of the matrices that power_sgd sends for a gradient: more is nearer to the gradient, and slower."""
+    """Rank of power_sgd's approximation: higher is more accurate and slower."""
 
     power_sgd_start_step: Count = Field(1000, ge=2)
-    """Steps in which gradients are sent as they are, before power_sgd begins."""
+    """Steps with uncompressed gradients before power_sgd starts."""
 
     bucket_cap_mb: Count = Field(25, ge=1)
-    """Gradients are sent in buckets of this many MiB."""
+    """Bucket size of the gradient all-reduce, in MiB."""
 
     static_graph: Bool = False
-    """Every step uses the same parameters in the same way, so that none has to be looked for."""
+    """Every step uses the same parameters in the same way, so DDP need not search for unused ones."""
 
     broadcast_buffers: Bool = True
-    """Rank 0's buffers (running statistics) are copied to all ranks in each forward."""
+    """Broadcast rank 0's buffers (running statistics) to all ranks in each forward."""
 
 
 class DataConfig(Section):
-    """How prepared data loaders give each rank its part."""
+    """How prepared data loaders split the data over ranks."""
 
     split_batches: Bool = False
     """The loader's batch size is that of all ranks together; false: of each rank."""
 
     even_batches: Bool = True
-    """A short last batch is padded, so that every rank gets as many samples; `gather_for_metrics` drops the padding."""
+    """Pad a short last batch, so that every rank gets the same number of samples; `gather_for_metrics` drops the
+    padding."""
 
     seed: int | None = Field(None, ge=0, lt=2**64)
-    """Seed of the data order alone; None: shardkit.seed, else rank 0's."""
+    """Seed of the data order only; None: shardkit.seed, else rank 0's."""
 
 
 class ProfileConfig(Section):
     """What `accelerator.profile()` records, and in which steps; a step ends with `profiler.step()`."""
 
     folder: Text = None
-    """Folder of the traces, one a rank; by default `profile` in the project's folder for logs."""
+    """Folder of the traces, one per rank; by default `profile` in the project's log folder."""
 
     activities: Names = Field(default_factory=list)
-    """cpu and cuda; empty: what there is."""
+    """cpu and cuda; empty: all that are available."""
 
     skip_first: Count = Field(0, ge=0)
-    """Steps left out at the start."""
+    """Steps skipped at the start."""
 
     wait: Count = Field(0, ge=0)
-    """Steps left out at the start of each cycle."""
+    """Steps skipped at the start of each cycle."""
 
     warmup: Count = Field(0, ge=0)
-    """Steps then traced and thrown away."""
+    """Steps then traced and discarded."""
 
     active: Count = Field(0, ge=0)
     """Steps then recorded; 0: everything inside the block, without a schedule."""
@@ -433,10 +436,10 @@ class ProfileConfig(Section):
     """Record the shapes of operators' inputs."""
 
     profile_memory: Bool = False
-    """Record what operators allocate."""
+    """Record memory allocations of operators."""
 
     with_stack: Bool = False
-    """Record the lines of source code."""
+    """Record source lines."""
 
     with_flops: Bool = False
     """Estimate the FLOPs of matrix products and convolutions."""
@@ -452,28 +455,28 @@ class ShardkitConfig(Section):
     """Dtypes beyond mixed_precision."""
 
     mesh: MeshConfig = MeshConfig()
-    """Sizes of the mesh of the hybrid strategies."""
+    """Mesh sizes of the hybrid strategies."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
 
     launch: LaunchConfig = LaunchConfig()
-    """What the launcher watches and how it stops."""
+    """Timeouts, restarts and output of the launcher."""
 
     ddp: DdpConfig = DdpConfig()
-    """How DDP exchanges gradients."""
+    """How DDP reduces gradients."""
 
     data: DataConfig = DataConfig()
-    """How prepared data loaders give each rank its part."""
+    """How prepared data loaders split the data over ranks."""
 
     profile: ProfileConfig = ProfileConfig()
     """What `accelerator.profile()` records."""
 
     recompute: Annotated[Literal["blocks", "operators"], BeforeValidator(read_word)] = "blocks"
-    """What activation checkpointing computes again: blocks, or operators: all but attention and half the products."""
+    """What activation checkpointing recomputes: blocks, or operators (all but attention and half of the matmuls)."""
 
     recompute_every: Count = Field(1, ge=1)
-    """Activation checkpointing of every n-th block only; 1: of every block."""
+    """Checkpoint the activations of every n-th block only; 1: of every block."""
 
     compile: Bool = False
     """torch.compile each unit."""
@@ -482,20 +485,20 @@ class ShardkitConfig(Section):
     """Seed of every random generator and of the data order; None: the script decides."""
 
     gradient_accumulation_steps: Count = Field(1, ge=1)
-    """Micro-batches per optimizer step, where the script does not say."""
+    """Micro-batches per optimizer step, unless the script sets it."""
 
     end_window_with_data: Bool = True
-    """The last batch of a loader ends a window of micro-batches early; false: the window goes on in the next epoch."""
+    """The last batch of a loader ends an accumulation window early; false: the window continues in the next epoch."""
 
     log_speed: Bool = False
-    """`accelerator.log` adds seconds a step, samples and tokens a second, MFU on known GPUs, and peak memory."""
+    """`accelerator.log` adds seconds per step, samples and tokens per second, MFU on known GPUs, and peak memory."""
 
     ddp_find_unused_parameters: Bool = False
-    """For NO_SHARD: look for parameters without a gradient in every step (slower)."""
+    """For NO_SHARD: search for parameters without a gradient in every step (slower)."""
 
 
 class Config(Section):
-    """One run, whole."""
+    """The configuration of a run."""
 
     compute_environment: Annotated[Literal["LOCAL_MACHINE"], BeforeValidator(read_name)] = "LOCAL_MACHINE"
     """Where ranks are started: on this machine; with several machines, launch on each of them."""
@@ -504,13 +507,13 @@ class Config(Section):
     """How ranks share the work: FSDP (see fsdp_config), MULTI_GPU or MULTI_CPU (DDP), XLA (TPU), NO (one process)."""
 
     mixed_precision: Annotated[MixedPrecision, BeforeValidator(read_precision)] = "no"
-    """Compute dtype: no (fp32), fp16 (with loss scaling), bf16."""
+    """Compute dtype: no (fp32), fp16 (with loss scaling), bf16; fp8, mxfp8: bf16, Linear layers in 8 bits (torchao)."""
 
     num_machines: Count = Field(1, ge=1, le=100_000)
     """Number of machines."""
 
     num_processes: Count = Field(1, ge=1, le=1_000_000)
-    """Number of ranks in total, over all machines."""
+    """Number of ranks in total, over all machines; on TPU of devices, those of a machine being one rank's."""
 
     machine_rank: Count = Field(0, ge=0)
     """This machine's number, from 0; usually given at launch: --machine-rank."""
@@ -522,16 +525,16 @@ class Config(Section):
     """Port on machine 0; by default a free one on one machine, 29500 on several."""
 
     rdzv_backend: Annotated[RendezvousBackend, BeforeValidator(read_word)] = "static"
-    """For Accelerate: static, c10d, etcd-v2, etcd. shardkit's machines always meet at machine 0, in any order."""
+    """For Accelerate: static, c10d, etcd-v2, etcd. shardkit's rendezvous is always at machine 0, in any order."""
 
     same_network: Bool = True
-    """For Accelerate: whether the machines are in one network. shardkit's must reach one another directly."""
+    """For Accelerate: whether the machines are in one network. shardkit's must reach each other directly."""
 
     use_cpu: Bool = False
     """Train on the CPU even where there is a GPU."""
 
     gpu_ids: Annotated[str | None, BeforeValidator(read_numbers)] = None
-    """Which GPUs of this machine: all, or numbers with commas."""
+    """GPUs of this machine to use: all, or comma-separated numbers."""
 
     debug: Bool = False
     """Check the order and the shapes of every collective (slow)."""
@@ -540,25 +543,25 @@ class Config(Section):
     """Name of the script's training function; used on TPU only."""
 
     downcast_bf16: Bool = False
-    """On TPU: compute both double and float in bf16."""
+    """On TPU: keep every float in bf16, parameters and optimizer state too (XLA_DOWNCAST_BF16), instead of fp32."""
 
     enable_cpu_affinity: Bool = False
     """Pin each rank to the cores next to its GPU."""
 
     fsdp: FsdpConfig = Field(FsdpConfig(), alias="fsdp_config")
-    """How the model is split over the ranks."""
+    """How the model is sharded over the ranks."""
 
     shardkit: ShardkitConfig = ShardkitConfig()
     """Settings that Accelerate does not have."""
 
     xla: Bool = False
-    """On TPU: train with PyTorch/XLA's FSDP."""
+    """On TPU: spread parameters over all devices, as FSDP does; false: a whole model on each."""
 
     xla_fsdp_v2: Bool = False
-    """On TPU: use the SPMD version of PyTorch/XLA's FSDP."""
+    """For Accelerate: which of PyTorch/XLA's two FSDPs. shardkit always trains with SPMD, the second."""
 
     xla_fsdp_settings: dict[str, Any] = Field(default_factory=dict)
-    """On TPU: PyTorch/XLA's own FSDP settings, handed through."""
+    """On TPU: of PyTorch/XLA's own FSDP settings, compute_dtype; the others have no meaning in SPMD."""
 
     xla_fsdp_grad_ckpt: Bool = False
     """On TPU: recompute activations in backward."""
@@ -570,26 +573,26 @@ class Config(Section):
     """Zone of the TPU."""
 
     tpu_use_cluster: Bool = False
-    """Whether the TPU is a pod of several machines."""
+    """Whether `launch` starts the run on all machines of a TPU pod, with gcloud, from where it is typed."""
 
     tpu_use_sudo: Bool = False
-    """Whether commands on the TPU's machines need sudo."""
+    """Whether training on a pod's machines is started with sudo."""
 
     tpu_env: Lines = Field(default_factory=list)
-    """Variables for the TPU's machines, NAME=value each."""
+    """Environment variables for the TPU's machines, as NAME=value."""
 
     tpu_vm: Lines = Field(default_factory=list)
     """Names of the TPU's machines."""
 
     commands: Lines = Field(default_factory=list)
-    """Commands that run on the TPU's machines before training."""
+    """Commands that run on a pod's machines before training."""
 
     command_file: Text = None
-    """A file of such commands."""
+    """File with such commands."""
 
     @property
     def mode(self) -> Literal["single", "ddp", "fsdp", "xla"]:
-        """Which engine runs: plain torch, DDP, FSDP2, or PyTorch/XLA. NO_SHARD is DDP."""
+        """The engine: plain torch, DDP, FSDP2, or PyTorch/XLA. NO_SHARD is DDP."""
         match self.distributed_type:
             case DistributedType.XLA:
                 return "xla"
@@ -602,5 +605,5 @@ class Config(Section):
 
     @property
     def processes_per_machine(self) -> int:
-        """Ranks on each machine; `checks` makes sure that they divide evenly."""
+        """Ranks on each machine; `checks` rejects an uneven division."""
         return max(1, self.num_processes // self.num_machines)

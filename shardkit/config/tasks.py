@@ -1,9 +1,9 @@
-"""The world of a process that no launcher of ranks has started, from what srun or mpirun say by environment.
+"""Rank and world size of a process started by srun or mpirun, from their environment variables.
 
-    found = world_of(variables)      torch elastic's variables for this process; None where it is alone
+    found = world_of(variables)      torch elastic's variables for this process; None for a single process
 
-Complete: it is made. Incomplete or contradictory: refused in words, because every task would else train alone, and
-write over the others' files.
+Incomplete or contradictory variables are an error: every task would otherwise train alone, and overwrite the others'
+files.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from shardkit.config.scheduler import Scheduler, first_host, number, port_of, sc
 from shardkit.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-ALONE = "or say that it is alone with RANK=0 WORLD_SIZE=1"
+ALONE = "or set RANK=0 WORLD_SIZE=1 for a single process"
 
 
 @dataclass(frozen=True)
 class Starter:
-    """One that starts a task for each rank, and the variables in which it says so."""
+    """A program that starts one task per rank, and its environment variables."""
 
     name: str
     rank: str
@@ -45,12 +45,12 @@ STARTERS = (
     Starter("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_LOCAL_SIZE"),
     SRUN,
 )
-"""The inner one of two first: mpirun's own processes may be srun's tasks. srun itself may set PMI's first two."""
+"""Inner starters first: mpirun's processes may be srun's tasks. srun itself may set the first two PMI variables."""
 
 
 def world_of(variables: Mapping[str, str]) -> dict[str, str] | None:
-    """torch elastic's variables for this process, as whoever started it says its place; None where it is alone, or has
-    them. Raises ConfigError where it is one of several and its place is not complete."""
+    """torch elastic's variables for this process, from those of its starter; None for a single process, or if they are
+    already set. Raises ConfigError where it is one of several and its variables are incomplete."""
     if "RANK" in variables or "WORLD_SIZE" in variables:
         _check_ranks(variables)
         _check_pods(variables)
@@ -64,13 +64,13 @@ def world_of(variables: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _check_ranks(variables: Mapping[str, str]) -> None:
-    """Raises ConfigError where RANK and WORLD_SIZE make no sense."""
+    """Raises ConfigError where RANK and WORLD_SIZE are invalid."""
     if (variables.get("WORLD_SIZE"), "RANK" in variables) == ("1", False):
         return
     rank, size = number(variables, "RANK"), number(variables, "WORLD_SIZE")
     if rank is None or size is None or rank >= size:
         raise ConfigError(
-            f"launch: RANK is a number below WORLD_SIZE (got RANK={variables.get('RANK')!r}, WORLD_SIZE="
+            f"launch: RANK must be a number below WORLD_SIZE (got RANK={variables.get('RANK')!r}, WORLD_SIZE="
             f"{variables.get('WORLD_SIZE')!r}); set both for every process, or neither and use shardkit launch."
         )
 
@@ -113,8 +113,8 @@ def _world(starter: Starter, variables: Mapping[str, str]) -> dict[str, str]:
             for name in (starter.rank, starter.size, starter.local_rank, starter.local_size)
         )
         raise ConfigError(
-            f"launch: {starter.name} started this process as one of several, but its place does not follow from what "
-            f"it says (got {given}); start one `shardkit launch` a machine, {ALONE}."
+            f"launch: {starter.name} started this process as one of several, but its variables are incomplete or "
+            f"contradictory (got {given}); start one `shardkit launch` per machine, {ALONE}."
         )
     address, port = _meeting_place(starter, variables, local_size == size)
     return {**{name: str(value) for name, value in said.items()}, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
@@ -135,27 +135,27 @@ def _local_size(starter: Starter, variables: Mapping[str, str]) -> int | None:
 
 
 def _meeting_place(starter: Starter, variables: Mapping[str, str], is_one_machine: bool) -> tuple[str, int]:
-    """Where rank 0 listens: as MASTER_ADDR and MASTER_PORT say, else what all tasks know."""
+    """The address of rank 0: MASTER_ADDR and MASTER_PORT, else derived from values that all tasks know."""
     port = number(variables, "MASTER_PORT")
     if starter is SRUN:
         job = variables.get("SLURM_JOB_ID", "0") + variables.get("SLURM_STEP_ID", "")
         hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
         address: str | None = first_host(hosts)
-    else:  # what is the same for all that one mpirun has started
+    else:  # equal for all tasks of one mpirun
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or str(_pid_of(starter))
         job, address = str(zlib.crc32(job.encode())), None
     address = variables.get("MASTER_ADDR") or (LOOPBACK if is_one_machine else address)
     if address is None:
         raise ConfigError(
-            f"launch: {starter.name} does not say on which machine rank 0 is (got {variables[starter.size]} ranks on "
+            f"launch: {starter.name} does not provide the machine of rank 0 (got {variables[starter.size]} ranks on "
             "several machines); set MASTER_ADDR to its address for all of them: mpirun -x MASTER_ADDR=..., or start "
-            "one `shardkit launch` a machine."
+            "one `shardkit launch` per machine."
         )
     return address, port or port_of(job)
 
 
 def _pid_of(starter: Starter) -> int:
-    """The process that has started the tasks of this machine: the nearest one above that is no task itself."""
+    """The process that started this machine's tasks: the nearest ancestor that is not itself a task."""
     pid = os.getppid()
     with contextlib.suppress(OSError, IndexError, ValueError):
         while f"{starter.rank}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
@@ -164,7 +164,7 @@ def _pid_of(starter: Starter) -> int:
 
 
 def _refuse_one_a_machine(job: Scheduler | None) -> None:
-    """Raises ConfigError where a job starts one process a machine, which would train alone there."""
+    """Raises ConfigError where a job starts one process per machine, each of which would train alone."""
     if job is None or job.name == "SLURM":
         return
     if job.name in {"LSF", "PBS"} and not job.machine_rank:  # the job's script runs on the first machine: `left_alone`
@@ -173,13 +173,13 @@ def _refuse_one_a_machine(job: Scheduler | None) -> None:
     if job.machines > 1 or ranks > 1:
         each = f" with {ranks} ranks each" if ranks > 1 else ""
         raise ConfigError(
-            f"launch: this process is alone, but {job.name} says that the job has {job.machines} machine"
+            f"launch: this is a single process, but {job.name} reports a job of {job.machines} machine"
             f"{'s' if job.machines > 1 else ''}{each}; start it with `shardkit launch` on each, {ALONE}."
         )
 
 
 def left_alone(variables: Mapping[str, str]) -> str | None:
-    """What is worth saying where a job asked for several tasks, and its script has started one; None elsewhere."""
+    """A warning where a job has several tasks, but its script started one process; else None."""
     each = variables.get("PET_NPROC_PER_NODE", "")
     if each in {"auto", "gpu", "cpu"}:
         return f"PET_NPROC_PER_NODE is {each}, and this is one process; shardkit launch starts one for each device."
@@ -197,14 +197,13 @@ def left_alone(variables: Mapping[str, str]) -> str | None:
 
 
 def launch_problem(variables: Mapping[str, str]) -> str | None:
-    """Why no launch should start here: several tasks on a machine would each start all of its ranks; None where one
-    may."""
+    """Why a launch must not start here (several tasks on a machine would each start all ranks); None where it may."""
     for starter in STARTERS:
         tasks = _local_size(starter, variables) or 1
         if tasks > 1:
             return (
-                f"launch: {starter.name} starts {tasks} tasks on this machine, and each would start all of its ranks; "
-                "start one task a machine (srun --ntasks-per-node=1), or the script itself: "
-                f"{starter.name.split()[0]} ... python SCRIPT.py."
+                f"launch: {starter.name} starts {tasks} tasks on this machine, and each would start all ranks; start "
+                f"one task per machine (srun --ntasks-per-node=1), or the script itself: {starter.name.split()[0]} "
+                "... python SCRIPT.py."
             )
     return None

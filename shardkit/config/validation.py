@@ -1,4 +1,4 @@
-"""Entries -> Config: contradictions settled, types checked, and every problem told where it was written."""
+"""Entries -> Config: resolves contradictions, checks types, and reports every problem at its place."""
 
 import re
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ _REPLICATE = ("shardkit", "mesh", "replicate_size")
 
 
 def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
-    """The configuration that the layer describes, and where each value comes from. Adds to the layer's notes and
-    problems; a value that is wrong counts as not given, so that what else is wrong is found too."""
+    """The layer's configuration, and the origin of each value. Adds to the layer's notes and problems. An invalid value
+    counts as unset, so that other problems are found too."""
     settle(layer)
     entries = {path: entry for path, entry in layer.entries.items() if not _is_absent(path, entry)}
     config, broken = _validated(entries, layer)
     if ("num_processes",) not in entries:
-        broken.add("num_processes")  # the machine says it later; no rule may judge by the schema's default
+        broken.add("num_processes")  # set from the hardware later; checks must not use the schema's default
     layer.problems += [
         _located(layer, finding) for finding in checks.problems(config) if not broken & set(finding.keys)
     ]
@@ -39,8 +39,8 @@ def build(layer: Layer) -> tuple[Config, dict[str, Origin]]:
 
 
 def built_in_python(config: Config, where: str) -> tuple[Config, list[str]]:
-    """A configuration that code made, settled and checked as one that was read, and its notes. Raises ConfigError with
-    everything that is wrong; `where` stands before each line. Its number of processes is the world's."""
+    """A configuration built in Python, normalized and checked like a file, and its notes. Raises ConfigError with all
+    problems, each prefixed with `where`. `num_processes` must be the world size."""
     config = settled(config)
 
     def lines(findings: list[checks.Finding]) -> list[str]:
@@ -53,8 +53,8 @@ def built_in_python(config: Config, where: str) -> tuple[Config, list[str]]:
 
 
 def settled(config: Config) -> Config:
-    """A configuration built in Python, with `reshard_after_forward` told by `sharding_strategy` alone, as in one that
-    was read. Raises ConfigError where the two contradict each other."""
+    """A configuration built in Python, with `reshard_after_forward` merged into `sharding_strategy`, as for a file.
+    Raises ConfigError where the two contradict each other."""
     reshards, strategy = config.fsdp.reshard_after_forward, config.fsdp.sharding_strategy
     if reshards is None:
         return config
@@ -67,8 +67,8 @@ def settled(config: Config) -> Config:
 
 
 def settle(layer: Layer) -> None:
-    """Say in one way what files say in several: `sharding_strategy` afterwards holds what is meant by
-    `reshard_after_forward` too, and a hybrid mesh or `xla: true` has the strategy and type that it needs."""
+    """Normalizes entries that can be written in several ways: `sharding_strategy` then includes
+    `reshard_after_forward`, and a hybrid mesh or `xla: true` sets the strategy and type that it needs."""
     reshard = layer.entries.pop(_RESHARD, None)
     if reshard is not None and reshard.value is not None:
         _settle_reshard(layer, reshard)
@@ -105,7 +105,7 @@ def _settle_contradiction(layer: Layer, reshard: SettingEntry, strategy: Setting
 
 
 def _meaning(value: Any, base: Any) -> ShardingStrategy | None:
-    """The strategy that a value of reshard_after_forward stands for; older files hold a strategy's name there."""
+    """The strategy for a value of reshard_after_forward; older files have a strategy's name there."""
     if isinstance(read_bool(value), bool):
         return _resharding(base, bool(read_bool(value)))
     name = read_strategy(value)
@@ -121,7 +121,7 @@ def _resharding(base: Any, reshards: bool) -> ShardingStrategy:
 
 
 def _settle_mesh(layer: Layer) -> None:
-    """Accelerate's version 2 files say hybrid by the sizes of the mesh alone."""
+    """Accelerate's version 2 files express a hybrid strategy only by mesh sizes."""
     mesh, strategy = layer.entries.get(_REPLICATE), layer.entries.get(_STRATEGY)
     if mesh is None or mesh.direct or (strategy is not None and strategy.direct):
         return
@@ -170,7 +170,7 @@ def _nested(entries: Mapping[Path, SettingEntry]) -> dict[str, Any]:
 
 
 def _path_of(location: tuple[Any, ...]) -> Path:
-    """The setting that pydantic complains about; what follows it are positions inside a list or a union."""
+    """The setting of a pydantic error; later parts of the location are positions in a list or union."""
     path: Path = ()
     for part in location:
         path = names_in(path)[part]
@@ -180,14 +180,14 @@ def _path_of(location: tuple[Any, ...]) -> Path:
 
 
 def _located(layer: Layer, finding: checks.Finding) -> str:
-    """A finding at the first of its keys that somebody wrote."""
+    """A finding at the first of its keys that was set."""
     paths = [tuple(name.split(".")) for name in finding.keys]
     at = next((f"{layer.entries[path].origin}: " for path in paths if path in layer.entries), "")
     return f"{at}{all_keys()[paths[0]].yaml_name}: {finding.text}"
 
 
 def choices_of(field: FieldInfo) -> list[str]:
-    """The words that a setting may have; empty where it is free."""
+    """The allowed words of a setting; empty where any value is allowed."""
     kinds = [field.annotation, *get_args(field.annotation)]
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Enum):
@@ -198,7 +198,7 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 
 def _words(detail: Any, field: FieldInfo, path: Path, value: Any) -> str:
-    """What is wrong with a value and what to do, in words."""
+    """The text of what is wrong with a value, and what to do."""
     got = f"(got {shortened(value.value if isinstance(value, Enum) else value)!r})"
     limit = detail.get("ctx", {})
     refused = REFUSED_VALUES.get(path, {})

@@ -1,4 +1,4 @@
-"""A Config as YAML for a reader: what matters first, each key below its text, nothing that nobody asked about."""
+"""A Config as readable YAML: important keys first, each below its description, without settings at their default."""
 
 import shlex
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from shardkit.config.keys import Path, all_keys, sections
 from shardkit.config.schema import Config, DistributedType, Section
 
 HEADER = """\
-# shardkit configuration. The keys are those of Accelerate; a key that is left out has its default.
+# shardkit configuration. The keys are those of Accelerate; a missing key has its default.
 # change: shardkit config{output}    check: shardkit config validate{name}    run: shardkit launch{config} train.py
 """
 
-# The order in which a reader wants to know; the rest follows in the order of the schema.
+# The first keys of a file; the rest follows in the order of the schema.
 _FIRST = ["compute_environment", "distributed_type", "num_machines", "num_processes", "mixed_precision", "use_cpu"]
 _ALWAYS = {(name,) for name in _FIRST}
 _FSDP_ALWAYS = [
@@ -37,7 +37,8 @@ _WITH_MACHINES = {("main_process_ip",), ("main_process_port",), ("rdzv_backend",
 
 
 def render(config: Config, comments: bool, name: str | None = None) -> str:
-    """The whole file. Reading it gives the same configuration. `name`: how commands call it, None: not at all."""
+    """The text of the file. Reading it gives the same configuration. `name`: the file name for commands; None: none
+    needed."""
     lines = [_header(name)] if comments else []
     block: Path = ()
     for path in _ordered_paths(config):
@@ -55,7 +56,7 @@ def _header(name: str | None) -> str:
 
 
 def key_lines(path: Path, value: Any, comments: bool) -> list[str]:
-    """The lines of one setting, at its depth: its text if wanted, its key and value."""
+    """The lines of one setting, indented: its description if wanted, key and value."""
     key = all_keys()[path]
     indent = "  " * (len(path) - 1)
     text = [f"{indent}# {text_of(key.section, path[-1])}"] if comments else []
@@ -63,7 +64,7 @@ def key_lines(path: Path, value: Any, comments: bool) -> list[str]:
 
 
 def head_lines(block: Path, comments: bool) -> list[str]:
-    """The line that opens a block, below its text."""
+    """The line that opens a block, below its description."""
     indent = "  " * (len(block) - 1)
     section: type[Section] = Config
     for part in block[:-1]:
@@ -73,7 +74,7 @@ def head_lines(block: Path, comments: bool) -> list[str]:
 
 
 def value_text(path: Path, value: Any) -> str:
-    """A value as YAML on one line; class names with commas, as Accelerate reads them."""
+    """A value as one line of YAML; class names comma-separated, as Accelerate reads them."""
     if path == ("fsdp", "transformer_layer_cls_to_wrap") and value:
         return scalar_text(",".join(value))
     if isinstance(value, (list, dict)):
@@ -82,7 +83,7 @@ def value_text(path: Path, value: Any) -> str:
 
 
 def scalar_text(value: Any) -> str:
-    """A scalar that every YAML reader takes for what it is: words that look like something else are quoted."""
+    """A scalar that every YAML parser reads as the same value: ambiguous words are quoted."""
     if isinstance(value, Enum):
         value = value.value
     if value is None:
@@ -103,7 +104,7 @@ def value_at(config: Config, path: Path) -> Any:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether the text may stand without quotes: letters, digits and harmless signs, and no other type in YAML."""
+    """Whether the text needs no quotes: only letters, digits and harmless characters, and a string in YAML."""
     harmless = text.isascii() and text.replace("_", "").replace(".", "").replace("/", "").replace("-", "").isalnum()
     return harmless and text[0].isalnum() and _resolved(text) == "tag:yaml.org,2002:str"
 
@@ -113,14 +114,14 @@ def _resolved(text: str) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A text in double quotes, or a list or block in brackets, on one line."""
+    """A string in double quotes, or a list or block in flow style, on one line."""
     quotes = None if isinstance(value, dict) else '"'
     text = yaml.safe_dump(value, default_flow_style=True, default_style=quotes, width=2**31, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 
 def _ordered_paths(config: Config) -> list[Path]:
-    """The settings that are written, in the order of the file."""
+    """The settings to write, in the order of the file."""
     written = [path for path in all_keys() if _is_written(config, path)]
     first: dict[Path, int] = {(name,): position for position, name in enumerate(_FIRST)}
 
@@ -139,7 +140,7 @@ def _is_written(config: Config, path: Path) -> bool:
 
 
 def _block_heads(former: Path, block: Path, comments: bool) -> Iterator[str]:
-    """The heads of the blocks that are entered between two settings."""
+    """The head lines of the blocks that begin between two settings."""
     for length in range(1, len(block) + 1):
         if former[:length] != block[:length]:
             yield from head_lines(block[:length], comments)

@@ -1,1 +1,1 @@
-"""Other tools' configuration files -> Config, and back, with a report of every key."""
+"""Configuration files of other tools -> Config, and back, with a report on every key."""

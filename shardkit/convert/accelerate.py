@@ -1,4 +1,5 @@
-"""Accelerate's files, of either FSDP version, DDP or CPU: what each key means here, and what Accelerate made of it."""
+"""Accelerate's files (FSDP version 1 or 2, DDP, CPU): what each key means in shardkit, and what Accelerate does with
+it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from shardkit.config.schema import Config, read_count, read_strategy
 from shardkit.config.yaml_text import value_at, value_text
 from shardkit.convert.report import Conversion, Line
 
-# What its launcher does not hand on to FSDP version 2 (accelerate 1.15, utils/dataclasses.py, the FSDP plugin).
+# Keys that its launcher does not pass to FSDP version 2 (accelerate 1.15, utils/dataclasses.py, the FSDP plugin).
 _IGNORED_IN_VERSION_2 = {
     "fsdp_sharding_strategy",
     "fsdp_backward_prefetch",
@@ -24,7 +25,7 @@ _IGNORED_IN_VERSION_2 = {
 
 
 def from_accelerate(text: str, name: str) -> Conversion:
-    """What an Accelerate file means for us, key by key. Raises ConfigError where it is no YAML."""
+    """The conversion of an Accelerate file, key by key. Raises ConfigError where it is not YAML."""
     root = document.compose(text, name)
     layer = file_layer(text, name)
     written = dict(layer.entries)
@@ -35,7 +36,7 @@ def from_accelerate(text: str, name: str) -> Conversion:
 
 
 def _leaves(block: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Every key of the file with its node; blocks of ours are entered, blocks of other tools stay whole."""
+    """Every key of the file with its node; shardkit's blocks are entered, blocks of other tools count as one key."""
     for key, key_node, node in document.pairs(block):
         path = names_in(()).get(key) if not prefix else None
         if isinstance(node, yaml.MappingNode) and path is not None and path[0] in {"fsdp", "shardkit"}:
@@ -60,7 +61,7 @@ def _line(
         return Line(key, "refused", text, str(document.place_of(node, name)))
     found = {path: entry for path, entry in written.items() if _stands_at(entry, node)}
     if not found:
-        return Line(key, "left out", _joined("says nothing", remark))
+        return Line(key, "left out", _joined("empty", remark))
     note = _said_about(key, node, layer.notes, name)
     becomes = "; ".join(_as_written(path, config) for path in found)
     same = all(_is_same(path, entry, key, config) for path, entry in found.items())
@@ -93,14 +94,14 @@ def _as_written(path: Path, config: Config) -> str:
 
 
 def _said_about(key: str, node: yaml.Node, lines: list[str], name: str) -> str:
-    """What the loader says about a key: its lines begin with the place of the key or of its value, then the key."""
+    """The loader's messages about a key: they begin with the place of the key or its value, then the key."""
     line = node.start_mark.line + 1
     found = [text for text in lines if text.startswith(f"{name}:{line}:") and f": {key}: " in text]
     return "; ".join(text.split(f": {key}: ", 1)[1].rstrip(".") for text in found)
 
 
 def _other_problems(layer: Layer, lines: list[Line]) -> list[Line]:
-    """Problems that belong to no single key of the file, such as a key that is given twice."""
+    """Problems that belong to no single key of the file, such as a duplicate key."""
     told = " ".join(line.text for line in lines)
     rest = [problem for problem in layer.problems if problem.split(": ", 2)[-1].rstrip(".") not in told]
     return [Line("", "refused", problem) for problem in dict.fromkeys(rest)]
@@ -108,7 +109,7 @@ def _other_problems(layer: Layer, lines: list[Line]) -> list[Line]:
 
 def _unknown_remark(key: str, problem: str) -> str:
     if "." in key and problem.startswith("unknown key"):
-        return "Accelerate ignores it without a word"
+        return "Accelerate ignores it silently"
     return ""
 
 
@@ -117,7 +118,7 @@ def _joined(*texts: str) -> str:
 
 
 def _what_accelerate_does(data: Any) -> dict[str, str]:
-    """Keys that Accelerate itself does not do what they say, and what it does."""
+    """Keys that Accelerate itself does not follow, and what it does instead."""
     remarks: dict[str, str] = {}
     fsdp = data.get("fsdp_config")
     if isinstance(fsdp, Mapping):
@@ -127,7 +128,7 @@ def _what_accelerate_does(data: Any) -> dict[str, str]:
     )
     count = read_count(data.get("num_processes"))
     if str(data.get("distributed_type")).upper() == "MULTI_CPU" and not hosts and isinstance(count, int) and count > 1:
-        remarks["num_processes"] = f"Accelerate starts one process, not {count}, where mpirun is not configured"
+        remarks["num_processes"] = f"Accelerate starts one process, not {count}, unless mpirun is configured"
     return remarks
 
 
@@ -136,7 +137,7 @@ def _remarks_on_fsdp(fsdp: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     version = str(fsdp.get("fsdp_version") or 1)
     for key, value in fsdp.items():
         if key in names_in(("fsdp",)) and key not in known:
-            yield key, "Accelerate ignores this spelling without a word"
+            yield key, "Accelerate ignores this spelling silently"
         elif version == "2" and key in _IGNORED_IN_VERSION_2:
             yield key, "Accelerate does not use it with fsdp_version 2"
         elif version == "1" and key == "fsdp_reshard_after_forward":
@@ -144,4 +145,4 @@ def _remarks_on_fsdp(fsdp: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             ran = fsdp.get("fsdp_sharding_strategy") or "FULL_SHARD"
             yield key, f"Accelerate ran {ran}" if names_a_strategy else "Accelerate does not use it with fsdp_version 1"
         elif key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
-            yield key, "Accelerate takes the whole list for one name"
+            yield key, "Accelerate reads the whole list as one name"

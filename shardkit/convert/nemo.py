@@ -1,6 +1,6 @@
-"""NeMo's model configurations with FSDP: the keys that say how to train sharded, as ours.
+"""NeMo's model configurations with FSDP: the keys about sharded training.
 
-A NeMo file describes the model and the optimizer as well; those stay in the training script, and are named as left out.
+A NeMo file also describes the model and the optimizer; these belong in the training script, and are listed as left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ Found = dict[Path, Any]
 
 
 class Refused(Exception):
-    """A value that cannot be had here; the message says what to do."""
+    """An unsupported value; the message says what to do."""
 
 
 def is_nemo(data: Any) -> bool:
-    """Whether this is one of NeMo's files: its own keys, at the top or in its `model` block."""
+    """Whether this is a NeMo file, by its keys at the top level or in its `model` block."""
     blocks = [data, data.get("model")]
     return any(
         bool(NEMO_KEYS & set(block)) or isinstance(read_bool(block.get("fsdp")), bool)
@@ -40,7 +40,7 @@ def is_nemo(data: Any) -> bool:
 
 
 def from_nemo(text: str, name: str) -> Conversion:
-    """What a NeMo file means for us, key by key. Raises ConfigError where it is no YAML."""
+    """The conversion of a NeMo file, key by key. Raises ConfigError where it is not YAML."""
     data = document.raw(document.compose(text, name))
     layer, lines, others = Layer(), [], []
     for key, value in _flat(data):
@@ -59,7 +59,7 @@ def from_nemo(text: str, name: str) -> Conversion:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """All keys, dotted. A file whose blocks lost their indentation has `optim:` empty and `name:` beside it."""
+    """All keys, dotted. In a file whose blocks lost their indentation, `optim:` is empty and `name:` is next to it."""
     flat: list[tuple[str, Any]] = []
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -133,7 +133,7 @@ def _state_dict_type(value: Any) -> tuple[Found, str]:
 
 
 def _use_orig_params(value: Any) -> tuple[Found, str]:
-    text = "parameters always stay the original ones, so fine-tuning with frozen parameters needs no setting"
+    text = "FSDP2 always keeps the original parameters, so fine-tuning with frozen parameters needs no setting"
     return {("fsdp", "use_orig_params"): _yes(value)}, f"fsdp_use_orig_params: {str(_yes(value)).lower()}; {text}"
 
 
@@ -144,15 +144,15 @@ def _offload(value: Any) -> tuple[Found, str]:
 def _amp_o2(value: Any) -> tuple[Found, str]:
     if _yes(value):
         raise Refused("megatron_amp_O2 does not work with FSDP; set it to False, and mixed_precision here")
-    return {}, "off, as FSDP needs it"
+    return {}, "off, as required by FSDP"
 
 
 def _optimizer(value: Any) -> tuple[Found, str]:
     if str(value) == "distributed_fused_adam":
-        raise Refused("distributed_fused_adam shards on its own and does not work with FSDP; use fused_adam")
+        raise Refused("distributed_fused_adam shards by itself and does not work with FSDP; use fused_adam")
     if str(value) == "fused_adam":
-        return {}, "your script makes the optimizer: torch.optim.AdamW(..., fused=True)"
-    return {}, f"your script makes the optimizer ({document.shortened(value)})"
+        return {}, "your script creates the optimizer: torch.optim.AdamW(..., fused=True)"
+    return {}, f"your script creates the optimizer ({document.shortened(value)})"
 
 
 def _activation_checkpointing(value: Any) -> tuple[Found, str]:
@@ -160,7 +160,7 @@ def _activation_checkpointing(value: Any) -> tuple[Found, str]:
         return {("fsdp", "activation_checkpointing"): True}, "fsdp_activation_checkpointing: true"
     if value is None or str(value).lower() in {"none", "null", ""}:
         return {}, "off"
-    raise Refused("only whole blocks are recomputed here; write full, or leave it out")
+    raise Refused("only whole blocks can be recomputed; write full, or leave it out")
 
 
 def _precision(value: Any) -> tuple[Found, str]:
@@ -181,7 +181,7 @@ def _seed(value: Any) -> tuple[Found, str]:
 
 def _parallel(value: Any) -> tuple[Found, str]:
     if str(value) not in {"1", "None"}:
-        raise Refused("only data parallelism is done here; write 1")
+        raise Refused("only data parallelism is supported; write 1")
     return {}, "not used"
 
 
@@ -198,7 +198,8 @@ def _init_scale(value: Any) -> tuple[Found, str]:
 
 
 def _count(data: Mapping[str, Any], layer: Layer) -> None:
-    """NeMo counts devices per machine, num_processes is the total; and it derives the accumulation from the batches."""
+    """Sets num_processes, the total (NeMo counts devices per machine), and the accumulation steps from the batch
+    sizes."""
     trainer, model = (block if isinstance(block, Mapping) else {} for block in (data.get("trainer"), data.get("model")))
     machines, devices = _number(trainer, "num_nodes") or 1, _number(trainer, "devices")
     origin = Origin("file", "trainer.num_nodes")
@@ -220,18 +221,18 @@ def _number(block: Mapping[str, Any], key: str) -> int | None:
 
 
 def _without_fsdp(layer: Layer) -> list[Line]:
-    """A file that says nothing about FSDP means data parallelism with whole copies."""
+    """A file without FSDP keys means DDP."""
     if ("distributed_type",) in layer.entries or ("fsdp", "sharding_strategy") in layer.entries:
         return []
     layer.entries[("distributed_type",)] = SettingEntry("MULTI_GPU", Origin("file", "fsdp"), "fsdp")
-    return [Line("fsdp", "changed", "is not there: distributed_type: MULTI_GPU (DDP)")]
+    return [Line("fsdp", "changed", "missing: distributed_type: MULTI_GPU (DDP)")]
 
 
 def _left_out(keys: list[str]) -> list[Line]:
     if not keys:
         return []
     names = ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "")
-    return [Line(names, "left out", "about the model, the data or NeMo itself: your script's part")]
+    return [Line(names, "left out", "about the model, the data or NeMo itself: set these in your script")]
 
 
 def _yes(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A configuration of another tool, whichever it is, as one of ours."""
+"""Converts a configuration of any supported tool."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from shardkit.convert.report import Conversion
 
 
 def convert(path: Path) -> Conversion:
-    """What the file means for us, with an account of every key. Raises ConfigError where it is not readable at all."""
+    """The converted file, with a report on every key. Raises ConfigError where it cannot be read."""
     text = text_of_file(path)
     root = document.compose(text, str(path))
     if nemo.is_nemo(document.raw(root)):

@@ -1,4 +1,4 @@
-"""What a conversion says about every key of the file that it read."""
+"""The report of a conversion: one line per key of the source file."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +11,7 @@ VERDICTS: list[Verdict] = ["kept", "changed", "left out", "refused"]
 
 @dataclass(frozen=True)
 class Line:
-    """One key as it is written in the source, what became of it, and why."""
+    """One key of the source, the verdict, and the reason."""
 
     key: str
     verdict: Verdict
@@ -21,7 +21,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The configuration that a file of another tool means, and the account of how."""
+    """The converted configuration, and the report."""
 
     source: str
     config: Config
@@ -29,7 +29,7 @@ class Conversion:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether anything had to be read as something else; a file of ours has only what is kept."""
+        """Whether anything was changed or dropped; a shardkit file has only kept keys."""
         return any(line.verdict != "kept" for line in self.lines)
 
     @property
@@ -38,7 +38,7 @@ class Conversion:
 
 
 def problems(conversion: Conversion) -> list[str]:
-    """What is refused, a line each, in the form of all our errors."""
+    """The refused keys, one line each, in the usual form of errors."""
     source = conversion.source
     return [
         f"{line.place or source}: {line.key}: {line.text}." if line.key else line.text for line in conversion.refused
@@ -46,9 +46,9 @@ def problems(conversion: Conversion) -> list[str]:
 
 
 def in_words(conversion: Conversion) -> str:
-    """The account as a table in plain text, a key a line, in the order of the file."""
+    """The report as a plain-text table, one key per line, in the order of the file."""
     width = max((len(line.key) for line in conversion.lines), default=0)
     counts = [sum(line.verdict == verdict for line in conversion.lines) for verdict in VERDICTS]
     head = ", ".join(f"{count} {verdict}" for count, verdict in zip(counts, VERDICTS, strict=True) if count)
     rows = [f"  {line.verdict:<8}  {line.key:<{width}}  {line.text}".rstrip() for line in conversion.lines]
-    return "\n".join([f"from {conversion.source}: {head or 'nothing was said'}", *rows])
+    return "\n".join([f"from {conversion.source}: {head or 'no keys'}", *rows])

@@ -1,4 +1,4 @@
-"""A Config as a file for Accelerate 1.x, which takes none of our own keys; what it cannot say is listed."""
+"""A Config as a file for Accelerate 1.x, without shardkit's own keys; settings that it cannot express are listed."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ _TOLD_OTHERWISE = {
 
 
 def to_accelerate(config: Config) -> tuple[str, list[str]]:
-    """The YAML for Accelerate, and a line for everything that it loses."""
+    """The YAML for Accelerate, and a line for every setting that is lost."""
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(config)}
     data |= {name: _value(config, (name,)) for name in _SAME if _is_given(config, name)}
     data["downcast_bf16"] = "yes" if config.downcast_bf16 else "no"
@@ -60,7 +60,7 @@ def _value(config: Config, path: tuple[str, ...]) -> Any:
 
 
 def _fsdp(config: Config) -> dict[str, Any]:
-    """Version 2's keys: the one that runs the same engine as we do."""
+    """The keys of FSDP version 2, the engine that shardkit also uses."""
     data: dict[str, Any] = {"fsdp_version": 2}
     data["fsdp_reshard_after_forward"] = config.fsdp.sharding_strategy.reshards_after_forward
     data |= {f"fsdp_{name}": _value(config, ("fsdp", name)) for name in _SAME_IN_FSDP}
@@ -74,7 +74,7 @@ def _fsdp(config: Config) -> dict[str, Any]:
 
 
 def _mesh(config: Config) -> dict[str, Any]:
-    """Version 2 says hybrid by the sizes of its mesh."""
+    """Version 2 expresses hybrid strategies by mesh sizes."""
     if not config.fsdp.sharding_strategy.is_hybrid:
         return {}
     mesh, total = config.shardkit.mesh, config.num_processes

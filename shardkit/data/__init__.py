@@ -1,10 +1,10 @@
-"""Data for many ranks: one order for all, a position in it that survives restarts.
+"""Data loading over ranks: one global order, and a position in it that survives restarts.
 
-loader          what a script iterates: batches, position, the end in time
+loader          the prepared loader that a script iterates: batches, position, end of epoch
 sources         where batches come from: a dataset by samples, by a batch sampler, or a stream
 sampler         an epoch's order and each rank's share of it
 stream          iterable datasets
-private_random  random numbers that belong to the data
+private_random  random generators of the data alone
 workers         DataLoader workers
-device          batches onto the device
+device          moves batches to the device
 """

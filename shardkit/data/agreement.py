@@ -1,4 +1,4 @@
-"""What ranks settle when a loader is prepared: one seed, and that all of them read the same data."""
+"""What ranks agree on when a loader is prepared: one seed, and that all of them read the same data."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ def generator_of(loader: Any) -> torch.Generator | None:
 
 
 def own_seed(loader: DataLoader, seed: int | None, number: int) -> int:
-    """What this rank would order the loader's data by: its generator's seed, else `seed`, else torch's.
+    """This rank's seed for the loader's order: that of the loader's generator, else `seed`, else torch's.
 
-    `number` tells apart loaders that share a generator, or have none: two data sets of one length are not shuffled
-    alike.
+    `number` distinguishes loaders that share a generator or have none: two datasets of equal length are shuffled
+    differently.
     """
     generator = generator_of(loader)
     if generator is not None:
@@ -36,8 +36,8 @@ def own_seed(loader: DataLoader, seed: int | None, number: int) -> int:
 
 
 def agreed_seed(source: Source, seed: int, rank: int, world_size: int) -> int:
-    """Rank 0's seed. Raises UsageError on all ranks where their data differ, which would have one of them wait for
-    batches that never come, or read what another reads. Collective."""
+    """Rank 0's seed. Collective. Raises UsageError on all ranks where their data differ: a rank would wait for batches
+    that never come, or read another rank's samples."""
     own = {"seed": seed, "rank": rank, **_facts(source)}
     if world_size > 1 and dist.is_initialized():
         problem, seed = control.start().decide(own, lambda answers: (_problem(answers, world_size), answers[0]["seed"]))
@@ -50,7 +50,7 @@ def agreed_seed(source: Source, seed: int, rank: int, world_size: int) -> int:
 
 
 def _facts(source: Source) -> dict[str, Any]:
-    """What must be the same on all ranks; of a stream that is split by rank, the parts may be of any length."""
+    """What must be equal on all ranks. The parts of a stream that is split by rank may have any length."""
     is_whole = source.split is None
     return {
         "the dataset's length": source.dataset_length if is_whole else None,
@@ -62,7 +62,7 @@ def _facts(source: Source) -> dict[str, Any]:
 
 
 def _problem(answers: list[dict[str, Any]], world_size: int) -> str | None:
-    """What is wrong with what the ranks told, if anything."""
+    """What is wrong with the ranks' answers; None where nothing is."""
     for what in ("the dataset's length", "the sampler's length", "the global batch size"):
         sizes = [own[what] for own in answers]
         if len(set(sizes)) > 1:
@@ -72,7 +72,7 @@ def _problem(answers: list[dict[str, Any]], world_size: int) -> str | None:
             )
     if len({own["shuffle"] for own in answers}) > 1:
         return (
-            "the stream is shuffled in another order on every rank (no seed?); give its shuffle(seed=...) the same "
+            "the stream is shuffled in a different order on each rank (no seed?); give its shuffle(seed=...) the same "
             "number on all ranks."
         )
     if any(own["split"] is not None and list(own["split"]) != [own["rank"], world_size] for own in answers):
@@ -91,7 +91,7 @@ def _wrong_split(answers: list[dict[str, Any]], world_size: int) -> str:
 
 
 def _uneven_end(source: Source) -> str | None:
-    """Whether it is known by now that the last global batch has something for some ranks only."""
+    """What is wrong where the last global batch is known to leave some ranks without samples; else None."""
     layout = source.layout
     if source.units is None or layout.even or layout.drop_last:
         return None

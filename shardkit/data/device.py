@@ -1,4 +1,4 @@
-"""Batches onto the device."""
+"""Moves batches to the device."""
 
 from collections.abc import Mapping, MutableMapping
 from copy import copy
@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed import xla
+
 
 def to_device(value: Any, device: torch.device | None) -> Any:
-    """The same nesting of dicts, lists, tuples and objects with `.to`, every tensor on the device."""
+    """The same nesting of dicts, lists, tuples and objects with `.to`, every tensor on the device: on XLA
+    devices each with its part of the batch."""
     if device is None:
         return value
     if isinstance(value, torch.Tensor):
+        if device.type == "xla" and value.device.type == "cpu":
+            return xla.spread_batch(value)
         return value.to(device, non_blocking=value.device.type == "cpu" and value.is_pinned())
     if callable(getattr(value, "to", None)):
         return value.to(device)
@@ -25,7 +30,7 @@ def to_device(value: Any, device: torch.device | None) -> Any:
 
 
 def _like(mapping: Mapping, items: dict) -> Mapping:
-    """The items in a mapping of the same class, where one can be copied and changed; else in a dict."""
+    """The items in a mapping of the same class, where it can be copied and updated; else in a dict."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
     same = copy(mapping)

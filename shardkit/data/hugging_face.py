@@ -1,4 +1,4 @@
-"""What has to be known of the streams of Hugging Face `datasets`. Read from their attributes: nothing is imported."""
+"""Facts about streams of Hugging Face `datasets`, read from their attributes: nothing is imported."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ def split_of(dataset: Any) -> tuple[int, int] | None:
 
 
 def loses_samples(dataset: Any) -> bool:
-    """Whether its own state leaves out what waits in a shuffle buffer (documented at `IterableDataset.state_dict`)."""
+    """Whether its own state leaves out the samples in a shuffle buffer (documented at `IterableDataset.state_dict`)."""
     return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in _steps(dataset))
 
 
 def shuffle_digest(dataset: Any) -> str | None:
-    """Equal where streams draw the same order at random; None where they draw none. Without a seed, `shuffle` draws
-    another one in every process."""
+    """Equal for streams that are shuffled in the same order; None for one that is not shuffled. Without a seed,
+    `shuffle` draws a different order in every process."""
     generators = [step.generator for step in _steps(dataset) if hasattr(step, "generator")]
     if not generators:
         return None

@@ -1,8 +1,8 @@
-"""Prepared data loaders: one order for all ranks, a position in it that survives restarts, and the end told in time.
+"""Prepared data loaders: one order for all ranks, a position that survives restarts, and a flag on the last batch.
 
 prepare_loader(DataLoader) -> PreparedLoader      the same batches as before, this rank's part of each
-loader.state_dict()                               where the loop is, in samples of the whole run
-skip_first_batches(loader, n)                     start this epoch after n batches
+loader.state_dict()                               the position, in samples over all ranks
+skip_first_batches(loader, n)                     the next iteration starts after n batches
 """
 
 import json
@@ -32,38 +32,38 @@ _yields = count(1)
 
 @dataclass
 class Loop:
-    """One iteration over a prepared loader, up to the batch that is out."""
+    """One iteration over a prepared loader. The current batch is the one that was yielded last."""
 
     position: Position
     outer: "Loop | None" = None
-    """The loop over the same loader that it was begun in."""
+    """The enclosing loop over the same loader."""
     batch_samples: int = 0
-    """Samples in the global batch that is out, padding not counted."""
+    """Samples in the current global batch, without padding."""
     is_last: bool = False
     is_padded: bool = False
     last_yield: int = 0
     began: int = field(default_factory=lambda: next(_yields))
-    """The number of yields of all loaders before its own first."""
+    """The value of the yield counter, shared by all loaders, when the loop began."""
     local_samples: int | None = None
-    """Samples in this rank's batch that is out; None where its tensors do not say."""
+    """Samples in this rank's current batch; None where its tensors have different lengths."""
     tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
-    """The tensors of this rank's batch that is out."""
+    """The tensors of this rank's current batch."""
     is_open: bool = True
     is_finished: bool = False
-    """Whether it came to the end of its epoch; the position is that of the next one then."""
+    """Whether it reached the end of its epoch; its position is then the start of the next one."""
     is_unused: bool = False
-    """Whether no step has used the batch that is out."""
+    """Whether no optimizer step has used the current batch."""
     steps: int = 0
     """Optimizer steps that used its batches."""
     newest_at_step: int = 0
-    """`last_yield` of the newest batch of any loader, when a step last used one of this loop's."""
+    """`last_yield` of the newest batch of any loader at the last step that used a batch of this loop."""
     inner: int = 0
-    """Loops that were begun inside this one."""
+    """Number of loops over the same loader begun inside this one."""
     has_inner_ended: bool = False
-    """Whether one of them came to its end after the batch that is out was given."""
+    """Whether one of them finished after the current batch was yielded."""
 
     def take(self, piece: Piece) -> None:
-        """This batch is out now."""
+        """Makes this the current batch."""
         before = self.position
         self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
         self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
@@ -71,7 +71,7 @@ class Loop:
         self.last_yield = next(_yields)
 
     def given(self, batch: Any) -> Any:
-        """The batch, as this rank's loop gets it."""
+        """The batch, with its tensors and length noted."""
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         self.tensors = [ref(tensor) for tensor in tensors]
         lengths = {len(tensor) for tensor in tensors if tensor.dim()}
@@ -90,11 +90,11 @@ def prepare_loader(
     split_batches: bool = False,
     even_batches: bool = True,
 ) -> "PreparedLoader":
-    """The loader, giving this rank its part of every global batch, on `device`. Collective: every rank calls it.
+    """A loader that yields this rank's part of every global batch, on `device`. Collective: every rank must call it.
 
     A global batch is batch_size x world_size samples; with split_batches, batch_size samples. The order comes from the
-    seed of the loader's own generator, else from `seed`, else from rank 0's; `number` counts the loaders before this
-    one that share its generator, or have none. A prepared loader comes back as it is.
+    seed of the loader's own generator, else from `seed`, else from rank 0's torch seed. `number`: how many loaders
+    before this one share its generator, or also have none. A prepared loader is returned unchanged.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -109,19 +109,19 @@ def prepare_loader(
 
 
 class PreparedLoader:
-    """A data loader as the training loop sees it: this rank's batches, on its device, and where the loop is.
+    """A data loader that yields this rank's batches, on its device, and knows its position.
 
-    Iterating runs one epoch, or what is left of one after `load_state_dict` or `skip_first_batches`. An epoch that
-    the loop leaves early is over: the next iteration starts the next one, as with any DataLoader. A loop inside a loop
-    over the same loader runs an epoch of its own, and leaves the outer one where it is.
+    Iterating runs one epoch, or the rest of one after `load_state_dict` or `skip_first_batches`. An epoch that is left
+    with `break` is over: the next iteration starts the next one, as with any DataLoader. A nested loop over the same
+    loader runs its own epoch and does not move the outer one.
 
-    Where the loop is, and what a save keeps of it, are two things: see `state_dict`.
+    The saved position may differ from the current one: see `state_dict`.
     """
 
     def __init__(self, source: Source, users: DataLoader, rank: int, device: torch.device | None, seed: int) -> None:
         self.after_batch: WeakMethod[Callable[[PreparedLoader], None]] | None = None
-        """Called when the loop comes back for more: all that belongs to the batch before is done. Weak: a loader that
-        is in no cycle ends its workers as soon as nobody refers to it."""
+        """Called when the loop requests the next batch: the previous batch is done. A weak reference avoids a cycle, so
+        that the workers end as soon as the loader is unreferenced."""
         self._source = source
         self._users = users
         self._rank = rank
@@ -142,7 +142,7 @@ class PreparedLoader:
         try:
             for piece in self._source.pieces(self._seed, loop.position, is_moved):
                 loop.take(piece)
-                self._loop = loop  # loops over one loader may take turns
+                self._loop = loop  # loops over one loader may alternate
                 yield loop.given(to_device(piece.batch, self._device))
                 if self.after_batch is not None and (after_batch := self.after_batch()) is not None:
                     after_batch(self)
@@ -151,23 +151,23 @@ class PreparedLoader:
             self._end(loop)
 
     def _begin(self) -> Loop:
-        """A loop from where the position is."""
+        """A loop from the current position."""
         outer, start = self._loop, self._next
         if self._is_positioned:
             self._is_positioned = self._is_restored = False
         elif outer is not None:
             outer.inner += 1
             start = Position(outer.position.epoch + outer.inner)
-        elif start.samples:  # the last loop was left there
+        elif start.samples:  # the last loop was left inside this epoch
             start = Position(start.epoch + 1)
         if outer is not None and outer.has_inner_ended:
-            outer = None  # an iterator that somebody keeps: whole loops pass without a batch from it
+            outer = None  # an iterator that the script keeps but does not read: other loops finish between its batches
         if outer is None:
             self._next = self._used = start
         return Loop(start, outer)
 
     def _end(self, loop: Loop) -> None:
-        """The loop is over, or left. A loop inside another that no step was made in leaves that one as it was found."""
+        """The loop finished or was left. A nested loop without an optimizer step restores the outer one."""
         loop.is_open, outer, self._ended = False, loop.outer, loop
         if self._loop is not loop:
             return
@@ -187,7 +187,7 @@ class PreparedLoader:
 
     @property
     def is_iterating(self) -> bool:
-        """Whether a loop over it is open."""
+        """Whether it is being iterated."""
         return self._loop is not None
 
     @property
@@ -197,48 +197,48 @@ class PreparedLoader:
 
     @property
     def began(self) -> int:
-        """As `last_yield`, of the moment when the loop began."""
+        """The value of `last_yield`'s counter when the loop began."""
         return 0 if self._loop is None else self._loop.began
 
     @property
     def local_samples(self) -> int | None:
-        """Samples in this rank's batch that is out; None where its tensors do not say."""
+        """Samples in this rank's current batch; None where its tensors have different lengths."""
         return None if self._loop is None else self._loop.local_samples
 
     def batch_tensors(self) -> list[torch.Tensor]:
-        """Those of this rank's batch that is out (of an ended loop: the last one) which somebody still has."""
+        """The tensors of this rank's current batch (after a loop: of its last one) that are still alive."""
         loop = self._loop or self._ended
         found = [] if loop is None else [reference() for reference in loop.tensors]
         return [tensor for tensor in found if tensor is not None]
 
     @property
     def last_remainder(self) -> int:
-        """As `remainder`, of the last batch of the loop that has ended."""
+        """As `remainder`, for the last batch of the loop that has ended."""
         return self._ended.batch_samples if self._ended is not None and self._ended.is_padded else -1
 
     @property
     def batch_samples(self) -> int:
-        """Samples in the global batch that is out, padding not counted."""
+        """Samples in the current global batch, without padding."""
         return 0 if self._loop is None else self._loop.batch_samples
 
     @property
     def end_of_loader(self) -> bool:
-        """Whether the batch that is out is the epoch's last."""
+        """Whether the current batch is the last of the epoch."""
         return self._loop is not None and self._loop.is_last
 
     @property
     def remainder(self) -> int:
-        """Samples in the global batch that is out where padding follows them, else -1."""
+        """Real samples in the current global batch if it is padded, else -1."""
         return self.batch_samples if self._loop is not None and self._loop.is_padded else -1
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loop is in, between loops the one that comes next."""
+        """The current epoch; between loops, the next one."""
         return self._now.epoch
 
     @property
     def samples_seen(self) -> int:
-        """Samples of this epoch that the loop has been given, over all ranks."""
+        """Samples of this epoch yielded so far, over all ranks."""
         return self._now.samples
 
     def __len__(self) -> int:
@@ -252,7 +252,7 @@ class PreparedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in this rank's batches; None where the dataset or a batch sampler of the user's makes them."""
+        """Samples in this rank's batches; None where the dataset or a custom batch sampler forms the batches."""
         size = batch_size_of(self._users)
         return None if size is None else self._source.layout.global_batch // self._source.layout.world_size
 
@@ -262,7 +262,7 @@ class PreparedLoader:
         return self._source.total_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration runs this epoch. Naming the epoch that the position is in already leaves the position."""
+        """The next iteration runs this epoch. A restored position within the same epoch is kept."""
         if self._is_positioned and epoch == self._next.epoch:
             return
         if self._is_restored and (self._next.samples or self._purpose == "training") and self._rank == 0:
@@ -273,7 +273,7 @@ class PreparedLoader:
         self._move_to(Position(epoch))
 
     def skip_to(self, batches: int) -> None:
-        """The next iteration starts after so many batches of the epoch, whatever position there was."""
+        """The next iteration starts after this many batches of the epoch, regardless of the position."""
         start = Position(self.epoch, order=self._now.order)
         self._move_to(replace(start, samples=self._source.samples_in(self._seed, start, batches)))
 
@@ -283,10 +283,10 @@ class PreparedLoader:
             self._used = position
 
     def note_step(self, newest: int = 0) -> None:
-        """An optimizer has stepped in a loop over a prepared loader; `newest` is the `last_yield` of the loop's batch.
+        """Notes that an optimizer has stepped. `newest`: `last_yield` of the newest batch of any loader.
 
-        Several loops may be running (`zip` of two loaders): a step uses what each of them has given since the step
-        before. One that gave a batch before the first step, and none after it, is kept by somebody and no training.
+        Several loops may run at once (`zip` of two loaders): a step uses the batches that each has yielded since the
+        previous step. A loop that yielded before the first step and not after it is not training.
         """
         loop = self._loop
         if loop is not None and loop.is_unused:
@@ -296,11 +296,11 @@ class PreparedLoader:
             self._purpose = "evaluation"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from, JSON-able and the same on every rank; what is read ahead never counts.
+        """The position to resume from, as JSON values, the same on every rank. Prefetched batches do not count.
 
-        Of a loader that is trained on, the position of the last optimizer step: batches that no step has used yet come
-        again. Of others, where some loader is trained on, the start of the epoch: no evaluation begins in the middle.
-        Where none is, where the loop is.
+        For a training loader: the position of the last optimizer step, so batches not yet used by a step are read
+        again. For other loaders of a training run: the start of the epoch. Without any training loader: the current
+        position.
         """
         position = self._position_to_save()
         return {
@@ -325,45 +325,44 @@ class PreparedLoader:
     def load_state_dict(self, state: Mapping[str, Any], *, restart_epoch: bool = False) -> None:
         """The next iteration continues after the saved position, on any number of ranks and with any batch size.
 
-        Raises CheckpointError where `misfit` says so; `restart_epoch` starts the saved epoch anew where the data are
-        others, or are split otherwise.
+        Raises CheckpointError where `misfit` finds a problem. With `restart_epoch` the saved epoch starts from its
+        beginning where the data, or the way they are split, have changed.
         """
         problem = misfit(state, self._facts, saved_ranks=None)
         if reason := self._loop_misfit(state) or (None if restart_epoch else problem):
             raise CheckpointError(f"data: {reason}.")
         if self._loop is not None:
-            return  # where it is already
+            return  # it is already at this position
         self._seed, self._purpose = int(state["seed"]), state.get("purpose")
         self._move_to(Position(int(state["epoch"])) if problem else saved_position(state))
         self._is_restored = True
 
     def misfit(self, state: Mapping[str, Any], saved_ranks: int) -> str | None:
-        """Why a position that so many ranks saved cannot be loaded here, and what to do; None where it can."""
+        """Why a position saved by `saved_ranks` ranks cannot be loaded here, and what to do; None where it can."""
         return self._loop_misfit(state) or misfit(state, self._facts, saved_ranks)
 
     def _loop_misfit(self, state: Mapping[str, Any]) -> str | None:
         if self._loop is None or state == self.state_dict():
             return None
         return (
-            "a position cannot be loaded inside the loop over its loader, which goes on where it is (got epoch "
-            f"{state['epoch']}, {state['samples_seen']:,} samples); leave the loop first, and the except clause of "
-            "what it raised, and drop iterators that are kept, or load_state(..., data_position=False)"
+            "a position cannot be loaded inside the loop over its loader, which cannot be moved (got epoch "
+            f"{state['epoch']}, {state['samples_seen']:,} samples); leave the loop, and any except clause, before "
+            "loading, delete iterators of the loader, or use load_state(..., data_position=False)"
         )
 
 
 def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
-    """The loader whose batch is out: of those being iterated, the one that yielded last (an evaluation inside a
-    training loop is the innermost)."""
+    """The loader being iterated that yielded last (the inner one for an evaluation inside a training loop)."""
     return max(
         (loader for loader in loaders if loader.is_iterating), key=lambda loader: loader.last_yield, default=None
     )
 
 
 def skip_first_batches(loader: Any, batches: int) -> Any:
-    """The loader, whose next iteration leaves out the first so many batches of its epoch.
+    """The loader; its next iteration skips the first `batches` batches of the epoch.
 
-    It counts from the start of the epoch and replaces a restored position, so skipping by hand after `load_state` does
-    not skip twice. A loader that is not prepared is read and its first batches dropped.
+    Counted from the start of the epoch. It replaces a restored position, so skipping by hand after `load_state` does
+    not skip twice. A loader that is not prepared is read, and its first batches are dropped.
     """
     if batches < 0:
         raise UsageError(f"skip_first_batches: the number must not be negative (got {batches}).")

@@ -1,4 +1,4 @@
-"""Which samples of what a loop hands in are real, and which pad a loader's last batch."""
+"""Tells real samples from the padding of a loader's last batch."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -15,14 +15,14 @@ log = get_logger(__name__)
 
 
 def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool = False) -> int | None:
-    """Samples of the global batch that `given` is about, where padding follows them; None where nothing is padding.
+    """Real samples in the global batch that `given` belongs to, if that batch is padded; else None.
 
-    `given`: this rank's tensors, or a list of one object a sample, of the batch that is out. UsageError where several
-    loaders are read in turns and it cannot be known which of their batches it is about.
+    `given`: this rank's tensors of the current batch, or a list with one object per sample. UsageError where several
+    loaders alternate and the batch is ambiguous.
     """
     loaders = list(loaders)
     ended = [loader for loader in loaders if not loader.is_iterating]
-    if ahead := [loader for loader in ended if _is_of(given, loader)]:  # a loop that is one batch ahead
+    if ahead := [loader for loader in ended if _is_of(given, loader)]:  # the loop is one batch ahead of `given`
         return ahead[0].last_remainder if ahead[0].last_remainder >= 0 else None
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
@@ -31,8 +31,9 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     found = {loader.remainder for loader in possible}
     if len(found) > 1:
         raise UsageError(
-            f"gather_for_metrics: {len(possible)} loaders are read in turns, and one of them is at a padded batch (got "
-            f"{size} samples that may be of either); read one loader after the other, or gather(...) and cut by hand."
+            f"gather_for_metrics: {len(possible)} loaders are read alternately, and one of them is at a padded batch "
+            f"(got {size} samples, which fit several of them); read one loader after the other, or gather(...) and "
+            "drop the padding yourself."
         )
     if candidates and not possible and any(loader.remainder >= 0 for loader in candidates):
         _warn_of_other_length()
@@ -41,8 +42,8 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
 
 
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
-    """The loader whose batch is out, and those that are read in turns with it, as by zip. A loop around another one has
-    given no batch since the inner one began."""
+    """The active loader, and those read alternately with it, as by zip. An outer loop has yielded no batch since the
+    inner one began."""
     active = active_loader(loaders)
     if active is None:
         return []
@@ -51,13 +52,13 @@ def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader
 
 
 def _is_of(given: Any, loader: PreparedLoader) -> bool:
-    """Whether a tensor of the batch that is out is among what is given."""
+    """Whether `given` contains a tensor of the loader's current batch."""
     batch = {id(tensor) for tensor in loader.batch_tensors()}
     return any(id(leaf) in batch for leaf in tree_leaves(given))
 
 
 def _samples_in(given: Any, as_objects: bool) -> int | None:
-    """This rank's samples: the length of a list of objects, else that of all tensors; None where these differ."""
+    """This rank's samples: the length of a list of objects, else of the tensors; None where these differ."""
     leaves = tree_leaves(given)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return len(given) if isinstance(given, list) else None
@@ -68,6 +69,6 @@ def _samples_in(given: Any, as_objects: bool) -> int | None:
 @cache
 def _warn_of_other_length() -> None:
     log.warning(
-        "gather_for_metrics: the last batch is padded, and what was given has another length than it, so nothing is "
-        "cut off; give one value a sample."
+        "gather_for_metrics: the last batch is padded, but the input has a different length, so no padding is "
+        "dropped; pass one value per sample."
     )

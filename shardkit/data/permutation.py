@@ -1,10 +1,10 @@
-"""A random order that is computed, not stored: what stands at any position costs the same, and no memory.
+"""A random permutation that is computed, not stored: constant time for any position, and no memory.
 
 A Feistel network over pairs. A number below rows x columns is a pair (row, column); a round adds a keyed hash of one
-half to the other half, modulo the number of its values. Each round can be undone, so all of them together are a
-permutation of rows x columns numbers. Results that are not below the length go through the network again until they
-are ("cycle walking"): what is left is a permutation of range(length). (J. Black, P. Rogaway: Ciphers with Arbitrary
-Finite Domains, CT-RSA 2002.) The same on every platform: whole numbers below 2**63, no generator of torch's.
+half to the other half, modulo the size of that half. Each round is invertible, so their composition is a permutation of
+rows x columns numbers. Results not below the length pass through the network again until they are ("cycle walking"):
+this gives a permutation of range(length). (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002.)
+The same on every platform: integers below 2**63, no torch generator.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import math
 
 import torch
 
-# Where an order is short its halves are, and few rounds leave some orders likelier than others. Counted over a million
+# A short order has small halves, and few rounds leave some orders more likely than others. Counted over a million
 # keys at lengths up to 9, all orders are equally likely from 20 rounds on; from some thousand on, 8 are enough.
 SHORT = 2**16
 ROUNDS, ROUNDS_IF_SHORT = 8, 24
@@ -27,12 +27,12 @@ class Permutation:
         self._length = length
         self._rows = math.isqrt(max(0, length - 1)) + 1
         columns = -(-length // self._rows) or 1
-        # An even number: rotations of an odd number of columns would only ever make even permutations.
+        # An even number: rotations of an odd number of columns would only give even permutations.
         self._columns = columns + columns % 2
         self._keys = _round_keys(key, ROUNDS_IF_SHORT if length < SHORT else ROUNDS)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """What stands at the positions: int64, the same shape (1-dim)."""
+        """The values at these positions: int64, same shape (1-dim)."""
         found = self._once(positions)
         while len(outside := (found >= self._length).nonzero().flatten()):
             found[outside] = self._once(found[outside])
@@ -57,7 +57,7 @@ def _round_keys(key: int, rounds: int) -> list[tuple[int, int]]:
 
 
 def _hash(values: torch.Tensor, first: int, second: int) -> torch.Tensor:
-    """32 bits of each value below 2**32. The multipliers are below 2**31, so that no product leaves 63 bits."""
+    """32 bits of each value below 2**32. The multipliers are below 2**31, so that no product exceeds 63 bits."""
     mixed = values ^ first
     mixed ^= mixed >> 16
     mixed *= 0x7FEB352D

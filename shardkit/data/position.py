@@ -1,4 +1,4 @@
-"""Places in the data, and whether one that was saved means the same here."""
+"""Positions in the data, and whether a saved one is valid for the data at hand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from shardkit.data import hugging_face
 from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE, ORDERS
 
 EPOCH_IS_OVER = "epoch is over"
-"""Kept in place of a stream's own state after an epoch's last batch: datasets go back to their beginning there, so
-their state would say that the epoch starts anew."""
+"""Stored in place of a stream's own state after the last batch of an epoch: datasets reset there, so their state would
+mean the start of the epoch."""
 
 REMEDIES = (
-    "load_state_dict(state, restart_epoch=True) to start the epoch anew, or load_state(..., data_position=False) to "
-    "leave the position out"
+    "load_state_dict(state, restart_epoch=True) to restart the epoch, or load_state(..., data_position=False) to "
+    "ignore the saved position"
 )
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the data, in samples of the whole run; `dataset` is its own state there, where it has one."""
+    """A position in the data, in samples over all ranks; `dataset` is the dataset's own state, where it has one."""
 
     epoch: int = 0
     samples: int = 0
@@ -28,7 +28,8 @@ class Position:
 
 
 def saved_position(state: Mapping[str, Any]) -> Position:
-    """The position in a loader's saved state. A new epoch is in this version's order, whatever version saved it."""
+    """The position in a loader's saved state. A new epoch uses this version's order, regardless of the version that
+    saved it."""
     if not state["samples_seen"]:
         return Position(int(state["epoch"]))
     return Position(int(state["epoch"]), int(state["samples_seen"]), state.get("dataset"), order_of(state))
@@ -49,30 +50,33 @@ def facts_of(dataset: Any, length: int | None, split: tuple[int, int] | None) ->
 
 
 def misfit(state: Mapping[str, Any], facts: Mapping[str, Any], saved_ranks: int | None) -> str | None:
-    """Why a saved position means nothing for data with these facts, and what to do; None where it does.
+    """Why a saved position is not valid for data with these facts, and what to do; None where it is.
 
-    `saved_ranks` stands in where version 0.1 did not note over how many ranks a stream was split.
+    `saved_ranks` is used where the state does not record how many ranks a stream was split over (version 0.1).
     """
     own, saved = facts["dataset_length"], state.get("dataset_length")
     if saved != own:
         return (
-            f"the dataset has another length than when the position was saved (got {_count(own)}, saved "
+            f"the dataset's length has changed since the position was saved (got {_count(own)}, saved "
             f"{_count(saved)}); use the same data, or {REMEDIES}"
         )
     if not state["samples_seen"] or state.get("dataset") == EPOCH_IS_OVER:
         return None  # an epoch starts on any number of ranks
     if order_of(state) not in ORDERS:
-        return f"the position counts in an order that this version does not know (got {order_of(state)!r}); use a newer"
+        return (
+            f"the saved position uses an order that this version does not know (got {order_of(state)!r}); use a newer "
+            "version"
+        )
     own, saved = facts["split"], state.get("split", saved_ranks if facts["split"] else None)
     if saved != own:
         return (
-            "the stream is not split by rank as it was when the position was saved, and a place in one part is none in "
-            f"another (got {_split(own)}, saved {_split(saved)}); resume as it was saved, or {REMEDIES}"
+            f"the stream is split over ranks differently than when the position was saved (got {_split(own)}, saved "
+            f"{_split(saved)}); split it as before, or {REMEDIES}"
         )
     if state.get("shuffle") not in (None, facts["shuffle"]):
         return (
-            "the stream is shuffled in another order than when the position was saved (no seed?); give its "
-            f"shuffle(seed=...) the number that it had, or {REMEDIES}"
+            "the stream is shuffled in a different order than when the position was saved (no seed?); give its "
+            f"shuffle(seed=...) the same number as before, or {REMEDIES}"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Random numbers that belong to the data: drawing an order or a stream leaves the script's own generators alone."""
+"""Random generators of the data alone: drawing an order or reading a stream does not touch the script's generators."""
 
 import hashlib
 import random
@@ -9,13 +9,14 @@ import torch
 
 
 def stream_seed(seed: int, part: int | str) -> int:
-    """63 bits that depend on both, without a pattern between neighbours. `part`: an epoch, a rank, a position."""
+    """A 63-bit seed that depends on both, uncorrelated between neighbouring parts. `part`: an epoch, a rank, a
+    position."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{part}".encode()).digest()[:8], "big") >> 1
 
 
 class PrivateRandom:
-    """Random generators of one stream. Inside `with`, Python's, numpy's and torch's CPU generator are the stream's own;
-    outside they are what they were, so that reading data changes nothing that the model draws."""
+    """Random generators of one stream. Inside `with`, the generators of Python, numpy and torch (CPU) have the stream's
+    state; afterwards they are restored, so that reading data does not change the model's random draws."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,7 +1,7 @@
-"""An epoch's order: which samples, or batches, a sampler gives, for all ranks together; a function of (seed, epoch).
+"""The order of an epoch: the samples or batches that a sampler yields for all ranks; a function of (seed, epoch).
 
-indexed(sampler, ...) -> Indexed     what stands at any position is known: torch's own samplers
-Drawn(sampler, ...)                  the user's own samplers, asked for what is needed next, and no further
+indexed(sampler, ...) -> Indexed     random access to any position: torch's own samplers
+Drawn(sampler, ...)                  custom samplers, read only as far as needed
 """
 
 from collections import deque
@@ -26,11 +26,11 @@ from shardkit.errors import ShardkitError
 
 COMPUTED, DRAWN_WHOLE = "feistel-1", "randperm"
 ORDERS = (COMPUTED, DRAWN_WHOLE)
-"""How a shuffled epoch is ordered, by the name in a saved position. Version 0.1 gave none: its order is the latter, and
-an epoch that it began ends in it."""
+"""How a shuffled epoch is ordered, by the name in a saved position. Version 0.1 saved no name: it used the latter, and
+an epoch begun by it is finished in that order."""
 
 SKIPPED_AT_ONCE, BATCHES_SKIPPED_AT_ONCE = 4096, 64
-# Of a sampler that shards over ranks, so many items of each rank's share tell whether they are different shares.
+# How many items of each rank's share are compared, to see whether a sampler really yields different shares.
 COMPARED = 16
 
 
@@ -40,13 +40,13 @@ class Indexed:
 
     length: int
     items: Callable[[torch.Tensor], list[Any]]
-    """What stands at these positions."""
+    """The items at these positions."""
 
 
 def indexed(sampler: Any, seed: int, epoch: int, order: str) -> Indexed | None:
-    """The order of one of torch's own samplers; None where the sampler has to be drawn from.
+    """The order of one of torch's own samplers; None where the sampler has to be iterated.
 
-    Those with weights, with repetition or of a part give what torch gives for a generator seeded with (seed, epoch).
+    Samplers with weights, with replacement or of a subset give torch's order for a generator seeded with (seed, epoch).
     """
     own_seed, kind = stream_seed(seed, epoch), type(sampler)
     if kind is SequentialSampler:
@@ -72,7 +72,7 @@ def _shuffled(length: int, wanted: int, seed: int, order: str) -> Indexed | None
 
 
 def _stored(items: torch.Tensor) -> Indexed:
-    """A tensor: 8 bytes a sample, where a list of ints takes 40."""
+    """A tensor: 8 bytes per sample, where a list of ints takes 40."""
     return Indexed(len(items), lambda at: items[at].tolist())
 
 
@@ -85,10 +85,10 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 class Drawn:
-    """What a sampler, or a batch sampler, of the user's own yields in one epoch, for all ranks together.
+    """What a custom sampler or batch sampler yields in one epoch, for all ranks.
 
-    It is asked only for what is needed next, so that it may be endless. What it draws at random comes from generators
-    that are its own, seeded with (seed, epoch). One that already shards over ranks is asked for every rank's share.
+    It is read only as far as needed, so it may be infinite. It draws from private random generators, seeded with (seed,
+    epoch). One that already shards over ranks is read once for every rank.
     """
 
     def __init__(self, sampler: Any, seed: int, epoch: int, keep: int) -> None:
@@ -105,21 +105,21 @@ class Drawn:
         self._are_different = len(self._shares) == 1
 
     def take(self, count: int) -> list[Any]:
-        """The next so many items; fewer at the end."""
+        """The next `count` items; fewer at the end."""
         while len(self._ready) < count and self._draw(count - len(self._ready)):
             pass
         return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
 
     def skip(self, count: int) -> int:
-        """Leaves out so many items; how many there were."""
+        """Skips `count` items; returns how many there were."""
         left = count
         while left and (items := self.take(min(left, SKIPPED_AT_ONCE))):
             left -= len(items)
         return count - left
 
     def skip_samples(self, count: int) -> int:
-        """Leaves out so many samples of items that are batches; how many there were. Of a batch that straddles the
-        place, the rest comes next."""
+        """Skips `count` samples of items that are batches; returns how many there were. The rest of a partly skipped
+        batch comes next."""
         left = count
         while left and (self._ready or self._draw(BATCHES_SKIPPED_AT_ONCE)):
             batch = list(self._ready.popleft())
@@ -129,15 +129,15 @@ class Drawn:
         return count - left
 
     def _draw(self, count: int) -> bool:
-        """Makes about so many more items ready; False at the end. Shares of ranks are dealt out in turn."""
+        """Reads about `count` more items; False at the end. The ranks' shares are interleaved."""
         each = -(-count // len(self._shares))
         drawn = [share.take(each if self._are_different else max(each, COMPARED)) for share in self._shares]
         if not self._are_different and drawn[0]:
             self._are_different = True
             if all(share == drawn[0] for share in drawn):
                 raise ShardkitError(
-                    f"data: {self.name} yields one rank's share and does not tell the others' (its "
-                    "rank is fixed when it is made); hand over a loader with an ordinary sampler, shardkit shards it."
+                    f"data: {self.name} yields the same share for every rank (its rank is fixed when it is made); use "
+                    "a loader with an ordinary sampler: shardkit shards it."
                 )
         more = [share[number] for number in range(max(map(len, drawn))) for share in drawn if number < len(share)]
         self.first += more[: self._keep - len(self.first)]
@@ -146,7 +146,7 @@ class Drawn:
 
 
 class _Share:
-    """What a sampler yields; of one that shards over ranks, what it yields as this rank."""
+    """What a sampler yields; for one that shards over ranks, what it yields as this rank."""
 
     def __init__(self, sampler: Any, seed: int, ranked: Any, rank: int | None) -> None:
         self._sampler = sampler
@@ -178,25 +178,26 @@ def _attributes(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def ranked_part(sampler: Any) -> Any:
-    """What in a sampler already shards over ranks, as DistributedSampler does: itself, or the one that its batches are
-    made from; None where nothing does."""
+    """The sampler that already shards over ranks, as DistributedSampler does: this one, or the one inside a batch
+    sampler; None if there is none."""
     parts = (sampler, getattr(sampler, "sampler", None))
     return next((one for one in parts if hasattr(one, "num_replicas") and hasattr(one, "rank")), None)
 
 
 def is_plain_distributed(sampler: Any) -> bool:
-    """Whether it is torch's own DistributedSampler: its order is known, so it is replaced and nothing padded twice."""
+    """Whether it is torch's own DistributedSampler. It is replaced, since its order is known, and nothing is padded
+    twice."""
     return type(sampler) is DistributedSampler
 
 
 def shares_in(sampler: Any) -> int:
-    """How many ranks' shares make an epoch: 1, but for a sampler that yields one rank's."""
+    """How many shares make an epoch: 1, except for a sampler that yields one rank's share."""
     ranked = ranked_part(sampler)
     return 1 if ranked is None else ranked.num_replicas
 
 
 def epoch_length(sampler: Any) -> int | None:
-    """How many items a sampler says that it yields in an epoch, over all ranks; None where it does not say."""
+    """The number of items in an epoch over all ranks, by the sampler's length; None where it has none."""
     own = length_of(sampler)
     return None if own is None else own * shares_in(sampler)
 

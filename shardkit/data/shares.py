@@ -1,8 +1,8 @@
 """Which samples of a global batch each rank reads: functions of the order, the position, the rank and the world size.
 
-An epoch's order is one for all ranks. It is read in global batches, and every rank takes its slice of each, so that n
-ranks together read what one process would, in the same order. The position is counted in samples of that order, not
-in batches: it means the same on any number of ranks.
+An epoch has one order for all ranks. It is read in global batches, and every rank takes its slice of each, so that n
+ranks together read what one process would, in the same order. The position is counted in samples of that order, not in
+batches, so it is valid for any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,13 +18,14 @@ from shardkit.errors import CheckpointError, ShardkitError, UsageError
 
 Item = TypeVar("Item")
 
-# A rank's positions are looked up several at a time: few at first, then up to so many, a millisecond of work.
+# A rank's positions are looked up in blocks: small at first, then up to this size, about a millisecond of work.
 FIRST_AT_ONCE, MOST_AT_ONCE = 128, 8192
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How global batches are cut. `global_batch` counts samples, for a custom batch sampler its batches."""
+    """How global batches are split over ranks. `global_batch` counts samples; for a custom batch sampler, its
+    batches."""
 
     rank: int
     world_size: int
@@ -35,7 +36,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of one global batch; `samples` counts the real ones of the whole batch, padding left out."""
+    """One rank's part of one global batch; `samples` counts the samples of the whole batch without padding."""
 
     items: Sequence[Any]
     samples: int
@@ -66,7 +67,7 @@ def _shares_of_positions(length: int, start: int, layout: BatchLayout) -> Iterat
 
 
 def shares_of_drawn(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
-    """The same where a sampler of the user's own is drawn from: one global batch ahead."""
+    """The same for a custom sampler, which is read one global batch ahead."""
     _refuse_if_short(order, start, order.skip(start))
     batches = iter(partial(order.take, layout.global_batch), [])
     for batch, is_last in with_last(_whole(batches, layout.global_batch) if layout.drop_last else batches):
@@ -83,7 +84,7 @@ def shares_of_batches(order: Drawn, start: int, layout: BatchLayout) -> Iterator
 
 
 def shares_of_each_batch(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:
-    """The same with split_batches: every batch of the batch sampler is a global one, and is split."""
+    """The same with split_batches: every batch of the batch sampler is a global batch, and is split."""
     for (batch,), is_last in with_last(_groups(order, start, 1)):
         if len(batch) % layout.world_size and not is_last:
             raise ShardkitError(
@@ -97,9 +98,9 @@ def shares_of_each_batch(order: Drawn, start: int, layout: BatchLayout) -> Itera
 def split(samples: Sequence[Item], layout: BatchLayout, spare: Sequence[Item]) -> tuple[Sequence[Item], bool]:
     """One rank's contiguous part of a global batch, and whether it was padded.
 
-    `even`: every rank gets as many; what is missing to that (fewer than world_size samples) is taken from `spare`,
-    from its start and round again. Otherwise parts differ by at most one sample; UsageError, on all ranks, where some
-    would be empty: a rank without a batch stays away from what the others do together.
+    With `even` every rank gets equally many; the missing samples (fewer than world_size) are taken from `spare`,
+    cyclically from its start. Otherwise parts differ by at most one sample; UsageError on all ranks where some would be
+    empty, since a rank without a batch would miss the collectives of the others.
     """
     rank, world_size = layout.rank, layout.world_size
     each, left = divmod(len(samples), world_size)
@@ -115,7 +116,7 @@ def split(samples: Sequence[Item], layout: BatchLayout, spare: Sequence[Item]) -
 
 
 def uneven_text(left: int, world_size: int) -> str:
-    """What is wrong where the last global batch has something for some of the ranks only."""
+    """The error text for a last global batch that leaves some ranks without samples."""
     return (
         f"even_batches=False leaves ranks without a last batch, and the others would wait for them (got {left} for "
         f"{world_size} ranks); use drop_last=True, even_batches=True or another batch size."
@@ -123,7 +124,7 @@ def uneven_text(left: int, world_size: int) -> str:
 
 
 def number_of_batches(samples: int, layout: BatchLayout) -> int:
-    """Global batches in an epoch of so many samples."""
+    """Global batches in an epoch of `samples` samples."""
     return _batches_in(samples, layout.global_batch, layout.drop_last)
 
 
@@ -132,7 +133,8 @@ def _batches_in(samples: int, size: int, drop_last: bool) -> int:
 
 
 def _groups(order: Drawn, start: int, size: int) -> Iterator[list[Sequence[Any]]]:
-    """So many batches at a time, after the first `start` samples; of a batch that straddles the position, its rest."""
+    """Groups of `size` batches, after the first `start` samples; the rest of a batch that contains the position comes
+    first."""
     _refuse_if_short(order, start, order.skip_samples(start))
     yield from iter(partial(order.take, size), [])
 
@@ -146,7 +148,7 @@ def _refuse_if_short(order: Drawn, start: int, skipped: int) -> None:
 
 
 def _whole(groups: Iterable[Sequence[Item]], size: int) -> Iterator[Sequence[Item]]:
-    """All up to the first that is short."""
+    """All groups before the first one that is short."""
     for group in groups:
         if len(group) < size:
             return
@@ -154,7 +156,7 @@ def _whole(groups: Iterable[Sequence[Item]], size: int) -> Iterator[Sequence[Ite
 
 
 def with_last(values: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Every value, with whether it is the last one: reads one ahead."""
+    """Every value, and whether it is the last one. Reads one ahead."""
     iterator = iter(values)
     try:
         value = next(iterator)

@@ -1,6 +1,6 @@
-"""Where a prepared loader's batches come from: a map-style dataset by samples or by batches, or a stream.
+"""The sources of a prepared loader's batches: a map-style dataset by samples or by batches, or a stream.
 
-A source turns the user's DataLoader into one of its own that reads this rank's part of every global batch.
+A source rebuilds the user's DataLoader as one that reads this rank's part of every global batch.
 """
 
 from collections import deque
@@ -26,8 +26,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """One batch as a source hands it over. `samples` and `is_padded` speak of the whole global batch, `state` is the
-    dataset's own position after it, where it has one."""
+    """One batch of a source. `samples` and `is_padded` describe the whole global batch; `state` is the dataset's own
+    state after it, where it has one."""
 
     batch: Any
     samples: int
@@ -37,29 +37,29 @@ class Piece:
 
 
 class Source(Protocol):
-    """Where batches come from: a map-style dataset or a stream."""
+    """A source of batches: a map-style dataset or a stream."""
 
     dataset: Any
     split: tuple[int, int] | None
-    """(rank, world size) of a stream that yields one rank's part already."""
+    """(rank, world size) of a stream that is already split by rank; else None."""
     layout: BatchLayout
     total_batch_size: int
     dataset_length: int | None
     units: int | None
-    """How many units of `layout.global_batch` an epoch says that it has, over all ranks; None where it does not say."""
+    """Length of an epoch over all ranks, in the units of `layout.global_batch`; None where unknown."""
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
-        """This rank's batches from a position to the end of its epoch. `is_moved`: it does not follow from the batches
-        that were read before."""
+        """This rank's batches from a position to the end of its epoch. `is_moved`: the position was set, and does not
+        follow the batches read before."""
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
-        """How many samples the first so many global batches of the position's epoch hold."""
+        """Number of samples in the first `batches` global batches of the position's epoch."""
 
     def __len__(self) -> int: ...
 
 
 def source_of(loader: DataLoader, layout: BatchLayout, split_batches: bool) -> Source:
-    """The source for what the loader reads."""
+    """The source for this loader's dataset and sampler."""
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, layout)
     if loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler:
@@ -68,7 +68,7 @@ def source_of(loader: DataLoader, layout: BatchLayout, split_batches: bool) -> S
 
 
 def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> BatchLayout:
-    """How the loader's batches become global ones. UsageError where they cannot be split evenly."""
+    """How the loader's batches form global batches. UsageError where they cannot be split evenly."""
     drops = loader.drop_last or bool(getattr(loader.batch_sampler, "drop_last", False))
     size = batch_size_of(loader)
     if not split_batches or size is None:
@@ -82,7 +82,7 @@ def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: boo
 
 
 def batch_size_of(loader: DataLoader) -> int | None:
-    """Samples in one of the loader's batches; None where the dataset, or a batch sampler of the user's, makes them."""
+    """Samples in one of the loader's batches; None where the dataset or a custom batch sampler forms them."""
     return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else loader.batch_size
 
 
@@ -122,8 +122,8 @@ class SampledSource:
 
 
 class BatchSampledSource:
-    """A map-style dataset with a batch sampler of the user's own. With `split_batches` each of its batches is a global
-    one, else as many together as there are ranks."""
+    """A map-style dataset with a custom batch sampler. With `split_batches` each of its batches is a global batch; else
+    world_size batches form one."""
 
     split: tuple[int, int] | None = None
 
@@ -154,8 +154,8 @@ class BatchSampledSource:
 
 
 class StreamSource:
-    """An iterable dataset. One that gives every rank a part of its own already is read as it is, and ends on all ranks
-    where the first part ends."""
+    """An iterable dataset. One that is already split by rank is not split again; its epoch ends on all ranks with the
+    shortest part."""
 
     def __init__(self, loader: DataLoader, layout: BatchLayout) -> None:
         self.dataset, self.split = loader.dataset, split_of(loader.dataset)
@@ -180,8 +180,8 @@ class StreamSource:
         self.stream.start_at(stream_seed(seed, start.epoch), seed_of_rank, start.epoch, own_samples, self._is_moved)
         self.stream.saved, self._is_moved = start.dataset, False
         if start.samples and start.dataset is None:
-            log.info(f"data: reading past {start.samples:,} samples of the stream, to where the position is.")
-        # The snapshot is taken between a batch and the look-ahead to the next, so it belongs to that batch.
+            log.info(f"data: skipping {start.samples:,} samples of the stream to reach the saved position.")
+        # The snapshot is taken before the look-ahead to the next batch, so it belongs to this batch.
         batches = with_last((batch, self.stream.snapshot) for batch in batches_of(self.loader))
         if self._parts == 1:
             for (batch, state), is_last in batches:
@@ -205,16 +205,16 @@ def _say_how_it_is_read(dataset: Any, split: tuple[int, int] | None, world_size:
         log.info("data: the dataset is already split by rank; it is not sharded again.")
     elif world_size > 1 and hugging_face.is_stream(dataset):
         log.info(
-            "data: every rank reads and decodes the whole stream, and keeps its part. With split_dataset_by_node("
-            "dataset, accelerator.process_index, accelerator.num_processes) of datasets.distributed it reads its own "
-            "part alone (%d shards; best a multiple of the ranks), and resumes on %d ranks only.",
+            "data: every rank reads and decodes the whole stream and keeps its part. With split_dataset_by_node("
+            "dataset, accelerator.process_index, accelerator.num_processes) of datasets.distributed it reads only its "
+            "part (%d shards; best a multiple of the number of ranks), but can then resume on %d ranks only.",
             dataset.num_shards,
             world_size,
         )
 
 
 def _without_ranks(users: Any, dataset: Any) -> Any:
-    """The sampler to draw the whole order from: torch's DistributedSampler is replaced by what it shards."""
+    """The sampler of the whole order: torch's DistributedSampler is replaced by the sampler that it shards."""
     if sampler.ranked_part(users) is not None:
         log.info(f"data: {type(users).__name__} already shards over ranks; shardkit shards its whole order instead.")
     if not sampler.is_plain_distributed(users):
@@ -223,19 +223,19 @@ def _without_ranks(users: Any, dataset: Any) -> Any:
 
 
 def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:
-    """What a rank's workers draw at random in an epoch: other numbers on every rank."""
+    """The seed of a rank's workers in an epoch: different on every rank."""
     return stream_seed(stream_seed(seed, epoch), rank)
 
 
 class IndexQueue(Sampler):
-    """What the rebuilt DataLoader takes its indices from: those of the epoch at hand."""
+    """The sampler of the rebuilt DataLoader: the indices of the current epoch."""
 
     def __init__(self, is_batched: bool) -> None:
         self.is_batched = is_batched
         self.indices: Iterator[Any] = iter(())
 
     def as_argument(self) -> dict[str, Any]:
-        """How DataLoader is given it: in place of batches, or of single indices where it does not batch."""
+        """The DataLoader arguments: it replaces the batch sampler, or the sampler where the loader does not batch."""
         return {"batch_sampler": self} if self.is_batched else {"batch_size": None, "sampler": self}
 
     def __iter__(self) -> Iterator[Any]:
@@ -245,8 +245,8 @@ class IndexQueue(Sampler):
 def _sampled(
     source: SampledSource | BatchSampledSource, queue: IndexQueue, own: Iterator[Share], seed: int, start: Position
 ) -> Iterator[Piece]:
-    """Batches beside their shares. No batch is read ahead here: what samples draw at random stays in step with the
-    loop, and whether a batch is the last one is known from the shares."""
+    """Batches with the facts of their shares. No batch is read ahead here, so random draws of samples stay in step with
+    the loop; the shares say which batch is the last."""
     handed_out: deque[tuple[int, bool, bool]] = deque()
     is_batched = queue.is_batched
     seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
@@ -267,15 +267,15 @@ def _sampled(
 
 
 def _rebuilt(loader: DataLoader, dataset: Any = None, **changes: Any) -> DataLoader:
-    """A DataLoader as the user's, but for what changes. Seeds of its workers come from a generator of its own, so that
-    starting an epoch draws nothing from the global one."""
+    """The user's DataLoader with `changes`. Its workers are seeded from a private generator, so that starting an epoch
+    draws nothing from the global one."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         log.warning(
-            f"data: {type(loader).__name__} has an __iter__ of its own, which is not used: its dataset is read by a "
+            f"data: {type(loader).__name__} overrides __iter__, which is not used: its dataset is read by a "
             "torch DataLoader with the same sampler, collate_fn and workers."
         )
     if not loader.in_order:
-        log.info("data: in_order=False is left out: batches come in order, or a resumed run would lose some.")
+        log.info("data: in_order=False is ignored: batches come in order, or a resumed run would lose some.")
     same = ("num_workers", "collate_fn", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
     kept = {name: getattr(loader, name) for name in same}
     kept["pin_memory"] = loader.pin_memory and torch.accelerator.is_available()

@@ -1,4 +1,4 @@
-"""Iterable datasets: every rank, and every DataLoader worker, reads the one stream and keeps its own slices of it."""
+"""Iterable datasets: every rank and every DataLoader worker reads the whole stream and keeps its own slices."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -27,18 +27,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Slot:
-    """One sample, with what the batch around it is: real samples of the whole global batch, padded or not."""
+    """One sample with facts of its global batch: the number of real samples, and whether it is padded."""
 
     value: Any
     samples: int
     is_padded: bool
     problem: str | None = None
-    """Why it cannot be shared out, on all ranks; there is no value then."""
+    """Why the batch cannot be split over ranks; there is no value then."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A batch on its way from a worker to the loop, with the same."""
+    """A collated batch with the same facts, as workers send it."""
 
     batch: Any
     samples: int
@@ -46,7 +46,7 @@ class Counted:
     problem: str | None = None
 
     def pin_memory(self, device: Any = None) -> "Counted":
-        """What DataLoader calls where pin_memory is on."""
+        """Called by DataLoader where pin_memory is on."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return replace(self, batch=pin_memory(self.batch, device))
@@ -54,7 +54,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class CountingCollate:
-    """The user's collate function over slots. `is_batched` is False where the dataset yields batches itself."""
+    """The user's collate function, applied to slots. `is_batched` is False where the dataset yields whole batches."""
 
     collate: Callable[[Any], Any]
     is_batched: bool
@@ -68,11 +68,11 @@ class CountingCollate:
 
 
 class Stream(IterableDataset):
-    """One rank's slices of a dataset's stream, from the position that `start_at` sets.
+    """One rank's slices of an iterable dataset, from the position set by `start_at`.
 
-    The stream is read in chunks of a global batch. With several workers, each reads the whole stream and keeps every
-    n-th chunk; the dataset is not told that there are workers, so one that would split itself over them yields the
-    whole, and nothing is read twice or left out. Random draws of the dataset come from generators seeded with
+    The stream is read in chunks of a global batch. With n workers, each reads the whole stream and keeps every n-th
+    chunk. The dataset does not see the workers (get_worker_info() is None), so one that splits itself over workers
+    yields the whole stream, and nothing is read twice or skipped. Its random draws come from generators seeded with
     (seed, epoch), the same on every rank and worker.
     """
 
@@ -86,7 +86,7 @@ class Stream(IterableDataset):
         """The dataset's own state after the newest chunk; only without workers."""
         self._beginning: Any = None
         self._was_left = False
-        # Shared memory: workers that persist over epochs see it change.
+        # Shared memory: persistent workers see the new values.
         self._start = torch.zeros(5, dtype=torch.int64).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
@@ -95,9 +95,9 @@ class Stream(IterableDataset):
         return getattr(self.dataset, name)
 
     def start_at(self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool) -> None:
-        """Where the next iteration starts. `seed`: for what the dataset draws at random in this epoch; `seed_of_rank`:
-        for what collating draws in workers; both below 2**63. `is_moved`: not where the last iteration ended or was
-        left, so the dataset is brought back to its beginning."""
+        """Sets where the next iteration starts. `seed`: for the dataset's random draws in this epoch; `seed_of_rank`:
+        for those of collating in workers; both below 2**63. `is_moved`: the position does not follow the last
+        iteration, so the dataset is reset to its beginning."""
         self._start.copy_(torch.tensor([seed, seed_of_rank, epoch, samples, is_moved]))
         self._tell_epoch(epoch)
 
@@ -110,7 +110,7 @@ class Stream(IterableDataset):
         worker = get_worker_info()
         number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
         if worker is not None and not hugging_face.is_stream(self.dataset):
-            # Workers that persist have copies of their own. Hugging Face's share the number: it is set already.
+            # Persistent workers have their own copies. Those of Hugging Face share the epoch number: it is already set.
             self._tell_epoch(epoch)
         randomness = PrivateRandom(seed)
         with randomness, _no_workers():
@@ -126,7 +126,7 @@ class Stream(IterableDataset):
         """This rank's slice of a global batch."""
         try:
             part, is_padded = split(chunk, self.layout, spare=chunk)
-        except UsageError as error:  # kept for the moment when the loop gets there, whatever workers read ahead
+        except UsageError as error:  # raised when the loop gets there: workers may be ahead of it
             yield Slot(None, len(chunk), False, str(error))
             return
         for value in part:
@@ -141,14 +141,14 @@ class Stream(IterableDataset):
             if not chunk or (len(chunk) < size and self.layout.drop_last):
                 return
             if self.keeps_state and not is_worker:
-                # A copy: a dataset may return the very dict that it goes on changing.
+                # A copy: a dataset may return the dict that it later changes.
                 self.snapshot = deepcopy(self.dataset.state_dict())
             yield chunk
 
     def _source(self, samples: int, is_moved: bool, is_worker: bool) -> Iterator[Any]:
-        """The dataset's iterator, from the position on: by the saved state, which is used up then, or by skipping.
+        """The dataset's iterator from the position on: by the saved state, which is used once, or by skipping.
 
-        Workers skip: most are made anew for every epoch, and would each time find the state that they started from.
+        Workers skip: most are created again for every epoch, and would always find the state that they started from.
         """
         saved, self.saved = (None if is_worker else self.saved), None
         if self.keeps_state:
@@ -175,7 +175,7 @@ class Stream(IterableDataset):
 
 @contextmanager
 def _no_workers() -> Iterator[None]:
-    """Inside, get_worker_info() says that there are none."""
+    """Inside, get_worker_info() returns None."""
     module: Any = sys.modules["torch.utils.data._utils.worker"]
     found = module._worker_info
     module._worker_info = None
@@ -186,15 +186,15 @@ def _no_workers() -> Iterator[None]:
 
 
 def split_of(dataset: Any) -> tuple[int, int] | None:
-    """(rank, world size) of a dataset that yields one rank's part already; None where it yields the whole stream.
+    """(rank, world size) of a dataset that is already split by rank; None where it yields the whole stream.
 
-    A Hugging Face stream after `split_dataset_by_node`, or any dataset that says so by an attribute `split_by_rank`.
+    A Hugging Face stream after `split_dataset_by_node`, or any dataset with an attribute `split_by_rank`.
     """
     return getattr(dataset, "split_by_rank", None) or hugging_face.split_of(dataset)
 
 
 def _keeps_state(dataset: Any) -> bool:
-    """Whether the dataset tells and takes its own position, all of it, without being told anything else."""
+    """Whether the dataset's state_dict() and load_state_dict() cover its whole position, and need no arguments."""
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
     needed = [one for one in signature(dataset.state_dict).parameters.values() if one.default is one.empty]
@@ -205,10 +205,11 @@ def _keeps_state(dataset: Any) -> bool:
 def end_together(
     own: Iterator[tuple[Item, bool]], samples_of: Callable[[Item], int]
 ) -> Iterator[tuple[Item, bool, int]]:
-    """Every value of this rank with whether the epoch ends with it, and the samples of all ranks' values.
+    """Every value of this rank, whether the epoch ends with it, and the sum of all ranks' samples.
 
-    `own` says whether a value is this rank's last. The epoch ends on all ranks with the first rank's last value, or
-    ranks would wait for one that has no batch. Collective; asked one value ahead, so that nobody waits for the answer.
+    `own` says whether a value is this rank's last. The epoch ends on all ranks as soon as one rank is at its last
+    value; else ranks would wait for one without a batch. Collective, one value ahead, so that no rank waits for the
+    result.
     """
     everyone = control.start()
 
@@ -230,8 +231,8 @@ def end_together(
         yield value, bool(ended), samples
     if ended < everyone.world_size and everyone.rank == 0:
         log.warning(
-            "data: the ranks' parts of the stream have different lengths: %d of %d are at their end, where the epoch "
-            "ends on all ranks; what the others have left is not read.",
+            "data: the ranks' parts of the stream have different lengths: %d of %d are at their end, and the epoch "
+            "ends there on all ranks; the rest of the other parts is not read.",
             ended,
             everyone.world_size,
         )

@@ -1,4 +1,4 @@
-"""DataLoader workers: they leave stop signals to their rank, end with it, and seed what each batch draws at random."""
+"""DataLoader workers: they ignore stop signals, end with their rank, and seed the random draws of each batch."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StartWorker:
-    """What runs first in a worker: it leaves the signals that stop a run to its rank, which still has to save."""
+    """The worker_init_fn: the worker ignores stop signals, since its rank still has to save."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self._users = users
@@ -25,24 +25,24 @@ class StartWorker:
 
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:
-    """The loader's batches, from workers that leave stop signals to this process."""
+    """The loader's batches, from workers that ignore stop signals."""
     if not loader.num_workers:
         return iter(loader)
-    # Workers inherit the mask, so that none dies of a signal that comes before StartWorker has run.
+    # Workers inherit the mask, so that no signal kills one before StartWorker has run.
     found = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         iterator: Any = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, found)
     for worker in iterator._workers:
-        # Who ends them (torch where they do not answer, Python at exit) sends SIGTERM and waits, here for ever.
+        # torch (for workers that do not answer) and Python (at exit) send SIGTERM and wait; the workers ignore it.
         worker._popen.terminate = worker._popen.kill
     return iterator
 
 
 class Indices(list):
-    """A batch's indices. Where they arrive in a worker, what its samples draw at random is seeded, so that the draws
-    are the batch's own: other ones on every rank, and after a resume the same as without it."""
+    """The indices of a batch. On arrival in a worker they seed the random generators, so that the draws belong to the
+    batch: different on every rank, and the same with and without a resume."""
 
     seed = 0
 

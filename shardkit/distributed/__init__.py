@@ -1,1 +1,1 @@
-"""The ranks: who they are, how they agree, and operations on tensors that are spread over them."""
+"""Ranks and their process group: startup, agreement, and collectives on tensors."""

@@ -1,14 +1,14 @@
-"""What ranks agree on beside training, without a collective in any step: when to stop, and that they do the same.
+"""Background agreement of ranks, without a collective in any step: when to stop, and that all run the same modules.
 
-A thread of each rank looks into the process group's store about once a second. At a step boundary the training loop
-only counts, and reads what the thread has found.
+A thread of each rank polls the process group's store about once a second. At a step boundary the training loop only
+counts and reads the thread's results.
 
-Stopping: one rank is told to stop. It says so in the store; every thread answers with the number of boundaries that its
-rank has passed, and from then on that rank waits at its next boundary until the answer is known, so that no rank is
-further than its answer plus one; rank 0 names the largest answer plus one, and there all ranks stop.
+Stopping: one rank gets a stop signal and writes that to the store. Every thread answers with the number of boundaries
+that its rank has passed. From then on that rank waits at its next boundary for the result, so no rank is past its
+answer plus one. Rank 0 publishes the largest answer plus one, and all ranks stop at that boundary.
 
-Comparing: now and then rank 0 names a boundary that is past, and every thread tells what its rank's trace was there.
-Where two differ, the ranks stop as above.
+Comparing: every ten seconds rank 0 selects a past boundary, and every thread reports its rank's trace at it. Where two
+differ, the ranks stop as above.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from shardkit.log import get_logger
 POLL_S = 1.0
 POLL_SOON_S = 0.05
 COMPARE_EVERY_S = 10.0
-# How many boundaries back a rank remembers its trace: ranks are seldom more than one step apart.
+# Number of past boundaries whose trace a rank keeps: ranks are seldom more than one step apart.
 REMEMBERED = 4096
 
 log = get_logger(__name__)
 
 
 class BackgroundAgreement:
-    """One run's. `is_told` says whether this rank itself was told to stop; any thread may call it.
+    """The background agreement of one run. `stop_requested`: whether this rank got a stop signal; called from any
+    thread.
 
-    Every rank makes one at the same place in the program, passes the same boundaries, and gives its trace there.
+    Every rank must create it at the same place in the program, pass the same boundaries, and give its trace there.
     """
 
     def __init__(self, stop_requested: Callable[[], bool], on_difference: Callable[[list[int]], ShardkitError]) -> None:
@@ -59,8 +60,8 @@ class BackgroundAgreement:
             threading.Thread(target=_look, args=start, name="shardkit-watch", daemon=True).start()
 
     def pass_boundary(self, trace: int = 0) -> bool:
-        """Counts a boundary; whether all ranks stop here. Where traces differed they all raise what `on_difference`
-        makes of the ranks that differ from rank 0."""
+        """Counts a boundary; returns whether all ranks stop here. Where traces differed, all ranks raise the error that
+        `on_difference` makes for the ranks that differ from rank 0."""
         if self.world_size == 1:
             return self._stop_requested()
         with self._changed:
@@ -77,13 +78,13 @@ class BackgroundAgreement:
         return True
 
     def close(self) -> None:
-        """Nobody looks any more."""
+        """Stops the thread."""
         self._closed.set()
 
     # ---- the thread ----
 
     def _answer(self) -> int:
-        """Boundaries passed so far; from now on the loop waits at the next one."""
+        """Boundaries passed so far. From now on the loop waits at the next one."""
         with self._changed:
             self._answered = True
             return self._passed
@@ -95,13 +96,14 @@ class BackgroundAgreement:
             self._changed.notify_all()
 
     def _trace_at(self, boundary: int) -> int | None:
-        """The trace there; None where this rank has not come so far."""
+        """The trace at that boundary; None where this rank has not reached it or no longer keeps it."""
         with self._changed:
             return self._traces.get(boundary)
 
 
 def _look(reference: Callable[[], BackgroundAgreement | None], store: Any, closed: threading.Event) -> None:
-    """The thread: until the run is over or nobody refers to its watch. It holds the watch only while it looks."""
+    """The thread's function: runs until the run is over or its watch is unreferenced; holds the watch only while
+    polling."""
     looker = _StoreThread(store)
     pause = POLL_S
     while not closed.wait(pause):
@@ -110,14 +112,14 @@ def _look(reference: Callable[[], BackgroundAgreement | None], store: Any, close
             return
         try:
             pause = looker.look(watch)
-        except Exception as error:  # the store is gone with the rank that keeps it: others notice that by themselves
+        except Exception as error:  # the rank that hosts the store has ended: the loop notices that by other means
             watch._set(lost=str(error))
             return
         del watch
 
 
 class _StoreThread:
-    """What one thread has done so far."""
+    """The state of one thread."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -129,7 +131,7 @@ class _StoreThread:
         self._different: list[int] = []
 
     def look(self, watch: BackgroundAgreement) -> float:
-        """Looks once; seconds until the next time."""
+        """Polls once; returns the seconds until the next poll."""
         if watch._stop_at is not None:
             return POLL_S
         if self._is_stopping:
@@ -154,7 +156,7 @@ class _StoreThread:
             watch._set(stop_at=stop_at, different=different)
 
     def _of_all(self, name: str, watch: BackgroundAgreement) -> list[bytes] | None:
-        """What every rank has said under this name; None where one has not yet."""
+        """Every rank's value under this name; None where one is missing."""
         keys = [f"{name}/{rank}" for rank in range(watch.world_size)]
         return [self._store.get(key) for key in keys] if self._store.check(keys) else None
 
@@ -188,7 +190,7 @@ class _StoreThread:
             self._round, self._boundary = self._round + 1, None
 
     def _forget(self, key: str, watch: BackgroundAgreement) -> None:
-        """The round before this one is read by all: its keys would otherwise stay in the store for ever."""
+        """Deletes keys of finished rounds, which would otherwise stay in the store."""
         self._store.delete_key(f"{key}/{watch.rank}")
         if watch.rank == 0 and self._round:
             for name in ("at", "done"):
@@ -196,5 +198,5 @@ class _StoreThread:
 
 
 def _different(traces: list[int | None]) -> list[int]:
-    """Ranks whose trace is another than rank 0's; a rank that no longer remembers it is not counted."""
+    """Ranks whose trace differs from rank 0's; a rank that no longer keeps it is not counted."""
     return [rank for rank, trace in enumerate(traces) if None not in (trace, traces[0]) and trace != traces[0]]

@@ -1,4 +1,4 @@
-"""Buffers that each rank has updated for itself (running statistics, codebooks), made equal on all ranks."""
+"""Makes buffers that each rank updates locally (running statistics, codebooks) equal on all ranks."""
 
 import ctypes
 from typing import Literal
@@ -15,11 +15,11 @@ Reduction = Literal["mean", "rank0"]
 
 
 def reduce_buffers(model: nn.Module, reduction: Reduction = "mean") -> list[str]:
-    """The names of the buffers that ranks held differently, and now hold alike: the mean over ranks, or rank 0's.
+    """Names of the buffers that differed between ranks; they are set to the mean over ranks, or to rank 0's.
 
-    Integers and booleans take rank 0's in either case; so does nothing that was equal, to the bit. Sharded buffers are
-    left alone. In place. Collective: every rank calls it with the same model. UsageError on all ranks where their
-    buffers are not the same ones.
+    Integers and booleans always take rank 0's value. Buffers that were equal to the bit are not changed, nor are
+    sharded ones. In place. Collective: every rank must call it with the same model. UsageError on all ranks where they
+    have different buffers.
     """
     if reduction not in ("mean", "rank0"):
         raise UsageError(f"reduce_buffers: unknown reduction (got {reduction!r}); use mean or rank0.")
@@ -43,9 +43,9 @@ def reduce_buffers(model: nn.Module, reduction: Reduction = "mean") -> list[str]
 
 
 def _plain_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All that are whole on every rank, each once."""
+    """All buffers that are not sharded, each once."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"reduce_buffers: not a model (got {type(model).__name__}); give what prepare() returned.")
+        raise UsageError(f"reduce_buffers: not a model (got {type(model).__name__}); use the one from prepare().")
     found = {clean_name(name): buffer for name, buffer in unwrapped(model).named_buffers()}
     return {name: b for name, b in found.items() if not is_dtensor(b) and not b.is_meta and b.numel()}
 
@@ -57,7 +57,7 @@ def _has_mean(buffer: torch.Tensor) -> bool:
 def _difference(told: list[dict[str, str]]) -> str:
     rank, other = next((rank, kinds) for rank, kinds in enumerate(told) if kinds != told[0])
     shown = ", ".join(f"{name} {kind}" for name, kind in sorted({*other.items()} ^ {*told[0].items()})[:3])
-    return f"reduce_buffers: rank {rank} has other buffers than rank 0 (got {shown}); give equal models."
+    return f"reduce_buffers: rank {rank} has other buffers than rank 0 (got {shown}); use the same model on all ranks."
 
 
 def _differing(names: list[str], told: list[list[str]]) -> list[str]:
@@ -77,7 +77,7 @@ def _bytes(buffer: torch.Tensor) -> bytes:
 
 
 def _average(buffers: list[torch.Tensor]) -> None:
-    """The mean over all ranks, in fp32 at least, of all that share device and precision in one reduction."""
+    """Sets the buffers to their mean over all ranks, in at least fp32; one reduction per device and precision."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for buffer in buffers:
         groups.setdefault((buffer.device, _precision(buffer.dtype)), []).append(buffer)

@@ -1,7 +1,7 @@
 """Collectives on nested structures of tensors (dict, list, tuple, namedtuple).
 
-All of them act on the default process group, over all ranks, and without one (a single process) on this rank alone.
-Each must be called by every rank. Tensors of any dtype pass: what is only moved travels as bytes.
+They use the default process group; without one (a single process) they act on this rank alone. Every rank must call
+them. Tensors may have any dtype: data that is only moved is sent as bytes.
 """
 
 import hashlib
@@ -11,23 +11,23 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardkit.distributed import accelerators, control
+from shardkit.distributed import accelerators, control, xla
 from shardkit.distributed.tensors import is_dtensor
 from shardkit.errors import UsageError
 
 
 def world_size() -> int:
-    """Number of ranks; 1 where no process group is up."""
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This rank's number; 0 where no process group is up."""
+    """This rank's number; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def gather(data: Any) -> Any:
-    """`data` with each tensor replaced by all ranks' ones, concatenated along dim 0 in rank order, on every rank.
+    """`data` with each tensor replaced by all ranks' tensors, concatenated along dim 0 in rank order, on every rank.
 
     A 0-dim tensor counts as one of length 1. Collective. Raises UsageError on all ranks where shapes or structures
     differ between ranks (`pad_across_processes` makes them equal).
@@ -37,10 +37,10 @@ def gather(data: Any) -> Any:
 
 
 def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
-    """As `gather`, cut to the first `real` samples, which is where padding starts; None: nothing is padding.
+    """As `gather`, cut to the first `real` samples, without the padding; None: no padding.
 
-    Tensors that are 0-dim on each rank, such as a loss, have a value a rank, not a sample, and stay whole. Anything
-    but tensors comes back as one list, as by `gather_object`. Collective.
+    Tensors that are 0-dim on each rank, such as a loss, have one value per rank, not per sample, and are not cut. Other
+    objects are returned as one list, as by `gather_object`. Collective.
     """
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves(data)):
         return gather_object(data)[:real]
@@ -54,9 +54,9 @@ def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
 
 
 def gather_object(data: Any) -> list[Any]:
-    """All ranks' objects as one list in rank order; where every rank gives a list, those lists end to end.
+    """All ranks' objects as one list in rank order; if every rank gives a list, the lists are concatenated.
 
-    Collective. The objects travel as pickles between the ranks of this run, never to or from a file.
+    Collective. Objects are pickled between the ranks of this run, never to or from a file.
     """
     if world_size() == 1:
         return list(data) if isinstance(data, list) else [data]
@@ -82,7 +82,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "max", "min", "none"] = 
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
-    """`data` with each tensor replaced by the one of rank `from_process`, on every rank. Collective."""
+    """`data` with each tensor replaced by that of rank `from_process`, on every rank. Collective."""
     _same_everywhere(data, "broadcast")
     return map_tensors(lambda tensor: _broadcast_one(tensor, from_process), data)
 
@@ -97,19 +97,19 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """`data` with each tensor padded along `dim` to the longest of all ranks, with `pad_index`, at the end or front.
 
-    Collective. A tensor with too few dims for `dim` stays as it is.
+    Collective. A tensor with too few dims for `dim` is returned unchanged.
     """
     return map_tensors(lambda tensor: _pad_one(tensor, dim, pad_index, pad_first), data)
 
 
 def wait_for_everyone() -> None:
-    """Returns on each rank when all ranks have come here. Collective."""
+    """Barrier: returns on each rank when all ranks have called it. Collective."""
     if world_size() > 1:
         dist.barrier()
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """`data`, with the same structure, and `function` applied to each tensor in it. Other leaves: UsageError."""
+    """`data` with `function` applied to each tensor in it. UsageError for other leaves."""
     if isinstance(data, torch.Tensor):
         return function(data.full_tensor() if is_dtensor(data) else data)
     if isinstance(data, Mapping):
@@ -126,7 +126,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
 
 
 def leaves(data: Any) -> list[Any]:
-    """What is in the structure that is neither dict nor list nor tuple, in order."""
+    """The leaves of the structure (neither dict, list nor tuple), in order."""
     if isinstance(data, Mapping):
         return [leaf for value in data.values() for leaf in leaves(value)]
     if isinstance(data, (list, tuple)):
@@ -146,8 +146,13 @@ def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
 
 
+def _is_of_all(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is that of all ranks together already: the only rank's, or one on XLA devices."""
+    return world_size() == 1 or xla.is_xla(tensor)
+
+
 def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
-    if world_size() == 1:
+    if _is_of_all(tensor):
         return tensor
     placed = _placed(tensor)
     parts = [torch.empty_like(_bytes(placed)) for _ in range(world_size())]
@@ -162,16 +167,17 @@ def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Ten
         value = value.to(torch.int64)
     if reduction == "mean" and not value.is_floating_point() and not value.is_complex():
         value = value.to(torch.get_default_dtype())
+    if _is_of_all(tensor):
+        return value * scale if scale != 1.0 else value.clone()
     value = _placed(value).clone()
-    if world_size() > 1:
-        dist.all_reduce(value, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM))
+    dist.all_reduce(value, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM))
     if reduction == "mean":
         value = value / world_size()
     return (value * scale if scale != 1.0 else value).to(tensor.device)
 
 
 def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
-    if world_size() == 1:
+    if _is_of_all(tensor):
         return tensor
     moved = _bytes(_placed(tensor.detach())).clone()
     dist.broadcast(moved, src=from_process)
@@ -192,19 +198,19 @@ def _pad_one(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) 
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as uint8, so that backends move dtypes that they cannot add."""
+    """The tensor's memory as uint8, so that backends can move dtypes that they cannot reduce."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where a backend of the default group can reach it."""
+    """The tensor on a device that the default group's backend supports."""
     if world_size() == 1 or tensor.device.type in str(dist.get_backend_config()):
         return tensor
     return tensor.to(_device())
 
 
 def _device() -> torch.device:
-    """A device that the default group's backend takes: the CPU where it can, else this rank's accelerator."""
+    """A device that the default group's backend supports: the CPU if possible, else this rank's accelerator."""
     return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else accelerators.kind() or "cpu")
 
 
@@ -226,14 +232,14 @@ def _same_everywhere(data: Any, what: str) -> None:
     everyone = control.start()
     everyone.agree(problem, error=UsageError)
     raise UsageError(
-        f"{what}: ranks bring different tensors ("
+        f"{what}: ranks have different tensors ("
         + "; ".join(f"rank {number}: {text}" for number, text in enumerate(everyone.exchange(description)))
         + "); make them equal, for instance with accelerator.pad_across_processes(...)."
     )
 
 
 def _description(data: Any) -> str:
-    """Structure, shapes and dtypes in a line."""
+    """Structure, shapes and dtypes as one line of text."""
     if isinstance(data, torch.Tensor):
         return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
     if isinstance(data, Mapping):

@@ -1,14 +1,15 @@
-"""How ranks agree: small JSON values that rank 0 collects and answers, over the CPU side of the default process group.
+"""The control group: agreement of ranks through small JSON values, gathered on rank 0, over the default group's CPU
+backend.
 
-    control = control.start(timeout_s)            all ranks; no further connections between them
+    control = control.start(timeout_s)            all ranks; opens no further connections
     control.exchange(value)                       every rank's value, on every rank
-    control.decide(value, judge)                  what rank 0 makes of all values, on every rank
+    control.decide(value, judge)                  rank 0's decision from all values, on every rank
     control.share(value)                          rank 0's value
-    control.union(problems), control.agree(...)   all raise, or none
-    control.attempt(action)                       an action that may fail on one rank: all learn it
+    control.union(problems), control.agree(...)   all ranks raise, or none
+    control.attempt(action)                       an action that may fail on one rank: all get the failure
 
-Rank 0 gathers and broadcasts: one message from each rank and a tree back, where an all-gather passes through all ranks
-in turn (32 ranks on two cores: 6 ms instead of 170).
+Rank 0 gathers and broadcasts: one message per rank and a tree back. A ring all-gather passes through all ranks in turn
+(32 ranks on two cores: 6 ms instead of 170).
 """
 
 import ctypes
@@ -29,7 +30,7 @@ from shardkit.errors import CheckpointError, ShardkitError
 
 Result = TypeVar("Result")
 
-# What every exchange sends at least. Most values fit, and then it is one gather and one broadcast.
+# Minimum size of a message. Most values fit, so that one gather and one broadcast are enough.
 PACKET_BYTES = 1024
 _HEAD = struct.Struct("<q")
 _ROOM = PACKET_BYTES - _HEAD.size
@@ -41,39 +42,40 @@ class LostRank(CheckpointError):
 
 @dataclass(frozen=True)
 class Attempt(Generic[Result]):
-    """What came of an action that all ranks took."""
+    """The outcome of an action that all ranks ran."""
 
     own: Result | None
-    """What it returned here; None where it failed."""
+    """Its result on this rank; None where it failed."""
     answers: list[Any]
-    """On rank 0, what every rank answers of what it returned; empty on the others."""
+    """On rank 0, every rank's answer about its result; empty on the others."""
     verdict: Any
-    """What rank 0 decided from all answers."""
+    """Rank 0's decision from all answers."""
     failure: str
-    """What went wrong, as `rank 1 (host a): text`; empty where it went well everywhere."""
+    """The failure, as `rank 1 (host a): text`; empty where all ranks succeeded."""
 
 
 @dataclass
 class ControlGroup:
-    """All ranks, for agreements. Every method is collective: every rank must call it, in the same order.
+    """All ranks, for agreement. Every method is collective: every rank must call it, in the same order.
 
-    `group` is None where this process is alone, or the others exist in name only (torch's fake process group).
+    `group` is None for a single process, and under torch's fake process group.
     """
 
     rank: int = 0
     world_size: int = 1
     group: Any = None
     timeout_s: float = 1800.0
-    """How long a rank waits for the others in one agreement."""
+    """Timeout of one agreement."""
     work: LongWork = field(default_factory=LongWork)
-    """Called between pieces of work with the bytes that are done: for whoever watches this rank, or waits for it."""
+    """Called between pieces of work with the bytes done: progress for the launcher and the log."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order. LostRank where one does not answer in time."""
+        """Every rank's JSON value, in rank order. Raises LostRank where one does not answer in time."""
         return self.decide(value, lambda values: values)
 
     def decide(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
-        """What `judge` makes of every rank's JSON value, on rank 0; the same on all ranks. LostRank as above."""
+        """The result of `judge`, run on rank 0 with every rank's JSON value; the same on all ranks. LostRank as
+        above."""
         values = self.collect(value)
         return self.share(None if values is None else judge(values))
 
@@ -87,7 +89,7 @@ class ControlGroup:
         return None if texts is None else [json.loads(text) for text in texts]
 
     def share(self, value: Any) -> Any:
-        """Rank 0's JSON value; that of other ranks does not count. LostRank as above."""
+        """Rank 0's JSON value; values of other ranks are ignored. LostRank as above."""
         self.work()
         if self.group is None:
             return value
@@ -95,7 +97,7 @@ class ControlGroup:
             return json.loads(self._broadcast(json.dumps(value).encode() if self.rank == 0 else b""))
 
     def union(self, lines: list[str]) -> list[str]:
-        """The lines of all ranks, each once, in rank order: so that all raise what is wrong on one, or none does."""
+        """The lines of all ranks, without duplicates, in rank order; so that either all ranks raise or none."""
         return self.decide(lines, lambda given: list(dict.fromkeys(line for own in given for line in own)))
 
     def any(self, flag: bool) -> bool:
@@ -103,7 +105,8 @@ class ControlGroup:
         return self.decide(flag, any)
 
     def sum_later(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """The sums of every rank's numbers, asked for now: calling what comes back waits for them. LostRank there."""
+        """Starts to sum the ranks' numbers; call the returned function to wait for the sums. It raises LostRank as
+        above."""
         if self.group is None:
             return lambda: numbers
         sums, options = torch.tensor(numbers, dtype=torch.int64), AllreduceOptions()
@@ -118,9 +121,9 @@ class ControlGroup:
         return answer
 
     def agree(self, problem: str | None, error: Callable[[str], ShardkitError] = ShardkitError) -> None:
-        """Returns where no rank has a problem; raises the same `error` on all of them where any has one.
+        """Returns if no rank has a problem; otherwise raises the same `error` on all ranks.
 
-        Equal problems are said once; others with their ranks.
+        A problem of all ranks is listed once; others with their ranks.
         """
         text = self.decide(problem, _problems_text)
         if text:
@@ -132,16 +135,16 @@ class ControlGroup:
         answer: Callable[[Result], Any] = lambda result: None,
         judge: Callable[[list[Any]], Any] = lambda answers: None,
     ) -> Attempt[Result]:
-        """The action, on every rank and whatever happens on one.
+        """Runs the action on every rank, and returns its outcome on all, even if it fails on one.
 
-        `answer` turns its result into JSON for rank 0. Where it went well everywhere, rank 0 turns all answers into a
-        verdict with `judge`, and every rank receives it.
+        `answer` converts the result into JSON for rank 0. If all ranks succeeded, rank 0 computes the verdict from all
+        answers with `judge`, and every rank receives it.
         """
         result, answered, problem = None, None, None
         try:
             result = action()
             answered = answer(result)
-        except Exception as error:  # whatever it is: the others wait for this rank's answer
+        except Exception as error:  # of any kind: the others wait for this rank's answer
             problem = words(error)
         collected = self.collect([answered, socket.gethostname(), problem])
         verdict = None if collected is None else _verdict(collected, judge)
@@ -198,7 +201,7 @@ class ControlGroup:
 
 
 class _Answering:
-    """Inside, what the backend says of lost peers becomes LostRank: gloo says it in a bare RuntimeError."""
+    """Inside, errors of the backend about lost peers become LostRank: gloo raises a bare RuntimeError."""
 
     def __enter__(self) -> None: ...
 
@@ -209,9 +212,9 @@ class _Answering:
 
 
 def start(timeout_s: float = 1800.0) -> ControlGroup:
-    """All ranks of the default process group; this process alone where none is up. Collective.
+    """The control group over the default process group; of this process alone where there is none. Collective.
 
-    Where that group has no CPU side (a script that started NCCL alone), a gloo group is made, once.
+    If that group has no CPU backend (a script that started NCCL only), a gloo group is created once.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
         return ControlGroup(timeout_s=timeout_s)
@@ -219,7 +222,8 @@ def start(timeout_s: float = 1800.0) -> ControlGroup:
 
 
 def start_background(timeout_s: float) -> ControlGroup:
-    """As `start`, over connections of its own: for a thread that agrees while the main thread does too. Collective."""
+    """As `start`, with separate connections: for a thread that runs agreements in parallel with the main thread.
+    Collective."""
     alone = start(timeout_s)
     if alone.group is None:
         return alone
@@ -227,12 +231,12 @@ def start_background(timeout_s: float) -> ControlGroup:
 
 
 def is_simulated() -> bool:
-    """Whether the other ranks exist in name only: torch's fake process group."""
+    """Whether the process group is torch's fake one, without other processes."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 _made: list[tuple[Any, Any]] = []
-"""The default group without a CPU side, and the gloo group beside it."""
+"""The default group without a CPU backend, and the gloo group created for it."""
 
 
 def _on_cpu() -> Any:
@@ -245,7 +249,7 @@ def _on_cpu() -> Any:
 
 
 def _packet(data: bytes) -> torch.Tensor:
-    """The length and, where it fits, the data."""
+    """The length, and the data if it fits."""
     filled = _HEAD.pack(len(data)) + (data if len(data) <= _ROOM else b"")
     return _tensor_of(filled.ljust(PACKET_BYTES, b"\0"))
 
@@ -259,7 +263,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _problems_text(problems: list[str | None]) -> str | None:
-    """What is wrong, on all ranks together; None where nothing is."""
+    """The problems of all ranks as text; None if there are none."""
     ranks_with: dict[str, list[int]] = {}
     for number, text in enumerate(problems):
         if text:
@@ -272,13 +276,13 @@ def _problems_text(problems: list[str | None]) -> str | None:
 
 
 def ranks_text(numbers: list[int]) -> str:
-    """ "rank 1", "ranks 1, 2, 5"; of many the first eight."""
+    """ "rank 1", "ranks 1, 2, 5"; at most eight are listed."""
     shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return ("rank " if len(numbers) == 1 else "ranks ") + shown
 
 
 def _verdict(answers: list[list[Any]], judge: Callable[[list[Any]], Any]) -> tuple[str, Any]:
-    """(what went wrong, what `judge` says where nothing did)."""
+    """(the failure, the result of `judge` if there was none)."""
     failure = _failure([answer[1:] for answer in answers])
     if failure:
         return failure, None
@@ -289,7 +293,7 @@ def _verdict(answers: list[list[Any]], judge: Callable[[list[Any]], Any]) -> tup
 
 
 def _failure(answers: list[list[Any]]) -> str:
-    """What went wrong on each (host, problem) in rank order: said once where several say it, nameless where all do."""
+    """The failures of each (host, problem) in rank order: equal ones once; without ranks if all have it."""
     ranks: dict[str, list[str]] = {}
     for rank, (host, problem) in enumerate(answers):
         if problem is not None:
@@ -302,7 +306,7 @@ def _failure(answers: list[list[Any]]) -> str:
 
 
 def words(error: Exception) -> str:
-    """What an error says; of the operating system's the reason and the path."""
+    """The text of an error; for an OSError, the reason and the path."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or repr(error)

@@ -1,8 +1,8 @@
-"""How far a save, a load or an export has come: for the launcher, which watches that ranks move, and for the log.
+"""Progress of a save, load or export, for the launcher's hang detection and for the log.
 
 work = LongWork("checkpoint: saving", moved=..., say=logger.info)
-work.expect(total_bytes)        more is to be done
-work(count)                     so many bytes are done; without a count: still moving
+work.expect(total_bytes)        adds to the total
+work(count)                     adds done bytes; without a count: only reports activity
 """
 
 import time
@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from shardkit import sizes
 
-# Work that takes less is done before a line about it is read.
+# Shorter work is finished before a line about it is read.
 SILENT_S = 2.0
 EVERY_S = 10.0
 
 
 class LongWork:
-    """Counts bytes, and says how many are done after two seconds, and every ten from then on. Any thread, but one."""
+    """Counts bytes; logs the progress after two seconds, then every ten. Usable from any thread, but only one."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class LongWork:
         self._next_s = self._begun_s + SILENT_S
 
     def expect(self, count: int) -> None:
-        """So many more bytes are to be done."""
+        """Adds `count` bytes to the total."""
         self.total_bytes += count
 
     def __call__(self, count: int = 0) -> None:
-        """So many more bytes are done."""
+        """Adds `count` bytes to those done, and reports activity."""
         self.moved()
         self.done_bytes += count
         if self.say is None or not count:

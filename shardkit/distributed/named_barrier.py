@@ -1,10 +1,10 @@
-"""All ranks come together before they do something in which each waits for the others; who waits says for whom.
+"""A barrier before collective operations that names the ranks that do not arrive.
 
     meeting.meet("save_state", timeout_s, UsageError)
 
-A call that only some ranks make (inside `if accelerator.is_main_process`, or in one rank's `except`) would meet another
-collective of the others: an error at an innocent line, or a wait without end. Here a rank counts itself in the store of
-the default process group, and sends nothing to the others before all have come.
+A call that only some ranks make (inside `if accelerator.is_main_process`, or in one rank's `except`) would be matched
+with another collective of the other ranks: an error at an unrelated line, or a hang. Here a rank counts itself in the
+store of the default process group, and starts no collective before all have arrived.
 """
 
 import sys
@@ -22,20 +22,20 @@ from shardkit.log import get_logger
 
 logger = get_logger(__name__)
 
-# When a rank that waits says so. Ranks of one run are seconds apart at most, unless one of them does not come.
+# When a waiting rank logs a warning. Ranks of a run are at most seconds apart, unless one of them does not arrive.
 WARN_AFTER_S = 10.0
-# How long a rank waits in an `except`: the others, without its error, are likely to wait for it somewhere else.
+# How long a rank waits in an `except`: the others, without its error, probably wait for it in another call.
 IN_EXCEPT_S = 30.0
-# Before it logs the error that it is handling: a script may train on for long in an `except`, and all may come at once.
+# Delay before it logs the error being handled: a script may train on in an `except`, where all ranks arrive at once.
 PATIENCE_S = 1.0
-# Ranks up to which each of them may ask for each other.
+# Up to this many ranks, each may query every other.
 MANY = 256
 
 
 def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
     """Returns when all ranks have made this call. Collective; `error` names the ranks that did not come in time.
 
-    While the rank handles an exception it waits for 30 s at most; the exception is logged first, and is in the text.
+    A rank that is handling an exception waits for at most 30 s; the exception is logged first, and quoted in the error.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
         return
@@ -44,7 +44,7 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
         place.arrive()
         if not place.wait(PATIENCE_S):
             _wait_long(place, timeout_s, error)
-    except RuntimeError as lost:  # what torch raises where the process that keeps the store is gone
+    except RuntimeError as lost:  # raised by torch when the process that hosts the store has ended
         raise error(f"{call}: the ranks' store does not answer ({lost}); a rank has ended, see its error.") from lost
     except BaseException:
         with suppress(RuntimeError):
@@ -76,8 +76,8 @@ _ADVICE = "every rank must call it, in the same order as the others, outside of 
 
 @dataclass
 class _Arrivals:
-    """One call of all ranks. `total` counts arrivals at all meetings of this name: nobody comes to the next one before
-    all have come to this one, so that the number of a meeting follows from it. `at` is what each rank does last."""
+    """One call of all ranks. `total` counts arrivals at all barriers of this name: no rank reaches the next one before
+    all have reached this one, so the barrier's number follows from it. `at` is the latest call of each rank."""
 
     call: str
     rank: int
@@ -89,12 +89,13 @@ class _Arrivals:
         self._store = dist.PrefixStore("shardkit/meeting/", distributed_c10d._get_default_store())
 
     def arrive(self) -> None:
-        """Count this rank in."""
+        """Counts this rank as arrived."""
         self.number = (self._store.add(f"total/{self.call}", 1) - 1) // self.world_size + 1
         self._store.set(f"at/{self.rank}", f"{self.call} {self.number}")
 
     def wait(self, seconds: float) -> bool:
-        """Whether all came within these seconds. Looks often at first; the more ranks, the rarer later."""
+        """Whether all arrived within these seconds. Polls often at first, later less often, depending on the number of
+        ranks."""
         deadline, pause = time.monotonic() + seconds, 0.0005
         while not self.is_complete():
             if time.monotonic() >= deadline:
@@ -104,11 +105,11 @@ class _Arrivals:
         return True
 
     def is_complete(self) -> bool:
-        """Whether all have come."""
+        """Whether all ranks have arrived."""
         return self._store.add(f"total/{self.call}", 0) >= self.number * self.world_size
 
     def leave(self) -> bool:
-        """Count this rank out, so that it can come again; False where all came at the last moment, or it is out."""
+        """Withdraws this rank's arrival; False if all have arrived in the meantime, or it was withdrawn before."""
         if self._is_out or self.is_complete():
             return False
         self._is_out = True
@@ -117,12 +118,12 @@ class _Arrivals:
         return True
 
     def is_first(self) -> bool:
-        """Whether no rank of a smaller number waits here: one of them speaks for all."""
+        """Whether no rank of a smaller number waits here: only the first one logs."""
         return not any(self._is_here(rank) for rank in range(self.rank))
 
     def who_is_missing(self) -> str:
-        """ "rank 1 has not come", and where it is, if it waits in another call of ours."""
-        if self.world_size > MANY and not self.is_first():  # all of them asking for all would take the store minutes
+        """ "rank 1 has not come", and which call it waits in, if it is a call of shardkit."""
+        if self.world_size > MANY and not self.is_first():  # queries of all ranks for all ranks would take minutes
             return "not all ranks have come, see the first rank's error"
         missing = [rank for rank in range(self.world_size) if not self._is_here(rank)]
         known = [text for rank in missing[:8] if (text := self._where_it_is(rank))]
@@ -133,7 +134,7 @@ class _Arrivals:
         return self._at(rank) == [self.call, str(self.number)]
 
     def _where_it_is(self, rank: int) -> str | None:
-        """What is known of a rank that is not here; None: it does something else."""
+        """The call that a missing rank waits in; None if unknown."""
         match self._at(rank):
             case [call, "given-up"]:
                 return f"rank {rank} has given up {call}"

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, on which device, and the process group that joins them."""
+"""This process's rank and device, and the process group."""
 
 import atexit
 import shlex
@@ -15,25 +15,24 @@ import torch.distributed as dist
 from shardkit import env
 from shardkit.config import tasks
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import accelerators, control, same_config, stores
+from shardkit.distributed import accelerators, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
-# Groups of all ranks that a run may have: the default one, one of replicas and shards together, one for async saves.
+# Process groups over all ranks in a run: the default one, one over replicas and shards, one for async saves.
 GROUPS_OF_ALL = 3
-# What else a process keeps open: data files and workers' pipes, libraries, devices.
+# Other open files of a process: data files, workers' pipes, libraries, devices.
 FILES_BESIDE = 256
-# Asked for where the system allows it.
+# Requested where the system allows it.
 MANY_FILES = 65536
 
 
 @dataclass(frozen=True)
 class Process:
-    """This rank. `control` is how it agrees with the others; `owns_group` says that the process group was started
-    here."""
+    """This rank. `control` is its control group; `owns_group`: the process group was started by shardkit."""
 
     rank: int
     local_rank: int
@@ -56,10 +55,10 @@ class Process:
 
 
 def launched() -> env.Ranks:
-    """Who this process is as far as its environment or a running process group says; else the only rank.
+    """Rank and world size from a running process group or the environment; else those of a single process.
 
-    Where srun or mpirun started it, its variables become torch elastic's. Raises ConfigError where they contradict
-    themselves.
+    Variables of srun or mpirun are translated to those of torch elastic. Raises ConfigError where they are
+    contradictory.
     """
     if not dist.is_initialized():
         env.update(tasks.world_of(env.copy()) or {})
@@ -72,33 +71,31 @@ def launched() -> env.Ranks:
 
 
 def _script() -> str:
-    """The script that runs, as one types it."""
+    """The running script, quoted for a shell."""
     name = sys.argv[0] if sys.argv else ""
     return shlex.quote(name) if name.endswith(".py") else "SCRIPT.py"
 
 
 def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
-    """The configuration with the world that was really launched.
+    """The configuration with the launched number of ranks; on TPUs with the number of devices, which are started.
 
-    `chosen`: the keys that somebody wrote, and where. Raises ConfigError where one of them contradicts the launch,
-    but only says so where the script was started by hand: that is how one debugs it.
+    `chosen`: the explicitly set keys, and where. Raises ConfigError where one contradicts the launch; only warns where
+    the script was started without a launcher, as for debugging.
     """
     ranks = launched()
+    if config.mode == "xla":
+        return _with_devices(config, chosen, ranks)
     if ranks.world_size == 1 and env.ranks() is None and (text := tasks.left_alone(env.copy())):
         log.warning("%s", text)
     if config.num_processes != ranks.world_size and "num_processes" in chosen:
-        text = f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for"
+        text = f"{chosen['num_processes']}: num_processes: {config.num_processes} requested"
         if env.ranks() is not None or dist.is_initialized():
             raise ConfigError(
-                f"{text} (got {ranks.world_size} launched); start as many ranks as the configuration says, "
-                f"or change it: shardkit launch --num-processes {ranks.world_size} {_script()}"
+                f"{text} (got {ranks.world_size} launched); launch the configured number of ranks, or change it: "
+                f"shardkit launch --num-processes {ranks.world_size} {_script()}"
             )
-        by_hand = "%s, but this script was started by hand: one process; start it with: shardkit launch %s"
-        log.warning(by_hand, text, _script())
-    if config.mode == "xla":
-        raise MachineError(
-            "distributed_type: XLA: the Accelerator trains on CPU and CUDA (got XLA); use FSDP here, or train on the "
-            "TPU with PyTorch/XLA itself."
+        log.warning(
+            "%s, but this script was started without a launcher; start it with: shardkit launch %s", text, _script()
         )
     config = config.model_copy(update={"num_processes": ranks.world_size})
     if config.mode == "single" and "distributed_type" not in chosen and ranks.world_size > 1:
@@ -111,10 +108,22 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
     return config
 
 
-def start(config: Config) -> Process:
-    """This rank, its process group up and its device chosen. Collective. A group that is already up is used.
+def _with_devices(config: Config, chosen: Mapping[str, str], ranks: env.Ranks) -> Config:
+    """The configuration with as many processes as there are XLA devices: Accelerate's word for those. ConfigError
+    where somebody has chosen another number."""
+    found = xla.start(config, ranks.world_size).count
+    if "num_processes" in chosen and config.num_processes != found:
+        raise ConfigError(
+            f"{chosen['num_processes']}: num_processes: {config.num_processes} asked for (got {found} XLA devices); on "
+            "a TPU it is the number of all its devices."
+        )
+    return config.model_copy(update={"num_processes": found})
 
-    Ranks talk through gloo on the CPU and through NCCL on CUDA (with gloo beside it for what lies on the CPU).
+
+def start(config: Config) -> Process:
+    """This rank, after starting its process group and selecting its device. Collective. An existing group is used.
+
+    The backend is gloo on the CPU; on CUDA, NCCL together with gloo for CPU tensors.
     """
     ranks = launched()
     problem, device = _device(config, ranks)
@@ -139,7 +148,7 @@ def start(config: Config) -> Process:
 
 
 _started: list[tuple[Any, dict[str, Any]]] = []
-"""The process group that was started here, and the settings that it keeps as long as it is up."""
+"""The process group that was started here, and its settings, which cannot change while it exists."""
 
 
 def _lasting(config: Config, device: torch.device) -> dict[str, Any]:
@@ -148,12 +157,12 @@ def _lasting(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _refuse_other(wanted: dict[str, Any]) -> None:
-    """ConfigError where the process group was started with other settings: the same for all runs of a process."""
+    """ConfigError where the existing process group was started with other settings."""
     if not (_started and dist.is_initialized() and _started[0][0] is dist.group.WORLD):
         return
     problems = [
-        f"Accelerator: {name}: {wanted[name]} here, but {value} for the process group that is up; "
-        "ask for the same, or call end_training() of the other Accelerator first."
+        f"Accelerator: {name}: {wanted[name]} here, but {value} for the existing process group; use the same value, "
+        "or call end_training() of the other Accelerator first."
         for name, value in _started[0][1].items()
         if wanted[name] != value
     ]
@@ -162,13 +171,15 @@ def _refuse_other(wanted: dict[str, Any]) -> None:
 
 
 def leave() -> None:
-    """Ends the process group, if one is up. Every rank should call it, after its last collective."""
+    """Destroys the process group, if there is one. Every rank should call it, after its last collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]:
-    """(what is wrong, or None; the device of this rank)."""
+    """(the problem or None, the device of this rank)."""
+    if config.mode == "xla":
+        return None, xla.devices().device
     cpu, kind = torch.device("cpu"), accelerators.kind()
     if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or kind is None:
         return None, cpu
@@ -176,8 +187,8 @@ def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]
     if ranks.local_rank >= count:
         device = "GPU" if kind == "cuda" else f"{kind} device"
         return (
-            f"this machine: rank {ranks.local_rank} of it has no {device} (got {count} for ranks to use); "
-            "launch at most as many ranks a machine as it has, or set use_cpu: true."
+            f"this machine: no {device} for local rank {ranks.local_rank} (got {count} available); "
+            "launch at most one rank per device, or set use_cpu: true."
         ), cpu
     if ranks.one_a_machine and count > 1:
         return (
@@ -188,9 +199,9 @@ def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]
 
 
 def allow_connections(world_size: int) -> None:
-    """Lets this process open as many files as gloo needs: one a rank for each group of ranks.
+    """Raises the limit of open files to what gloo needs: one per rank and process group.
 
-    Raises MachineError where the system does not allow so many; gloo would end the process without a reason.
+    Raises MachineError where the system's limit is too low; gloo would end the process without a message.
     """
     try:
         import resource
@@ -224,5 +235,5 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
         store = stores.of_all_ranks(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if backend == "gloo":
-        # Its threads must end before the interpreter takes down what they use.
+        # Its threads must end before the interpreter shuts down.
         atexit.register(leave)

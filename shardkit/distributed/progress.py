@@ -1,9 +1,9 @@
-"""Says where this rank is, so that the launcher can tell a hang from work and name the rank that stopped first.
+"""Posts this rank's phase and step, so that the launcher can detect hangs and name the rank that stopped first.
 
 progress.post("forward", step)       cheap (microseconds), from the main thread; does nothing when not launched
-with progress.paused("pause", step)  inside, anything may take any time: the launcher does not count it
-progress.leave("done", step)         from here on nothing is counted any more
-progress.committed(step)             a checkpoint is complete; restarts go on while this grows
+with progress.paused("pause", step)  inside, the launcher's hang detection is off
+progress.leave("done", step)         hang detection is off from here on
+progress.committed(step)             a checkpoint is committed; restarts continue while this grows
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from shardkit.launch import names
 from shardkit.launch.rank_files import ProgressWriter
 
 _pauses: list[str] = []
-"""The pauses that this rank is in, the outer one first."""
+"""The current pauses of this rank, outermost first."""
 
 
 def post(phase: str, step: int) -> None:
-    """This rank enters `phase` of optimizer step `step`; the launcher counts its seconds from here; not in a pause."""
+    """This rank enters `phase` of optimizer step `step`; restarts the launcher's hang clock, unless in a pause."""
     writer = _writer()
     if writer is not None:
         writer.post(phase, step, is_watched=not _pauses)
@@ -28,7 +28,7 @@ def post(phase: str, step: int) -> None:
 
 @contextmanager
 def paused(phase: str, step: int) -> Iterator[None]:
-    """Inside, this rank may take any time, whatever else it posts there."""
+    """Context without hang detection, regardless of other posts inside."""
     _pauses.append(phase)
     post(phase, step)
     try:
@@ -39,14 +39,14 @@ def paused(phase: str, step: int) -> Iterator[None]:
 
 
 def leave(phase: str, step: int) -> None:
-    """What follows may take any time, until the next post."""
+    """Turns hang detection off until the next post."""
     writer = _writer()
     if writer is not None:
         writer.post(phase, step, is_watched=False)
 
 
 def committed(step: int) -> None:
-    """The checkpoint of `step` is complete on disk. The launcher's restarts count their progress by it. Any thread."""
+    """The checkpoint of `step` is committed. The launcher measures the progress between restarts by it. Any thread."""
     writer = _writer()
     if writer is not None:
         writer.committed(step)

@@ -1,4 +1,4 @@
-"""The random generators of one rank as plain values: python, numpy (where it is loaded), torch on CPU and device."""
+"""The random generator states of one rank as JSON values: Python, numpy (if imported), torch on CPU and device."""
 
 import base64
 import hashlib
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from shardkit.distributed import accelerators
+from shardkit.distributed import accelerators, xla
 
 
 def capture(rank: int) -> dict[str, Any]:
-    """Where every generator stands."""
+    """The state of every generator."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "rank": rank,
@@ -33,7 +33,7 @@ def capture(rank: int) -> dict[str, Any]:
 
 
 def _packed(numbers: Iterable[int]) -> str:
-    """32-bit numbers as text."""
+    """32-bit integers as base64 text."""
     return base64.b64encode(b"".join(int(number).to_bytes(4, "little") for number in numbers)).decode()
 
 
@@ -51,14 +51,14 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def check(state: dict[str, Any]) -> None:
-    """ValueError, TypeError or KeyError where a captured state is not one."""
+    """Raises ValueError, TypeError or KeyError where a captured state is invalid."""
     torch.Generator().set_state(_tensor(state["torch"]))
     version, numbers, gauss = state["python"]
     random.Random().setstate((version, _numbers(numbers), gauss))
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Every generator as it was."""
+    """Restores every generator."""
     version, numbers, gauss = state["python"]
     random.setstate((version, _numbers(numbers), gauss))
     torch.set_rng_state(_tensor(state["torch"]))
@@ -73,10 +73,11 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def derive(seed: int, step: int, rank: int) -> None:
-    """Streams of its own for each rank, the same whenever (seed, step, rank) is: for another number of ranks."""
+    """Seeds the generators from (seed, step, rank): for a resume on a different number of ranks."""
     number = int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:8], "big") >> 1
     random.seed(number)
     torch.manual_seed(number)
+    xla.seed(number)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(number % 2**32)

@@ -1,4 +1,4 @@
-"""Ranks that were started with different configurations notice it before the first step."""
+"""Checks before the first step that all ranks have the same configuration."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from shardkit.launch import names
 
 def compare(config: Config, control: ControlGroup) -> None:
     """Raises ConfigError on all ranks, with the keys that differ, where ranks run or were launched with different
-    configurations. What differs from machine to machine (see `files.shared_values`) is not looked at. Collective."""
+    configurations. Values that may differ between machines (see `files.shared_values`) are not compared. Collective."""
     launched, run = control.decide([env.get(names.CONFIG_DIGEST), files.digest(config)], _equal_columns)
     if launched and run:
         return

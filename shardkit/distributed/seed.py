@@ -1,4 +1,4 @@
-"""Seeding every random generator that a script draws from. (Their states: `checkpoint/random_state.py`.)"""
+"""Seeds all random generators. (Their states: `distributed/random_state.py`.)"""
 
 import random
 import sys
@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from shardkit.distributed import xla
 from shardkit.distributed.collectives import rank
 
 
 def set_seed(seed: int, device_specific: bool = False) -> None:
-    """Seed Python, NumPy (when it is loaded) and torch, all devices; with `device_specific` each rank by its own.
+    """Seeds Python, NumPy (if imported) and torch on all devices; with `device_specific`, seed + rank.
 
-    Give every rank the same seed unless ranks are meant to differ in dropout or augmentation. The order of the data
-    never depends on a rank's own seed: it is rank 0's.
+    Use the same seed on every rank unless ranks should differ in dropout or augmentation. The order of the data does
+    not depend on it: all ranks use rank 0's seed.
     """
     if device_specific:
         seed += rank()
@@ -22,3 +23,4 @@ def set_seed(seed: int, device_specific: bool = False) -> None:
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**64)
+    xla.seed(seed)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from shardkit.config import xla
 from shardkit.config.meaning import mesh_sizes, reshards_after_forward
 from shardkit.config.schema import Config, FsdpConfig, WrapPolicy
 from shardkit.launch import names
@@ -13,7 +14,7 @@ def rank_variables(
 ) -> dict[str, str]:
     """What is set for the ranks on top of the `inherited` variables."""
     variables = {
-        names.NUM_PROCESSES: str(config.num_processes),
+        names.NUM_PROCESSES: str(ranks_here * config.num_machines),
         names.STOP_TIMEOUT_S: f"{config.shardkit.launch.stop_timeout_s:g}",
         "OMP_NUM_THREADS": str(threads_of(config, ranks_here, cores, inherited)),
         "PYTHONFAULTHANDLER": "1",
@@ -22,11 +23,18 @@ def rank_variables(
         variables["CUDA_VISIBLE_DEVICES"] = config.gpu_ids.replace(" ", "")
     if device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
+    if device == "xla":
+        variables |= tpu_variables(config) | xla.variables(config, inherited)
     if config.debug:
         variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     if measure:
         variables[names.MEASURE] = "1"
     return variables | accelerate_variables(config, device)
+
+
+def tpu_variables(config: Config) -> dict[str, str]:
+    """What `tpu_env` says, NAME=value each."""
+    return dict(line.split("=", 1) for line in config.tpu_env if "=" in line)
 
 
 def threads_of(config: Config, ranks_here: int, cores: int, inherited: Mapping[str, str]) -> int:

@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardkit.config import tasks
+from shardkit.config import tasks, xla
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError, ShardkitError
-from shardkit.launch import ports
-from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks
+from shardkit.launch import pod, ports
+from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks, world_size_of
 from shardkit.sizes import in_words
 
 # What a process that has imported torch and shardkit holds for itself (torch 2.13 on Linux: 0.2 to 0.3 GiB).
@@ -60,15 +60,25 @@ def script_problems(script: str, is_module: bool) -> list[Problem]:
 
 
 def run_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
-    """Whether this machine can run what a valid configuration asks for."""
+    """Whether this machine can run what a valid configuration asks for; of a launch on a TPU pod, whether it can start
+    it from here."""
+    if is_on_pod(config):
+        said = [*pod.problems(config), *(f"launch: {text}" for text in xla.problems(config))]
+        return [*(Problem(text) for text in said), *machines_problems(config)]
     return [
         *(Problem(text) for text in [tasks.launch_problem(variables)] if text),
         *machines_problems(config),
+        *(Problem(f"launch: {text}") for text in xla.problems(config)),
         *device_problems(config, machine, variables),
         *memory_problems(config, machine),
         *port_problems(config),
         *show_problems(config),
     ]
+
+
+def is_on_pod(config: Config) -> bool:
+    """Whether the launch is one for all machines of a TPU pod, and not for this machine."""
+    return device_of(config) == "xla" and config.tpu_use_cluster
 
 
 def machines_problems(config: Config) -> list[Problem]:
@@ -82,11 +92,8 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
     """Whether there are as many devices here as ranks."""
     device, wanted = device_of(config), config.num_processes // config.num_machines
     if device == "xla":
-        missing = find_spec("torch_xla") is None
-        text = (
-            "launch: distributed_type XLA needs the package torch_xla, which is not installed; install it on the TPU."
-        )
-        return [Problem(text, EXIT_MACHINE)] if missing else []
+        text = xla.installed_problem()
+        return [Problem(f"launch: {text}", EXIT_MACHINE)] if text else []
     if device == "cpu" or wanted <= len(machine.devices):
         return []
     have = f"{len(machine.devices)} GPU{'s' if len(machine.devices) != 1 else ''}" if machine.devices else "no GPU"
@@ -116,15 +123,15 @@ def port_problems(config: Config) -> list[Problem]:
 
 def show_problems(config: Config) -> list[Problem]:
     """Whether the ranks that --show names exist."""
-    beyond = sorted(rank for rank in shown_ranks(config.shardkit.launch.show) or () if rank >= config.num_processes)
+    beyond = sorted(rank for rank in shown_ranks(config.shardkit.launch.show) or () if rank >= world_size_of(config))
     if not beyond:
         return []
-    return [Problem(f"launch: show: there is no rank {beyond[0]} among {config.num_processes}; the first one is 0.")]
+    return [Problem(f"launch: show: there is no rank {beyond[0]} among {world_size_of(config)}; the first one is 0.")]
 
 
 def memory_problems(config: Config, machine: Machine) -> list[Problem]:
     """Ranks that would fill this machine's memory before they have a model."""
-    ranks_here = config.num_processes // config.num_machines
+    ranks_here = world_size_of(config) // config.num_machines
     needed = ranks_here * RANK_BYTES
     if machine.memory_bytes is None or needed <= machine.memory_bytes:
         return []

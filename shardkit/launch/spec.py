@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from shardkit.config import xla
 from shardkit.config.schema import Config, DistributedType, LaunchConfig
 from shardkit.launch.environment import rank_variables
 
@@ -90,12 +91,13 @@ def launch_spec(
     """The launch that a valid configuration asks for; `variables` are those that the ranks would inherit, `origins`
     where the settings that somebody chose come from, `more_variables` what the command sets for the ranks."""
     device = device_of(config)
-    ranks_here = config.num_processes // config.num_machines
+    world_size = world_size_of(config)
+    ranks_here = world_size // config.num_machines
     return LaunchSpec(
         script=script,
         is_module=is_module,
         arguments=tuple(arguments),
-        world_size=config.num_processes,
+        world_size=world_size,
         ranks_here=ranks_here,
         num_machines=config.num_machines,
         machine_rank=config.machine_rank,
@@ -111,7 +113,7 @@ def launch_spec(
             **(more_variables or {}),
         },
         config=config,
-        has_prefix=has_prefix and config.num_processes > 1,
+        has_prefix=has_prefix and world_size > 1,
         origins=origins or {},
     )
 
@@ -129,6 +131,11 @@ def device_of(config: Config) -> str:
     return "cpu" if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU else "cuda"
 
 
+def world_size_of(config: Config) -> int:
+    """Ranks in total: one a device; with PyTorch/XLA one a machine, which drives all its devices."""
+    return config.num_machines if device_of(config) == "xla" else config.num_processes
+
+
 def rendezvous_of(config: Config) -> Rendezvous:
     """On one machine a free port of its own; on several, what the configuration says."""
     if config.num_machines == 1 and not config.main_process_port:
@@ -139,6 +146,8 @@ def rendezvous_of(config: Config) -> Rendezvous:
 
 def strategy_of(config: Config) -> str:
     """How ranks share the work, in the words of the configuration."""
+    if config.distributed_type is DistributedType.XLA:
+        return f"XLA {config.fsdp.sharding_strategy.value if xla.shards(config) else 'NO_SHARD'}"
     if config.distributed_type is not DistributedType.FSDP:
         return config.distributed_type.value
     fsdp = config.fsdp

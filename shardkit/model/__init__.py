@@ -1,1 +1,1 @@
-"""What is known of a model: its module tree, its FSDP units, its weights; torch is loaded only to build one."""
+"""Descriptions of models: module tree, FSDP units, weights; torch is loaded only to build a model."""

@@ -1,4 +1,4 @@
-"""The block classes of a model: those that repeat, and those that could be FSDP units."""
+"""Block classes of a model: those that repeat, and those that could be FSDP units."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from shardkit.model.tree import ModuleNode
 
 @dataclass(frozen=True)
 class BlockClass:
-    """A class that occurs in a model: how often, how large each, and its share of all parameters."""
+    """A class in a model: its count, parameters per instance, and share of all parameters."""
 
     name: str
     count: int
@@ -17,7 +17,7 @@ class BlockClass:
 
 
 def repeated_classes(root: ModuleNode) -> list[str]:
-    """Names of the outermost repeated block classes: those a Transformer's layers have, e.g. ["GPT2Block"].
+    """Names of the outermost repeated block classes, such as a Transformer's layers: ["GPT2Block"].
 
     A block is a module with parameters and children that occurs at least twice directly inside a container
     (ModuleList, Sequential). A class found only inside another block is part of that block.
@@ -40,7 +40,7 @@ def repeated_classes(root: ModuleNode) -> list[str]:
 
 
 def block_classes(root: ModuleNode) -> list[BlockClass]:
-    """Classes that could be units, the largest share first: every class with parameters and children but the root's."""
+    """Classes that could be units, largest share first: every class with parameters and children, except the root's."""
     total = max(1, root.numel)
     sizes: dict[str, list[int]] = {}
     for node in root.walk():
@@ -51,9 +51,9 @@ def block_classes(root: ModuleNode) -> list[BlockClass]:
 
 
 def candidates_text(root: ModuleNode) -> str:
-    """Which classes fsdp_transformer_layer_cls_to_wrap could name."""
+    """A sentence with candidates for fsdp_transformer_layer_cls_to_wrap."""
     classes = block_classes(root)[:6]
     if not classes:
-        return "It has no class with parameters and submodules of its own."
+        return "It has no class with parameters and submodules."
     listed = ", ".join(f"{c.name} ({c.count} x {c.numel_each:,} parameters)" for c in classes)
     return f"Candidates in it: {listed}."

@@ -1,4 +1,4 @@
-"""Models known by name. The two GPTs are those of the PyTorch team's FSDP measurements (minGPT, 50K vocabulary,
+"""Built-in models. The two GPTs are those of the PyTorch team's FSDP measurements (minGPT, 50K vocabulary,
 fp16, SGD), where they are listed with 175 and 1008 billion parameters. minGPT's head is not tied to the embedding,
 which makes the second 1009 billion; `gpt:...,tied=true` gives 1008."""
 

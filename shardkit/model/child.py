@@ -1,4 +1,4 @@
-"""A module of shardkit run in a process of its own, in which the user's code may do what it likes."""
+"""Runs a shardkit module in a separate process, isolated from side effects of the user's code."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from shardkit import env
 
 @dataclass(frozen=True)
 class Ended:
-    """How the process ended: its exit code (a signal's number, negative), and the last line of its errors."""
+    """How the process ended: its exit code (negative: signal number), and its last line on stderr."""
 
     code: int
     last_line: str
@@ -25,7 +25,7 @@ class Ended:
 def run(
     module: str, arguments: Sequence[str], folder: Path, timeout_s: float, variables: Mapping[str, str] | None = None
 ) -> Ended | None:
-    """`python -m module arguments` in a folder; None where it took too long. What the user's code prints is dropped."""
+    """Runs `python -m module arguments` in a folder; None on timeout. Output of the user's code is discarded."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments],
@@ -44,7 +44,7 @@ def run(
 
 
 def relative_place(place: str | None, folder: Path) -> str | None:
-    """file:line, relative to the folder where that is shorter."""
+    """file:line, relative to the folder if it is inside."""
     if place is None:
         return None
     file, _, line = place.rpartition(":")

@@ -1,4 +1,4 @@
-"""The line `# model: SPEC` of a configuration file: which model it was written for. Read by `config` and `plan`."""
+"""The line `# model: SPEC` of a configuration file: the model it was written for. Read by `config` and `plan`."""
 
 import re
 
@@ -12,7 +12,7 @@ def read(text: str) -> str | None:
 
 
 def write(text: str, spec: str, about: str = "") -> str:
-    """The file's text with that model in its line: replaced, or put first after the comment lines at the top."""
+    """The file's text with that line replaced, or inserted after the comment lines at the top."""
     line = f"# model: {spec}" + (f"   {about}" if about else "")
     if _LINE.search(text):
         return _LINE.sub(lambda _: line, text, count=1)

@@ -1,4 +1,5 @@
-"""How a model is cut into FSDP units: decided here alone, on the module tree, for training, simulation and formulas."""
+"""The division of a model into FSDP units. Decided only here, on the module tree, for training, simulation and
+formulas."""
 
 import re
 from collections import Counter
@@ -19,8 +20,8 @@ CALLS_NO_CHILD = {"MultiheadAttention", "TransformerEncoderLayer"}  # the latter
 class Unit:
     """A module whose parameters are gathered and freed together. The root's fqn is "".
 
-    `parameters` names those that the unit manages, without those of units inside it, each by its first name.
-    `keeps_dtype`: mixed precision leaves it alone (batch norm, an odd dtype).
+    `parameters`: names of the parameters that the unit manages (first names), without those of inner units.
+    `keeps_dtype`: no mixed precision for this unit (batch norm, a different dtype).
     """
 
     fqn: str
@@ -30,9 +31,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Cut:
-    """Units, children first and the root last; modules that are not sharded; parameters that every rank holds whole.
+    """Units, children first and the root last; ignored modules; parameters replicated on every rank.
 
-    `remark` is for the user, where the cut is not the one that the configuration names.
+    `remark`: a note for the user where the cut differs from the configuration.
     """
 
     units: tuple[Unit, ...]
@@ -51,15 +52,15 @@ class Cut:
 
 
 def whole(tree: ModuleNode) -> Cut:
-    """One unit, the root: what DDP and a single process have."""
+    """A single unit, the root: for DDP and a single process."""
     return Cut((Unit("", tuple(name for name, _ in tree.owned())),))
 
 
 def cut(tree: ModuleNode, config: FsdpConfig, compute: Dtype | None = None) -> Cut:
-    """Which module manages which parameter. `compute` is the dtype of mixed precision, None without.
+    """The cut of the model: which unit manages which parameter. `compute`: mixed precision's dtype, None without.
 
-    The tree has the dtypes that training starts with (see `as_trained`). Raises ModelError with everything that cannot
-    be sharded.
+    The tree must have the dtypes of training (see `as_trained`). Raises ModelError with everything that cannot be
+    sharded.
     """
     area = _Area(tree, _ignored(tree, config.ignored_modules))
     chosen = {fqn for fqn in select_units(tree, config) if not area.is_ignored(fqn)}
@@ -77,9 +78,9 @@ def cut(tree: ModuleNode, config: FsdpConfig, compute: Dtype | None = None) -> C
 
 
 def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
-    """The repeated blocks that activation checkpointing and compilation work on, none inside another.
+    """The repeated blocks for activation checkpointing and compilation, none inside another.
 
-    The named classes under TRANSFORMER_BASED_WRAP, else what repeats in the model. Raises ModelError if nothing does.
+    The named classes under TRANSFORMER_BASED_WRAP, else the repeated ones. Raises ModelError if none repeats.
     """
     names = config.transformer_layer_cls_to_wrap if config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP else []
     names = names or repeated_classes(tree)
@@ -93,7 +94,7 @@ def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
 
 
 def as_trained(tree: ModuleNode, compute: Dtype | None) -> ModuleNode:
-    """The tree with the dtypes that parameters have when training starts; `compute` is that of mixed precision."""
+    """The tree with the parameters' dtypes in training; `compute` is the dtype of mixed precision."""
     if compute is None:
         return tree
     return replace(
@@ -104,15 +105,15 @@ def as_trained(tree: ModuleNode, compute: Dtype | None) -> ModuleNode:
 
 
 def trained_dtype(dtype: str, is_trainable: bool) -> str:
-    """What a parameter has under mixed precision: a trainable 16-bit one is kept in fp32 for the optimizer."""
+    """A parameter's dtype under mixed precision: trainable 16-bit parameters are kept in fp32 for the optimizer."""
     return "float32" if is_trainable and dtype in ("float16", "bfloat16") else dtype
 
 
 def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
-    """Fqns of the modules that become units of their own, children before parents; the root is one always, unlisted.
+    """Fqns of the modules that become units, children before parents; the root is always a unit and not listed.
 
-    By class without a class named: those that repeat in the model, or by size where none does (see `missing_blocks`).
-    Raises ModelError where a named class is not in the model, with the model's candidates.
+    By class, if no class is named: the repeated ones, or by size if none repeats (see `missing_blocks`). Raises
+    ModelError, with candidates, where a named class is not in the model.
     """
     match config.auto_wrap_policy:
         case WrapPolicy.NO_WRAP:
@@ -125,13 +126,13 @@ def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
 
 
 def missing_blocks(root: ModuleNode, config: FsdpConfig) -> str | None:
-    """The sentence for a model that was to be cut by class, with no class named and none that repeats; else None."""
+    """The note for wrapping by class where no class is named and none repeats; else None."""
     by_class = config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP
     if not by_class or config.transformer_layer_cls_to_wrap or repeated_classes(root):
         return None
     return (
-        f"fsdp_auto_wrap_policy: no block class repeats in the model ({root.class_name}), so it is cut by size: units "
-        f"of at least {config.min_num_params:,} parameters (fsdp_min_num_params), or one unit."
+        f"fsdp_auto_wrap_policy: no block class repeats in the model ({root.class_name}), so it is wrapped by size: "
+        f"units of at least {config.min_num_params:,} parameters (fsdp_min_num_params), or one unit."
     ) + (f" {candidates_text(root)}" if block_classes(root) else "")
 
 
@@ -143,8 +144,8 @@ def _by_class(root: ModuleNode, names: Sequence[str]) -> list[str]:
     containers = sorted({node.class_name for node in root.walk() if node.is_container} & set(names))
     if containers:
         raise ModelError(
-            f"fsdp_transformer_layer_cls_to_wrap: {', '.join(containers)} only holds modules and has no forward of its "
-            f"own, so it cannot be a unit; name the class inside it. {candidates_text(root)}"
+            f"fsdp_transformer_layer_cls_to_wrap: {', '.join(containers)} is a container without a forward, so it "
+            f"cannot be a unit; name the class inside it. {candidates_text(root)}"
         )
     return children_first(root, {node.fqn for node in root.walk() if node.class_name in set(names) and node.fqn})
 
@@ -159,10 +160,10 @@ def _missing_text(root: ModuleNode, name: str, present: set[str]) -> str:
 
 
 def _by_size(root: ModuleNode, min_num_params: int) -> list[str]:
-    """Bottom-up: a module becomes a unit when what is left in it, beside the units below, reaches the minimum.
+    """Bottom-up: a module becomes a unit when its parameters outside of inner units reach the minimum.
 
-    A container is never one: its parameters count for the module around it. Neither is what lies in a module that uses
-    its children's weights without calling them: nobody would gather these.
+    A container is never a unit: its parameters count for its parent. Neither are children whose weights the parent uses
+    without calling them: they would not be gathered.
     """
     chosen: set[str] = set()
 
@@ -182,7 +183,7 @@ def _by_size(root: ModuleNode, min_num_params: int) -> list[str]:
 
 
 def children_first(root: ModuleNode, chosen: set[str]) -> list[str]:
-    """The chosen fqns in the order in which they are sharded: what lies inside a unit before the unit."""
+    """The chosen fqns in the order of sharding: inner units first."""
     order: list[str] = []
 
     def visit(node: ModuleNode) -> None:
@@ -196,13 +197,13 @@ def children_first(root: ModuleNode, chosen: set[str]) -> list[str]:
 
 
 class _Area:
-    """The part of a tree that is sharded, with its names looked up."""
+    """The sharded part of a tree, with lookups by name."""
 
     def __init__(self, tree: ModuleNode, ignored: tuple[str, ...]) -> None:
         self.tree, self.ignored = tree, ignored
         self.nodes = {node.fqn: node for node in tree.walk()}
         self.first_name = {node.fqn: node.alias_of or node.fqn for node in self.nodes.values()}
-        found: dict[str, list[str]] = {}  # of every parameter, the modules in which it occurs; aliases count
+        found: dict[str, list[str]] = {}  # for each parameter, the modules that contain it, aliases included
         for node in self.nodes.values():
             for parameter in node.parameters:
                 found.setdefault(parameter.tied_to or node.name_of(parameter), []).append(node.fqn)
@@ -218,7 +219,7 @@ class _Area:
         return any(fqn == root or _lies_in(fqn, root) for root in self.ignored)
 
     def chain(self, path: str, chosen: set[str]) -> list[str]:
-        """Units around a module, the innermost first, the root last; an alias is in its first name's units."""
+        """Units around a module, innermost first, root last; an alias belongs to the units of its first name."""
         around = []
         while path:
             if (first := self.first_name[path]) in chosen:
@@ -227,12 +228,12 @@ class _Area:
         return [*around, ""]
 
     def trainable_here(self, node: ModuleNode) -> list[Parameter]:
-        """The module's own trainable parameters that are sharded, tied ones too."""
+        """The module's own trainable, sharded parameters, tied ones included."""
         return [p for p in node.parameters if p.trainable and (p.tied_to or node.name_of(p)) in self.occurrences]
 
 
 def _ignored(tree: ModuleNode, pattern: str | None) -> tuple[str, ...]:
-    """Names of the modules that match, outermost only."""
+    """Names of the outermost matching modules."""
     if not pattern:
         return ()
     try:
@@ -245,14 +246,14 @@ def _ignored(tree: ModuleNode, pattern: str | None) -> tuple[str, ...]:
     names = [fqn for fqn in all_names if matches(fqn)]
     if not names:
         raise ModelError(
-            f"fsdp_ignored_modules: no module name matches in full (got {pattern!r}); "
+            f"fsdp_ignored_modules: no module name fully matches (got {pattern!r}); "
             f"names look like {', '.join(all_names[:3])}."
         )
     return tuple(outermost(names))
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Those that lie in none of the others, in the order given."""
+    """The names that are in none of the others, in the given order."""
     chosen = set(names)
     return [fqn for fqn in names if not any(fqn[:end] in chosen for end, c in enumerate(fqn) if c == ".")]
 
@@ -262,12 +263,12 @@ def _lies_in(fqn: str, around: str) -> bool:
 
 
 def _is_apart(node: ModuleNode, area: _Area) -> bool:
-    """Norms with running statistics: these are fp32, so under a lower dtype the norm computes in fp32."""
+    """Norms with running statistics: their buffers are fp32, so under a lower dtype the norm computes in fp32."""
     return bool(node.fqn) and node.has_statistics and not area.is_ignored(node.fqn)
 
 
 def _odd_dtypes(area: _Area, chosen: set[str]) -> set[str]:
-    """Modules that become units because their trainable parameters have another dtype than most around them.
+    """Modules that become units because the dtype of their trainable parameters differs from the unit's main dtype.
 
     fully_shard reduces the gradients of a unit in one buffer, so one unit has one dtype.
     """
@@ -295,10 +296,10 @@ def _odd_dtypes(area: _Area, chosen: set[str]) -> set[str]:
 
 
 def _dissolve_for_shared(area: _Area, chosen: set[str]) -> set[str]:
-    """Units such that every shared parameter occurs directly in the innermost unit around all its occurrences.
+    """The units, reduced so that every shared parameter belongs to the innermost unit around all its occurrences.
 
-    fully_shard finds a parameter only outside of the units below; where each occurrence lies in one, the smallest
-    of these goes up into the common unit.
+    fully_shard manages only parameters outside of inner units. If each occurrence is in an inner unit, the smallest of
+    these is merged into the common unit.
     """
     numel = {fqn: area.nodes[fqn].numel_with_tied for fqn in chosen}
     for paths in area.occurrences.values():
@@ -313,7 +314,7 @@ def _dissolve_for_shared(area: _Area, chosen: set[str]) -> set[str]:
 
 
 def _common(chains: list[list[str]]) -> str:
-    """The innermost unit that is in every chain."""
+    """The innermost unit of all chains."""
     return next(unit for unit in chains[0] if all(unit in chain for chain in chains))
 
 

@@ -1,4 +1,4 @@
-"""What is known of a model, as a plain value, and its JSON form (it crosses from the child process that built it)."""
+"""The description of a model as a plain value, and its JSON form, in which the child process returns it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,15 +9,14 @@ from shardkit.model.tree import ModuleNode, Parameter
 
 @dataclass(frozen=True)
 class TransformerFacts:
-    """The shape of a Transformer, as far as its activations and its work depend on it; None is unknown.
+    """The shape of a Transformer, as needed for activation memory and FLOPs; None is unknown.
 
-    `seq_len` is the longest sequence that the model is built for; `layers` counts encoder and decoder layers together;
-    `vocabulary` is that of the logits, None where the model makes none; `head_dim` None is hidden / heads.
-    `keeps_function_input`: backward of the activation function needs its input. `normalizes_in_fp32`: norms compute in
-    fp32 whatever the compute dtype is, those of queries and keys too where `normalizes_heads`. `casts_once`: no two
-    matrices take the same input, so autocast makes one copy of each. A token passes through `active_experts` of the
-    `experts`; `window` is how far back attention looks, None to the start. `gaps`: what the closed form's activations
-    leave out, in words; with any, they are a lower bound.
+    `seq_len`: maximum sequence length; `layers`: encoder plus decoder layers; `vocabulary`: size of the logits, None
+    without logits; `head_dim` None means hidden / heads. `keeps_function_input`: backward of the activation function
+    needs its input. `normalizes_in_fp32`: norms compute in fp32 regardless of the compute dtype; with
+    `normalizes_heads`, also those of queries and keys. `casts_once`: no two matmuls share an input, so autocast makes
+    one copy of each. A token uses `active_experts` of the `experts`; `window`: attention window, None for full
+    attention. `gaps`: activations that the closed form omits, as text; with any, its result is a lower bound.
     """
 
     layers: int
@@ -41,9 +40,9 @@ class TransformerFacts:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model: its module tree, where it came from, and the facts that its memory depends on.
+    """A model: its module tree, its source, and the facts that determine its memory.
 
-    `has_class_names` is False where the tree was read from names of weights: then its class names are made up and
+    `has_class_names` is False where the tree was derived from names of weights: its class names are then invented and
     must not be written into a configuration.
     """
 
@@ -56,17 +55,17 @@ class ModelDescription:
 
     @property
     def numel(self) -> int:
-        """Parameters, tied ones once."""
+        """Number of parameters, tied ones counted once."""
         return self.tree.numel
 
     @property
     def block_classes(self) -> list[BlockClass]:
-        """Classes that could be FSDP units, the largest share of the parameters first."""
+        """Classes that could be FSDP units, largest share of parameters first."""
         return block_classes(self.tree)
 
     @property
     def suggested_classes(self) -> list[str]:
-        """The repeated block classes; empty where nothing repeats."""
+        """The repeated block classes; empty if none repeats."""
         return repeated_classes(self.tree)
 
     @property
@@ -78,7 +77,7 @@ class ModelDescription:
 
 
 def count_text(number: int) -> str:
-    """A count as people say it: 6.74 B, 124 M, 8,192."""
+    """A count in short form: 6.74 B, 124 M, 8,192."""
     for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= factor:
             return f"{number / factor:.3g} {unit}"

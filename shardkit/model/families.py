@@ -1,18 +1,19 @@
-"""Which models the closed form's activations are right for, and what they leave out of the others, in words.
+"""Model families for which the closed form's activation memory is exact, and what it omits for others.
 
-A family is known where the formula of `plan/activations.py` agrees with a simulated step (`tests/test_families.py`).
+A family is listed if the formula of `plan/activations.py` agrees with a simulated step
+(`tests/test_simulation_families.py`).
 """
 
 from typing import Any
 
-# model_type of Transformers configurations whose blocks are the formula's.
+# model_type of Transformers configurations whose blocks match the formula.
 PLAIN_FAMILIES = frozenset(
     {
         *("bert", "gpt_neox", "granite", "llama", "mistral", "opt"),
         *("qwen2", "qwen3", "roberta", "smollm3", "starcoder2", "vit"),
     }
 )
-# Activation functions that are one operator, which keeps its input; relu keeps its output, which is kept anyway.
+# Activation functions that are a single operator, which saves its input; relu saves its output, which is saved anyway.
 FUSED_FUNCTIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"})
 _DROPOUTS = (
     *("attention_dropout", "hidden_dropout", "dropout", "activation_dropout", "dropout_rate", "resid_pdrop"),
@@ -21,11 +22,11 @@ _DROPOUTS = (
 
 
 def activation_gaps(config: Any) -> tuple[str, ...]:
-    """What the closed form does not count of a model with this configuration; empty where it counts everything."""
+    """Activations that the closed form does not count for a model with this configuration; empty if it counts all."""
     family = getattr(config, "model_type", None) or "this model"
     found = []
     if family not in PLAIN_FAMILIES:
-        found.append(f"what blocks of {family} keep beside those of a plain Transformer")
+        found.append(f"what blocks of {family} save in addition to those of a plain Transformer")
     dropouts = [name for name in _DROPOUTS if (getattr(config, name, 0) or 0) > 0]
     if dropouts:
         found.append(f"dropout masks and scores ({dropouts[0]})")

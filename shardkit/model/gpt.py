@@ -1,7 +1,7 @@
-"""A GPT by formula: its module tree from five numbers, without torch.
+"""The module tree of a GPT from five sizes, without torch.
 
-The layout is minGPT's: learned positions, blocks of attention and a 4x feed-forward with biases, a final norm, and a
-head of its own (not tied to the embedding). `gpt_module.py` builds the same model in torch."""
+The architecture is minGPT's: learned positions, blocks of attention and a 4x feed-forward with biases, a final norm,
+and an untied head. `gpt_module.py` builds the same model in torch."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,7 +24,8 @@ class GptShape:
 
 
 def parse(text: str) -> GptShape:
-    """The shape in `layers=2,hidden=64,heads=4[,vocab=..][,seq=..][,tied=true]`; ModelError names all that is wrong."""
+    """The shape in `layers=2,hidden=64,heads=4[,vocab=..][,seq=..][,tied=true]`; raises ModelError with all
+    problems."""
     known = {field.name for field in fields(GptShape)}
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -58,7 +59,7 @@ def _number(name: str, text: str) -> int | bool | None:
 
 
 def facts(shape: GptShape) -> TransformerFacts:
-    """What the activations depend on."""
+    """The facts that determine its activation memory."""
     return TransformerFacts(
         layers=shape.layers,
         hidden=shape.hidden,

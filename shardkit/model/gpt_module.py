@@ -1,4 +1,4 @@
-"""The GPT of `gpt.py` as a torch module, for simulation. Built under a meta device it costs nothing."""
+"""The GPT of `gpt.py` as a torch module, for simulation on the meta device."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from shardkit.model.gpt import GptShape
 
 
 def build(shape: GptShape) -> "GPT":
-    """The model, on the device that is the default when this is called."""
+    """The model on the current default device."""
     return GPT(shape)
 
 

@@ -9,7 +9,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def tree_of(model: nn.Module) -> ModuleNode:
-    """The module tree of a live module, on any device. Tied parameters carry the name of their first occurrence."""
+    """The module tree of a torch module on any device. Tied parameters refer to their first name."""
     first_names: dict[int, str] = {}
     modules: dict[int, str] = {}
 

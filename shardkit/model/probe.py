@@ -20,7 +20,7 @@ from shardkit.model.live import tree_of
 
 
 def main() -> None:
-    """`python -m shardkit.model.probe KIND SPEC RESULT`: writes the description, or what went wrong, to RESULT."""
+    """`python -m shardkit.model.probe KIND SPEC RESULT`: writes the description, or the error, to RESULT."""
     kind, spec, result = sys.argv[1:4]
     try:
         describe = {"factory": describe_factory, "transformers": describe_transformers}[kind]
@@ -40,7 +40,7 @@ def describe_factory(spec: str) -> ModelDescription:
 
 
 def build_factory(spec: str) -> nn.Module:
-    """What `module:name` gives: a function or class without arguments is called; a module is taken as it is."""
+    """The model of `module:name`: a function or class is called without arguments; a module is returned."""
     module_name, _, attribute = spec.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -51,7 +51,7 @@ def build_factory(spec: str) -> nn.Module:
     if isinstance(model, (tuple, list)) and model:
         model = model[0]
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{spec} gives an object of type {type(model).__name__}, not a torch.nn.Module")
+        raise TypeError(f"{spec} returns an object of type {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
@@ -59,14 +59,14 @@ def describe_transformers(path: str) -> ModelDescription:
     """The model of a Transformers config.json, with new weights on the meta device."""
     with torch.device("meta"):
         model = build_transformers(path)
-    note = "Parameters count as fp32, as in training with mixed precision, whatever dtype the weights were saved in."
+    note = "Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."
     return ModelDescription(
         path, type(model).__name__, tree_of(model), transformer_facts(model.config, model), notes=(note,)
     )
 
 
 def build_transformers(path: str) -> nn.Module:
-    """The architecture that the file names; where it names none, the first Auto class that knows its model type."""
+    """The architecture in the file; if it has none, the first Auto class that supports its model type."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path)
@@ -81,8 +81,8 @@ def build_transformers(path: str) -> nn.Module:
 
 
 def transformer_facts(config: Any, model: nn.Module | None = None) -> TransformerFacts | None:
-    """The facts in a Transformers configuration, under whichever names its family uses; None where some are missing.
-    The model tells whether there are logits over the vocabulary; without it there are."""
+    """The facts in a Transformers configuration, with the names of any family; None if some are missing. Without the
+    model, logits over the vocabulary are assumed."""
 
     def first(*names: str) -> int | None:
         values = (getattr(config, name, None) for name in names)
@@ -116,7 +116,7 @@ def transformer_facts(config: Any, model: nn.Module | None = None) -> Transforme
 
 
 def _has_logits(model: nn.Module | None) -> bool:
-    """Whether the model makes logits over its vocabulary: Transformers models say it by their output embeddings."""
+    """Whether the model computes logits over its vocabulary, by Transformers' output embeddings."""
     try:
         embeddings = getattr(model, "get_output_embeddings", None)
         return embeddings is None or embeddings() is not None
@@ -137,13 +137,13 @@ def _patches(config: Any) -> int | None:
 
 
 def error_text(error: BaseException) -> str:
-    """`TypeError: what it says`, the last line only."""
+    """`TypeError: message`, one line only."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0].strip()}"
 
 
 def where(error: BaseException) -> str | None:
-    """file:line of the innermost frame in the user's own code, None where no frame is."""
+    """file:line of the innermost frame in the user's code; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     package, libraries = Path(__file__).parent.parent, Path(torch.__file__).parent.parent

@@ -1,8 +1,8 @@
-"""Where a model can come from: `describe(spec)` for all of them. Torch is loaded in a child process only.
+"""Sources of models, all described by `describe(spec)`. torch is only loaded in a child process.
 
 module:function            your own model, built on the meta device (no memory, no weights)
 config.json, or its folder a Transformers configuration
-weights.safetensors        a file or folder of weights: their headers are enough
+weights.safetensors        a file or folder of weights; only headers are read
 gpt-175b, gpt-1t           built in
 gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]   sizes; gpt:NAME without a `=` is module:function
 """
@@ -22,9 +22,9 @@ CLOSED_FORM_HINT = "or describe its sizes: --model gpt:layers=..,hidden=..,heads
 
 
 def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) -> ModelDescription:
-    """What is known of the model that `spec` names; relative paths and modules are looked up in `folder` (here).
+    """The description of the model `spec`; relative paths and modules are resolved in `folder` (default: here).
 
-    Raises ModelError, with what to do, for a model that is not there, fails to build or takes too long.
+    Raises ModelError for a model that does not exist, fails to build or takes too long.
     """
     folder = Path.cwd() if folder is None else folder
     if is_by_sizes(spec):
@@ -40,13 +40,12 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
 
 
 def is_by_sizes(spec: str) -> bool:
-    """Whether the spec names a GPT by its sizes. gpt:build is the function `build` of a module named gpt: it has no
-    sizes in it."""
+    """Whether the spec is a GPT given by its sizes. gpt:build is the function `build` of a module named gpt."""
     return spec in BUILTIN or (spec.startswith("gpt:") and not _looks_like_factory(spec))
 
 
 def has_form(spec: str, folder: Path) -> bool:
-    """Whether the spec has the form of one. Looks at names only: instant."""
+    """Whether the spec has a valid form. Checks names only."""
     return is_by_sizes(spec) or (folder / spec).exists() or _looks_like_factory(spec)
 
 
@@ -92,7 +91,7 @@ def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> ModelDesc
 
 
 def _not_built(spec: str, error: str, place: str | None) -> str:
-    """What to say of a model whose code failed, at a place in the user's own files where one is known."""
+    """The error text for a model whose code failed, with the place in the user's files if known."""
     if place is None:
         what = "check both names, and that it needs no arguments"
         return f"--model {spec}: cannot be built on the meta device ({error}); {what}, {CLOSED_FORM_HINT}."

@@ -1,6 +1,6 @@
-"""A model as data: modules, and the parameters that each owns. No torch: a tree can come from a live module
+"""A model as data: modules and their own parameters, without torch. A tree can come from a torch module
 (`model/live.py`), from a child process that built one on the meta device (`model/sources.py`), or from a formula
-(`model/gpt.py`), and all of them are cut into units by the same code (`model/cut.py`)."""
+(`model/gpt.py`); all are divided into units by the same code (`model/cut.py`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a module. `tied_to` is the fqn of the first name of the same tensor, if this is a later one."""
+    """One parameter of a module. `tied_to` is the fqn of the first name of the same tensor, if this is a later name."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,9 +24,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """One module. `fqn` is "" for the root; `is_container` for ModuleList, ModuleDict: they have no forward.
+    """One module. `fqn` is "" for the root; `is_container`: ModuleList, ModuleDict, without a forward.
 
-    `alias_of` is the first fqn of the same module, if this is a later one; `has_statistics` marks norms that keep
+    `alias_of` is the first fqn of the same module, if this is a later name; `has_statistics`: a norm with
     running statistics.
     """
 
@@ -40,7 +40,7 @@ class ModuleNode:
     has_statistics: bool = False
 
     def walk(self) -> Iterator["ModuleNode"]:
-        """This module and all below it, parents first, in registration order."""
+        """This module and all modules below it, parents first, in registration order."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -60,11 +60,11 @@ class ModuleNode:
 
     @property
     def numel(self) -> int:
-        """Parameters here and below, tied ones once."""
+        """Number of parameters here and below, tied ones counted once."""
         return sum(parameter.numel for _, parameter in self.owned())
 
     @property
     def numel_with_tied(self) -> int:
-        """As `numel`, with parameters that are tied to ones outside."""
+        """As `numel`, including parameters that are tied to ones outside."""
         own = {p.tied_to or node.name_of(p): p.numel for node in self.walk() for p in node.parameters}
         return sum(own.values())

@@ -1,4 +1,4 @@
-"""A module tree from safetensors headers alone: names, shapes and dtypes, not a byte of weights, and no torch."""
+"""A module tree from safetensors headers: names, shapes and dtypes, without reading weights and without torch."""
 
 import json
 import struct
@@ -16,13 +16,13 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def describe(spec: str, path: Path) -> ModelDescription:
-    """The model whose weights lie in a .safetensors file or in the ones of a folder.
+    """The model whose weights are in a .safetensors file or in a folder of them.
 
-    Class names are not in such files: repeated blocks get the name of their list, e.g. `layers[*]`.
+    Such files have no class names: repeated blocks get the name of their list, such as `layers[*]`.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{path}: no .safetensors file in this folder; name a file, or a folder that has some.")
+        raise ModelError(f"{path}: no .safetensors file in this folder; name such a file or a folder with them.")
     entries: dict[str, Any] = {}
     for file in files:
         entries |= read_header(file)
@@ -42,7 +42,7 @@ def describe(spec: str, path: Path) -> ModelDescription:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Name -> {"dtype", "shape", "data_offsets"} of one safetensors file; ModelError where it is not one."""
+    """Name -> {"dtype", "shape", "data_offsets"} of one safetensors file; raises ModelError where it is not one."""
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
@@ -62,7 +62,7 @@ def _parameter(name: str, entry: Mapping[str, Any]) -> Parameter:
 
 
 def _nested(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Parameters by the parts of their names, numbers in numeric order."""
+    """Parameters nested by the parts of their names, numbers in numeric order."""
     root: dict[str, Any] = {}
     for name in sorted(parameters, key=_natural):
         *path, last = name.split(".")

@@ -1,1 +1,1 @@
-"""Optimizers on sharded parameters: rebinding, the step, clipping, loss scaling."""
+"""Optimizers on sharded parameters: rebinding, stepping, clipping, loss scaling."""

@@ -1,4 +1,4 @@
-"""Gradients changed between backward and step: clipped to a norm over all ranks, clamped, multiplied."""
+"""Changes of gradients between backward and step: clipping by global norm, clamping, multiplication."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from shardkit.distributed.tensors import is_dtensor, local_part
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """The norm of all gradients together over all ranks, a plain tensor, before they were scaled to `max_norm`.
+    """The global norm of the gradients over all ranks before clipping, a plain tensor. Clips them in place.
 
-    Collective: one all-reduce, of one number, where any gradient is sharded; none where all are replicated.
-    Gradients are scaled in place.
+    Collective: one all-reduce of one number for each shard group; none where all gradients are replicated.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -34,7 +33,7 @@ def clip_grad_norm_(
 
 
 def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Sums of powers: of sharded gradients reduced over the ranks that share a copy, of replicated ones as they are."""
+    """The norm from sums of powers; those of sharded gradients are reduced over the ranks that share a replica."""
     is_wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
     dtype = torch.float64 if is_wide else torch.float32
     sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
@@ -61,7 +60,7 @@ def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tenso
 
 
 def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Sum of |x|^norm_type over all tensors, on `device` and in `dtype`; for inf the largest |x|."""
+    """Sum of |x|^norm_type over all tensors, on `device` and in `dtype`; for inf the maximum of |x|."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros((), device=device, dtype=dtype)
@@ -78,7 +77,7 @@ def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.devi
 
 
 def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold the other parts of this gradient."""
+    """The process group over which this gradient is sharded; None where it is replicated."""
     if is_dtensor(gradient):
         for axis, placement in enumerate(gradient.placements):
             if placement.is_shard():
@@ -87,7 +86,7 @@ def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 def _mesh_device(gradient: torch.Tensor) -> torch.device:
-    """Where the ranks that share the gradient talk: an offloaded one lies on the CPU, where NCCL does not reach."""
+    """The device for collectives on this gradient: an offloaded gradient is on the CPU, where NCCL does not work."""
     kind = gradient.device_mesh.device_type if is_dtensor(gradient) else gradient.device.type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 

@@ -1,13 +1,13 @@
-"""The step of an optimizer whose parameters are sharded, with torch's own kernels on plain tensors.
+"""Steps of optimizers with sharded parameters, with torch's own kernels on plain tensors.
 
     stepper_of(optimizer).step()
 
-Elementwise optimizers (Adam, SGD, ...) work on this rank's parts: nothing is communicated, and the cost is that of the
-kernels. (On the sharded tensors themselves every operator is first worked out for the whole list of them, which takes
-time by the square of their number.) Adafactor and Muon look at whole rows and matrices: parameters and gradients are
-gathered, some at a time, and every rank computes the same. Any other optimizer runs on sharded tensors as it is.
+Elementwise optimizers (Adam, SGD, ...) work on this rank's local tensors, without communication, at the cost of the
+kernels alone. (On DTensors, sharding propagation of foreach operators takes time quadratic in the number of tensors.)
+Adafactor and Muon need whole rows and matrices: parameters and gradients are gathered, a chunk at a time, and every
+rank computes the same. Any other optimizer runs unchanged on DTensors.
 
-Outside of the step the optimizer's groups hold the model's parameters, and its state is sharded as they are.
+Outside of the step the param groups hold the model's parameters, and the state is sharded as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like
+from shardkit.distributed.tensors import is_dtensor, local_part, local_rows, sharded_like, whole
 from shardkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,21 +41,21 @@ ELEMENTWISE = (
     torch.optim.Rprop,
 )
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
-# What each update needs of one tensor is in that tensor alone, but in all of it.
+# Each update needs one whole tensor, and no other.
 WHOLE_TENSORS = ("torch.optim.Adafactor", "torch.optim.Muon", "transformers.optimization.Adafactor")
-# How much of whole parameters and gradients is there at a time.
+# Gathered parameters and gradients held at a time.
 WHOLE_BYTES = 256 << 20
 
 
 class Stepper(Protocol):
-    """One optimizer's way of stepping."""
+    """How one optimizer steps."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; what the closure returned. Collective where whole tensors are needed."""
+        """One step; returns the closure's result. Collective where whole tensors are needed."""
 
 
 def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
-    """How this optimizer steps on the parameters that it has now. UsageError where it cannot."""
+    """The stepper for this optimizer and its current parameters. UsageError where it cannot step on them."""
     is_sharded = any(is_dtensor(p) for p in _parameters(optimizer))
     _refuse(optimizer)
     choose_kernels(optimizer)
@@ -67,7 +67,7 @@ def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's state describes whole parameters, on every rank alike."""
+    """Whether the optimizer's state describes whole parameters, equal on every rank."""
     kind = kind_of(optimizer)
     return f"{kind.__module__}.{kind.__qualname__}" in WHOLE_TENSORS
 
@@ -97,20 +97,20 @@ class PlainStep:
 
 
 class LocalStep:
-    """The optimizer's own step on this rank's parts.
+    """The optimizer's own step on this rank's local tensors.
 
-    The state that the kernels work on is kept here, by part. `optimizer.state` is its sharded form, by parameter: made
-    when somebody looks at it, and the one that counts from then until the next step.
+    The state that the kernels use is kept here, by local tensor. `optimizer.state` is its sharded form, by parameter.
+    It is made on access, and is authoritative from then until the next step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._reference = weakref.ref(optimizer)  # the optimizer refers to this
         self._parts: dict[int, _Part] = {}
         self._local: Any = defaultdict(dict)
-        self._shown: Any = optimizer.state  # of an earlier step, where there was one
+        self._shown: Any = optimizer.state  # from earlier steps, if any
         vars(optimizer).pop("state", None)
-        self._is_ahead = False  # whether `_local` has taken steps that are not shown
-        self._is_seen = True  # whether somebody may have changed what is shown
+        self._is_ahead = False  # whether `_local` is newer than `_shown`
+        self._is_seen = True  # whether `_shown` was accessed, and may have been changed
         self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (part, sharded form) of state, by either's id
         _let_state_be_seen(optimizer, self)
 
@@ -132,13 +132,13 @@ class LocalStep:
             for group, parameters in zip(groups, found, strict=True):
                 group["params"] = parameters
             for part in self._parts.values():
-                part.tensor.grad = None  # else it would keep the gradient's memory
+                part.tensor.grad = None  # else the gradient's memory would stay allocated
         return result
 
     def _with_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of the parameters, with their gradients; plain parameters themselves.
+        """This rank's local tensors of the parameters, with their gradients; plain parameters are returned unchanged.
 
-        It runs once a tensor and step, beside kernels that take some microseconds each: hence one loop.
+        It runs per tensor and step, and the kernels take only microseconds each: hence a single loop.
         """
         known, found = self._parts, []
         for parameter in parameters:
@@ -158,17 +158,17 @@ class LocalStep:
             found.append(tensor)
         return found
 
-    # ---- state, by part and by parameter ----
+    # ---- state, by local tensor and by parameter ----
 
     def state(self) -> Any:
-        """What `optimizer.state` is between steps: by parameter, and sharded."""
+        """`optimizer.state` between steps: by parameter, and sharded."""
         if self._is_ahead:
             self._show()
         self._is_seen = True
         return self._shown
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Go on from the sharded state where it was made, loaded, or may have been changed since the last step."""
+        """Takes over the sharded state if it was created, loaded or accessed since the last step."""
         if "state" in vars(optimizer):  # a state was loaded
             self._shown, self._is_seen = vars(optimizer).pop("state"), True
         if not self._is_seen:
@@ -181,7 +181,7 @@ class LocalStep:
         self._is_ahead = self._is_seen = False
 
     def _show(self) -> None:
-        """Bring the sharded state up to date. What a step has changed in place stays the same object."""
+        """Updates the sharded state. Tensors that a step changed in place keep their identity."""
         parts = {id(part.tensor): part for part in self._parts.values()}
         for key, row in self._local.items():
             part = parts.get(id(key))
@@ -216,14 +216,14 @@ class LocalStep:
 
 
 def _is_row(row: Any) -> bool:
-    """Whether this is a parameter's state, and not a value that an optimizer keeps under a name."""
+    """Whether this is a parameter's state, and not another value that the optimizer keeps in its state."""
     return isinstance(row, dict)
 
 
 class _Part:
-    """A sharded parameter and its local tensor, which the optimizer is given for it, with a `.grad` while it steps.
+    """A sharded parameter and its local tensor, which the optimizer gets in its place; it has a `.grad` during a step.
 
-    `gradient_spec` is how the gradient of the last step was sharded, which was seen to be as the parameter is.
+    `gradient_spec`: the DTensor spec of the last gradient, checked to match the parameter's placements.
     """
 
     __slots__ = ("gradient_spec", "parameter", "tensor")
@@ -234,14 +234,14 @@ class _Part:
 
 
 class _ShownState:
-    """`optimizer.state`, where the optimizer itself has none of this name: it has one while it steps."""
+    """Descriptor for `optimizer.state`. During a step the optimizer has an instance attribute of this name."""
 
     def __get__(self, optimizer: torch.optim.Optimizer | None, kind: Any = None) -> Any:
         return self if optimizer is None else vars(optimizer)["_shardkit_step"].state()
 
 
 def _let_state_be_seen(optimizer: torch.optim.Optimizer, step: LocalStep) -> None:
-    """Let `optimizer.state` ask the step. The optimizer gets a class of its own, which is otherwise the same."""
+    """Routes `optimizer.state` to the step, by giving the optimizer a subclass with that property."""
     vars(optimizer)["_shardkit_step"] = step
     optimizer.__class__ = _with_shown_state(kind_of(optimizer))  # type: ignore[arg-type]
 
@@ -256,16 +256,16 @@ def _with_shown_state(kind: Any) -> Any:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The optimizer's class, as the script knows it."""
+    """The optimizer's original class."""
     return vars(type(optimizer)).get("_shardkit_original", type(optimizer))
 
 
 def _like_parameter(gradient: torch.Tensor, parameter: Any) -> DTensor:
-    """The gradient, sharded as its parameter is."""
+    """The gradient with the placements of its parameter."""
     if not is_dtensor(gradient):
         raise UsageError(
             f"optimizer step: the gradient of a sharded parameter of shape {tuple(parameter.shape)} is a plain tensor "
-            f"(got shape {tuple(gradient.shape)}); set gradients that are sharded as the parameter is."
+            f"(got shape {tuple(gradient.shape)}); assign a gradient with the parameter's placements."
         )
     if gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
@@ -273,7 +273,7 @@ def _like_parameter(gradient: torch.Tensor, parameter: Any) -> DTensor:
 
 
 class WholeStep:
-    """The optimizer's own step on whole parameters and gradients, some at a time, the same on every rank."""
+    """The optimizer's own step on whole parameters and gradients, a chunk at a time, the same on every rank."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -309,17 +309,17 @@ class WholeStep:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter with its gradient, whole; a plain one as it is. Collective where it is sharded."""
+    """The full parameter with its full gradient; a plain one is returned unchanged. Collective where it is sharded."""
     if not is_dtensor(parameter):
         return parameter
     with torch.no_grad():
-        value = parameter.full_tensor().detach()
+        value = whole(parameter)
         value.grad = parameter.grad.full_tensor() if is_dtensor(parameter.grad) else parameter.grad
     return value
 
 
 def _chunks(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[set[int]]:
-    """Ids of parameters that have a gradient, up to WHOLE_BYTES together."""
+    """Chunks of ids of parameters that have a gradient, about WHOLE_BYTES each."""
     chunk: set[int] = set()
     size = 0
     for parameter in (p for parameters in groups for p in parameters if p.grad is not None):
@@ -340,10 +340,10 @@ def _run(closure: Callable[[], Any] | None) -> Any:
 
 
 def choose_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer update many parameters at once where torch can, with equal results. In place, repeatable.
+    """Selects torch's fused or foreach kernels where the results are equal. In place, idempotent.
 
-    torch takes that path by itself for plain parameters on a GPU only. A choice that the user made (`foreach=`,
-    `fused=`) is kept. Loading a state chooses anew, since a saved state brings the choice of the run that saved it.
+    torch does so by default only for plain parameters on a GPU. The user's choice (`foreach=`, `fused=`) is kept. The
+    choice is repeated after a state is loaded, since a saved state contains that of the run that saved it.
     """
     _choose(optimizer)
     if not getattr(optimizer, "_shardkit_chooses", False):
@@ -376,7 +376,7 @@ def _can_fuse(parameter: torch.Tensor) -> bool:
 
 
 def _move_step_counts(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """The fused update wants the step count as an fp32 tensor beside its parameter."""
+    """Fused kernels need the step count as an fp32 tensor on the parameter's device."""
     for parameter in parameters:
         step = optimizer.state.get(parameter, {}).get("step")
         if step is not None:

@@ -14,9 +14,9 @@ from shardkit.distributed.tensors import is_dtensor, local_part
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's loss scaler, on the parts of the gradients that this rank holds.
+    """torch's GradScaler on the local parts of sharded gradients.
 
-    A gradient that overflows on one rank makes all ranks skip the step and halve the scale.
+    An overflow on one rank makes all ranks skip the step and reduce the scale.
     """
 
     def _unscale_grads_(
@@ -33,13 +33,13 @@ class GradScaler(torch.amp.GradScaler):
 
 @dataclass(frozen=True)
 class _Parts:
-    """As much of an optimizer as unscaling looks at."""
+    """The part of an optimizer that unscaling uses."""
 
     param_groups: list[dict[str, Any]]
 
 
 def _part(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor whose gradient is this rank's part of the parameter's, in the same memory."""
+    """A tensor whose gradient is the local part of the parameter's gradient, in the same memory."""
     if not is_dtensor(parameter):
         return parameter
     part = local_part(parameter).detach()

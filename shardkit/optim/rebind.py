@@ -1,4 +1,4 @@
-"""Optimizers that were built before their model was sharded."""
+"""Rebinding of optimizers that were built before their model was sharded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardkit.optim.local_step import needs_whole_tensors
 
 @dataclass(frozen=True)
 class ParameterNames:
-    """The parameters of a model before it was parallelized, by identity; tied ones have one entry."""
+    """Names of a model's parameters before it was parallelized, by id; tied ones have one entry."""
 
     names: dict[int, str]
     kept: tuple[nn.Parameter, ...]
-    """Keeps the old objects alive, so that no new one gets their identity. Sharding takes their memory away."""
+    """Keeps the old objects alive, so that their ids are not reused. Sharding has freed their storage."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ParameterNames:
@@ -28,10 +28,10 @@ class ParameterNames:
 
 
 def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model_after: nn.Module) -> None:
-    """Let the optimizer work on the parameters that the model has now. Groups and state are changed in place.
+    """Rebinds the optimizer to the model's current parameters. Param groups and state are changed in place.
 
-    State that it already has moves along, each rank keeping its part. Parameters of other models stay as they are.
-    Raises ModelError, with the optimizer unchanged, where state has neither its parameter's shape nor is a number.
+    Existing state is moved along, each rank keeping its part. Parameters of other models are not touched. Raises
+    ModelError, with the optimizer unchanged, where a state tensor is neither a number nor of its parameter's shape.
     """
     now = dict(unwrapped(model_after).named_parameters(remove_duplicate=False))
     old = [p for group in optimizer.param_groups for p in group["params"]]
@@ -64,15 +64,15 @@ def _moved_state(
             moved[key] = _like(value, new)
         else:
             raise ModelError(
-                f"optimizer: {type(optimizer).__name__} keeps {key!r} of {fqn} in another shape than the parameter "
-                f"(got {tuple(value.shape)}, the parameter has {tuple(new.shape)}), so it cannot be split; "
-                "build the optimizer after prepare, or prepare it before its first step."
+                f"optimizer: {type(optimizer).__name__} keeps {key!r} of {fqn} in a shape that differs from the "
+                f"parameter's (got {tuple(value.shape)}, the parameter has {tuple(new.shape)}), so it cannot be "
+                "split; build the optimizer after prepare, or prepare it before its first step."
             )
     return moved
 
 
 def _like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The value where and as the parameter is: this rank's rows of it, without communication."""
+    """The value with the parameter's device and placements: this rank's rows of it, without communication."""
     if not is_dtensor(parameter):
         return value.to(parameter.device)
     local = local_part(parameter)

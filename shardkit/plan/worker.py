@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from shardkit.config.meaning import dtypes
+from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.model import gpt
@@ -186,7 +186,10 @@ def _tracked(
     # Rank 0's values and the compiler's kernels change nothing in what a step holds.
     fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
     section = config.shardkit.model_copy(update={"compile": False})
-    config = config.model_copy(update={"fsdp": fsdp, "shardkit": section})
+    changes: dict[str, Any] = {"fsdp": fsdp, "shardkit": section}
+    if eight_bits(config):  # its kernels are the device's; what is kept in memory is that of bf16
+        changes["mixed_precision"] = "bf16"
+    config = config.model_copy(update=changes)
     with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
         model = _shortened(job, runs, kept)
         fake_world.keep_in_place(model)

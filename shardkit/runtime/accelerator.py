@@ -1,4 +1,4 @@
-"""The object that a training script talks to.
+"""The Accelerator: the interface of a training script.
 
     accelerator = Accelerator()
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -12,8 +12,8 @@
             scheduler.step()
             optimizer.zero_grad()
 
-A facade: each method is a few lines that hand over to the module that does it. One script is right on one process and
-on many: a window of micro-batches has the gradient that one process would have for the same global batch.
+A facade: each method delegates to the module that does the work. The same script is correct on one process and on many:
+a window of micro-batches gives the gradient that one process would compute for the same global batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile as profiler
 from torch.utils.hooks import RemovableHandle
 
+from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
 from shardkit.data import loader as data
 from shardkit.data import padding
@@ -71,20 +72,19 @@ log = get_logger(__name__)
 
 
 class Accelerator(ProcessControl, Topology):
-    """The run as this rank sees it: its configuration, its place among the ranks, and what was prepared.
+    """The run on this rank: its configuration, its rank and world size, and the prepared objects.
 
-    The configuration is the launcher's; without one, `config` (a Config, a dict with the YAML's keys, or a path),
-    else the file found from the working folder. The other arguments replace single settings, and the table at the
-    start says so. `split_batches`: the loader's batch size is that of all ranks together. `even_batches`: a short last
-    batch is padded so that every rank gets as many samples. `kwargs_handlers` and the plugins are objects that say
-    settings (`shardkit_settings()`, see `runtime/settings_objects.py`), with the names and checks of the YAML.
-    `rng_types` changes nothing: the order of the data is a function of (seed, epoch), and no generator has to be
-    synchronised.
-    `log_with`: names of trackers, or objects of a shardkit.Tracker; see `init_trackers`.
-    Collective: every rank creates one, with equal arguments.
+    The configuration is `config` (a Config, a dict with the YAML's keys, or a path), else the launcher's, else the file
+    found from the working folder. The other arguments override single settings, and the table at the start shows them.
+    `split_batches`: the loader's batch size is that of all ranks together. `even_batches`: a short last batch is padded
+    so that every rank gets the same number of samples. `kwargs_handlers` and the plugins are objects with settings
+    (`shardkit_settings()`, see `runtime/settings_objects.py`), with the names and checks of the YAML. `rng_types` has
+    no effect: the order of the data is a function of (seed, epoch), so no generator has to be synchronised. `log_with`:
+    names of trackers, or objects of a shardkit.Tracker; see `init_trackers`. Collective: every rank creates one, with
+    equal arguments.
 
-    Raises ConfigError where the launched world is not the configured one, where ranks disagree, and where an object
-    says another value than somebody has chosen elsewhere.
+    Raises ConfigError where the launched world differs from the configured one, where ranks have different settings,
+    and where an object contradicts a value set elsewhere.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class Accelerator(ProcessControl, Topology):
         step_boundary.watch(self._run)
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(type(self), name):  # a property of ours, inside of which an attribute is missing
+        if hasattr(type(self), name):  # a property of this class whose body raised AttributeError
             return object.__getattribute__(self, name)
         raise AttributeError(unsupported.attribute_text(name))
 
-    # ---- what is prepared ----
+    # ---- prepare ----
 
     def prepare(
         self,
@@ -156,12 +156,12 @@ class Accelerator(ProcessControl, Topology):
         weights: str | Path | None = None,
         device_placement: Sequence[bool | None] | None = None,
     ) -> Any:
-        """Models, optimizers, data loaders and schedulers, in any order, ready for all ranks; in the order given.
+        """The given models, optimizers, data loaders and schedulers, prepared for all ranks, in the order given.
 
-        An optimizer may be built before, with or without state: it follows its model's parameters. None passes.
-        `weights`: see `prepare_model`. `device_placement`: for each argument whether it (of a loader: its batches) is
-        moved to the rank's device; None as the Accelerator says. Collective: every rank calls it with the same kinds
-        of objects.
+        An optimizer may be built before its model is prepared, with or without state: its param groups are rebound to
+        the new parameters. None is returned as None. `weights`: see `prepare_model`. `device_placement`: for each
+        argument, whether it (of a loader: its batches) is moved to the rank's device; None: as set in the constructor.
+        Collective: every rank must call it with the same kinds of objects.
         """
         prepared = prepare.prepare(self._run, arguments, weights, device_placement)
         if self._run.models and not self._run.is_announced:
@@ -176,13 +176,13 @@ class Accelerator(ProcessControl, Topology):
         evaluation_mode: bool = False,
         weights: str | Path | None = None,
     ) -> nn.Module:
-        """The model alone; it may have no optimizer. `weights` (a safetensors file or a folder of them) fills a model
+        """The prepared model; it needs no optimizer. `weights` (a safetensors file or a folder of them) fills a model
         that was built on the meta device: each rank reads only its own part.
 
-        With `evaluation_mode` it is one that is not trained here: a teacher, a reference, or a model that is evaluated
-        before it is trained. It is sharded where models are sharded, in no checkpoint, and not wrapped in DDP; prepared
-        again without `evaluation_mode` it is trained as any other. Its parameters and its mode stay as they are; freeze
-        them (`model.requires_grad_(False)`) to keep a 16-bit dtype under mixed precision. Collective.
+        With `evaluation_mode` the model is not trained: a teacher, a reference, or a model that is evaluated before
+        training. Under FSDP it is sharded; it is never wrapped in DDP and is part of no checkpoint. Preparing it again
+        without `evaluation_mode` makes it trainable. Its `requires_grad` flags and train/eval mode are kept; freeze it
+        (`model.requires_grad_(False)`) to keep a 16-bit dtype under mixed precision. Collective.
         """
         if evaluation_mode:
             return prepare.for_evaluation(self._run, model, weights, device_placement)
@@ -191,27 +191,28 @@ class Accelerator(ProcessControl, Topology):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """The optimizer alone, of a model that is prepared or will be. `device_placement` changes nothing: its state is
-        where its parameters are. Collective."""
+        """The prepared optimizer of a model that is prepared now or later. `device_placement` has no effect: the state
+        is on the device of its parameters. Collective."""
         return self.prepare(optimizer)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
-        """The data loader alone. `slice_fn_for_dispatch` is refused: every rank reads its own part. Collective."""
+        """The prepared data loader. `slice_fn_for_dispatch` raises UsageError: every rank reads its own part.
+        Collective."""
         unsupported.refuse_dispatch(slice_fn_for_dispatch)
         return self.prepare(data_loader, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """The scheduler alone."""
+        """The prepared scheduler."""
         return self.prepare(scheduler)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
     ) -> nn.Module:
-        """The user's own module below DDP. Under FSDP it is the model itself, with sharded parameters; `get_state_dict`
-        gives whole ones. `keep_torch_compile`: with the `torch.compile` around it, where the user has put one there
-        (its names then begin with `_orig_mod.`). `keep_fp32_wrapper` False: its forward leaves mixed precision.
+        """The user's module inside DDP. Under FSDP it is the model itself, with sharded parameters; `get_state_dict`
+        gives full ones. `keep_torch_compile`: keep the user's own `torch.compile` wrapper (parameter names then begin
+        with `_orig_mod.`). `keep_fp32_wrapper` False: removes mixed precision from its forward.
         """
         inner = unwrapped(model)
         if not keep_fp32_wrapper:
@@ -220,8 +221,9 @@ class Accelerator(ProcessControl, Topology):
         return compiled if keep_torch_compile else inner
 
     def register_for_checkpointing(self, *registered: Any) -> None:
-        """save_state and load_state take these objects along: each has state_dict() -> JSON-able values or tensors,
-        and load_state_dict(state). What ranks have differently comes back to each, on as many ranks as saved it."""
+        """Adds objects to save_state and load_state. Each needs state_dict() -> JSON values or tensors, and
+        load_state_dict(state). State that differs between ranks is saved per rank, and loads only on the same number of
+        ranks."""
         bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
         if bad:
             kinds = ", ".join(type(one).__name__ for one in bad)
@@ -231,13 +233,13 @@ class Accelerator(ProcessControl, Topology):
         self._run.registered.extend(registered)
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
-        """The loader, whose next iteration starts after so many batches of its epoch."""
+        """The loader; its next iteration skips the first `num_batches` batches of the epoch."""
         return data.skip_first_batches(loader, num_batches)
 
     def free_memory(self, *released: Any) -> tuple[None, ...]:
-        """Forgets everything prepared, and one None for each argument: `model, optimizer = free_memory(model, ...)`.
+        """Drops all prepared objects; returns one None per argument: `model, optimizer = free_memory(model, ...)`.
 
-        The counters go on: what is saved afterwards is newer than what was saved before.
+        The step counters keep counting, so later checkpoints sort after earlier ones.
         """
         if self._run.saving is not None:
             from shardkit.runtime import saving
@@ -258,15 +260,15 @@ class Accelerator(ProcessControl, Topology):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch, from forward to zero_grad. In all but the last of a window, optimizer, scheduler and
-        zero_grad do nothing. The last batch of the loader ends a window early, with the right mean."""
+        """Context of one micro-batch, from forward to zero_grad. Optimizer, scheduler and zero_grad act only in the
+        last micro-batch of a window. The last batch of the loader ends a window early, with the correct mean."""
         with self._run.accumulation.micro_batch(models or self._run.models):
             yield
 
     def register_forward_method(self, model: nn.Module, *names: str) -> None:
-        """Let these methods of a prepared model be called as its forward is: they may use its own parameters.
+        """Makes these methods of a prepared model callable like its forward: parameters are gathered for them.
 
-        Modules inside a model can be called from anywhere, and methods that call them need nothing of this.
+        Not needed for methods that only call submodules: those can be called from anywhere.
         """
         for name in names:
             if not callable(getattr(model, name, None)):
@@ -277,31 +279,32 @@ class Accelerator(ProcessControl, Topology):
                 fsdp_unit.enter_by(model, name)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, forward and backward exchange no gradients. Under FSDP every rank then holds a whole model's
-        gradients until the next backward outside; `accumulate` does not, and gives the same sums."""
+        """Inside, backward does not reduce gradients. Under FSDP every rank then holds unsharded gradients until the
+        next backward outside. `accumulate` gives the same sums with sharded gradients."""
         return gradient_sync.gradient_sync([model], enabled=False)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward exchanges gradients, also of forwards that ran under `no_sync`."""
+        """Inside, backward reduces gradients, also for forwards that ran under `no_sync`."""
         return gradient_sync.gradient_sync([model], enabled=True)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Nothing is to be done: prepared loaders give every rank as many batches, whatever `even_batches`; where that
-        cannot be, `prepare` has said so."""
+        """Does nothing: prepared loaders give every rank the same number of batches, regardless of `even_batches`;
+        `prepare` raises where that is impossible."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
-        """Gradients of the loss, which is divided by the number of micro-batches in a step, and scaled under fp16."""
+        """Computes the gradients of the loss, divided by the number of micro-batches per step, and scaled under
+        fp16."""
         self._run.accumulation.backward(loss, **arguments)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """The norm of all gradients over all ranks before they are scaled down to `max_norm`; a plain tensor.
+        """The global norm of the gradients before clipping, a plain tensor; clips them to `max_norm` in place.
 
-        In a micro-batch that is not the window's last there is nothing to clip yet: 0, and nothing changes. Collective.
+        Before the last micro-batch of a window it returns 0 and changes nothing. Collective.
         """
         chosen = self._parameters(parameters)
         if not self.sync_gradients:
@@ -317,40 +320,40 @@ class Accelerator(ProcessControl, Topology):
             clip.clamp_gradients_(chosen, clip_value)
 
     def maybe_context_parallel(self, *_: Any, **arguments: Any) -> AbstractContextManager[None]:
-        """Nothing is done: no sequence is split over ranks."""
+        """Does nothing: shardkit has no context parallelism."""
         return nullcontext()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model was spread over devices of this rank (Transformers' device_map), so that it cannot be
-        trained by several ranks."""
+        """Whether the model is spread over several devices (Transformers' device_map), and so cannot be trained on
+        several ranks."""
         return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
-        """Gradients as they are without fp16's loss scale, of one optimizer or of all; nothing while accumulating."""
+        """Removes fp16's loss scale from the gradients of one optimizer, or of all; does nothing while accumulating."""
         for one in self._run.optimizers if optimizer is None else [optimizer]:
             if self.sync_gradients:
                 one.make_gradients_final()
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether fp16 overflowed in the last step, so that no parameter changed."""
+        """Whether the last step was skipped because fp16 gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._run.optimizers)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager:
-        """The precision of a prepared model's forward, for other code under DDP or in one process. FSDP's units cast by
-        themselves: nothing is done there. With a handler whose `enabled` is False, code inside computes in fp32."""
+        """The autocast context of a prepared model's forward, for other code under DDP or in one process. Under FSDP it
+        does nothing, since units cast their inputs. A handler with `enabled=False` disables autocast inside."""
         if autocast_handler is not None and not autocast_handler.enabled:
             return torch.autocast(self.device.type, enabled=False)
         return precision.autocast(self._run.config, self.device)
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this micro-batch is the last of its window: the optimizer steps."""
+        """Whether this micro-batch is the last of its window, so that optimizers step."""
         return self._run.accumulation.sync_gradients
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a step; a new value holds from the next window on."""
+        """Micro-batches per optimizer step; a new value applies from the next window on."""
         return self._run.accumulation.steps
 
     @gradient_accumulation_steps.setter
@@ -377,12 +380,12 @@ class Accelerator(ProcessControl, Topology):
 
     @property
     def even_batches(self) -> bool:
-        """Whether a short last batch is padded, so that every rank gets as many samples."""
+        """Whether a short last batch is padded, so that every rank gets the same number of samples."""
         return self.config.shardkit.data.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        """For loaders that are prepared from now on."""
+        """Applies to loaders that are prepared later."""
         self._run.config = settings.with_value(self._run.config, "shardkit.data.even_batches", bool(value))
 
     @property
@@ -397,12 +400,12 @@ class Accelerator(ProcessControl, Topology):
 
     @property
     def non_blocking(self) -> bool:
-        """True: batches from pinned memory are copied to the device beside compute."""
+        """True: batches in pinned memory are copied to the device asynchronously."""
         return True
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """True: save_state keeps the position in the data."""
+        """True: save_state saves the position in the data."""
         return True
 
     # ---- saving and loading ----
@@ -414,11 +417,12 @@ class Accelerator(ProcessControl, Topology):
         *,
         blocking: bool | None = None,
     ) -> Path:
-        """Writes the whole training state; the folder. Without `output_dir` a new one in the project, named by step.
+        """Saves the training state and returns its folder: `output_dir`, else a new folder in the project, named by
+        step.
 
-        With `blocking` False (by default as the configuration says) training goes on while the files are written; the
-        next optimizer step may have to wait for a copy of its state. Where it fails, the next save or `end_training`
-        raises. Collective; CheckpointSaveError on all ranks, and what was saved before is untouched.
+        With `blocking` False (default: `shardkit.checkpoint.blocking`) training continues while the files are written;
+        the next optimizer step may wait until its state is copied. If such a save fails, the next save or
+        `end_training` raises. Collective. Raises CheckpointSaveError on all ranks; earlier checkpoints stay intact.
         """
         unsupported.refuse_pickle(safe_serialization)
         from shardkit.runtime import saving
@@ -426,31 +430,34 @@ class Accelerator(ProcessControl, Topology):
         return saving.save_state(self._run, output_dir, blocking=blocking)
 
     def register_save_state_pre_hook(self, hook: hooks.SaveHook) -> RemovableHandle:
-        """Every save_state calls `hook(models, weights, output_dir)` on every rank before it takes the state. What the
-        hook writes into `output_dir` is committed with the checkpoint; a model whose entry it removes from `weights` it
-        has saved itself (rank 0's list counts). The handle's `remove()` ends it. See `runtime/state_hooks.py`."""
+        """Every save_state calls `hook(models, weights, output_dir)` on every rank before it captures the state. Files
+        that the hook writes into `output_dir` are committed with the checkpoint. A model whose entry the hook removes
+        from `weights` is not saved again (rank 0's list counts). The handle's `remove()` unregisters it. See
+        `runtime/state_hooks.py`."""
         return hooks.register(self._run.hooks.at_save, hook, "register_save_state_pre_hook")
 
     def register_load_state_pre_hook(self, hook: hooks.LoadHook) -> RemovableHandle:
-        """Every load calls `hook(models, input_dir)` on every rank when the checkpoint is verified, before it is
-        loaded. A model that the hook removes from `models` it has loaded itself. The handle's `remove()` ends it."""
+        """Every load calls `hook(models, input_dir)` on every rank after the checkpoint is verified and before it is
+        loaded. A model that the hook removes from `models` is not loaded again. The handle's `remove()` unregisters
+        it."""
         return hooks.register(self._run.hooks.at_load, hook, "register_load_state_pre_hook")
 
     def load_state(
         self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
     ) -> Path:
-        """Restores a training state, without `input_dir` the project's newest valid one; its folder. Collective.
+        """Restores a training state and returns its folder: `input_dir`, else the project's newest valid one.
+        Collective.
 
-        CheckpointError on all ranks, and nothing changed; or StateIncomplete where a disk failed half-way."""
+        Raises CheckpointError on all ranks with the state unchanged, or StateIncomplete if reading failed half-way."""
         from shardkit.runtime import saving
 
         return saving.load_state(self._run, input_dir, data_position=data_position, strict=strict)
 
     def resume(self) -> bool:
-        """Restores what `shardkit launch --resume` names, and whether it did. To be called after `prepare`. Collective.
+        """Restores the checkpoint that `shardkit launch --resume` selects; returns whether it did. Collective.
 
-        never (the default): nothing; auto: the project's newest valid checkpoint, nothing where there is none yet;
-        a path: that checkpoint. Without this call nothing is resumed: a script decides when its objects are ready.
+        Call it after `prepare`. never (the default): nothing is loaded; auto: the project's newest valid checkpoint, if
+        there is one; a path: that checkpoint. Without this call nothing is resumed.
         """
         return step_boundary.resume(self._run)
 
@@ -462,7 +469,7 @@ class Accelerator(ProcessControl, Topology):
         dtype: str | torch.dtype | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the whole model as safetensors that plain torch and Transformers open. Collective."""
+        """Writes the full model as safetensors that plain torch and Transformers can open. Collective."""
         unsupported.refuse_pickle(safe_serialization)
         from shardkit.runtime import saving
 
@@ -470,13 +477,13 @@ class Accelerator(ProcessControl, Topology):
         saving.save_model(self._run, model, save_directory, size, dtype)
 
     def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
-        """The model's whole state dict, on rank 0; other ranks may get an empty one. Collective."""
+        """The model's full state dict on rank 0; other ranks may get an empty one. Collective."""
         from shardkit.runtime import saving
 
         return saving.get_state_dict(model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
-        """Rank 0 writes a dict of tensors as safetensors, or JSON-able values as JSON. Collective where tensors are
+        """Rank 0 writes a dict of tensors as safetensors, or JSON values as JSON. Collective where tensors are
         sharded."""
         unsupported.refuse_pickle(safe_serialization)
         whole = objects.prepared(obj)
@@ -485,22 +492,22 @@ class Accelerator(ProcessControl, Topology):
 
     @property
     def config(self) -> Config:
-        """The configuration that runs."""
+        """The effective configuration."""
         return self._run.config
 
     @property
     def project_dir(self) -> str | None:
-        """The project's folder."""
+        """The project folder."""
         return self._run.project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """The folder for logs: the project's, unless it names another."""
+        """The log folder: the project folder unless another one is set."""
         return self._run.project.logging_dir
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """The project's folder and how checkpoints in it are named."""
+        """The project folder and how its checkpoints are named."""
         return self._run.project
 
     # ---- trackers ----
@@ -511,8 +518,8 @@ class Accelerator(ProcessControl, Topology):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin to track: into what `log_with` names, and always into `metrics.jsonl` in the folder for logs (below it,
-        one named by the project), where there is one. `init_kwargs`: by tracker, what its own object is made with."""
+        """Starts the trackers named in `log_with`, and always a `metrics.jsonl` in the log folder (in a subfolder named
+        by the project), if there is a log folder. `init_kwargs`: constructor arguments by tracker name."""
         self._run.trackers.start(project_name, self.logging_dir, config, init_kwargs)
         if self.config.shardkit.log_speed and self._speed is None:
             self._speed = speed.Speed(self._run)
@@ -523,15 +530,15 @@ class Accelerator(ProcessControl, Topology):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Numbers and texts by name into all trackers, on rank 0. `step` is by default the optimizer step. Any rank may
-        call it. Raises UsageError where a value is none, on every rank that calls it."""
+        """Logs numbers and texts by name to all trackers, on rank 0. `step` defaults to the optimizer step. Any rank
+        may call it. Raises UsageError where a value is neither number nor text, on every rank that calls it."""
         measured = {} if self._speed is None else self._speed.values()
         step = self.counters.step if step is None else step
         self._run.trackers.log(values, step, log_kwargs, measured)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name, or (`unwrap`) its own object: a run of wandb, TensorBoard's writer. On ranks other
-        than 0 something that takes every call and does nothing."""
+        """A tracker by its name, or with `unwrap` its native object: a wandb run, TensorBoard's writer. On other ranks
+        than 0 an object that accepts every call and does nothing."""
         return self._run.trackers.get(name, unwrap)
 
     @property
@@ -540,13 +547,13 @@ class Accelerator(ProcessControl, Topology):
         return list(self._run.trackers.active)
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager[profiler]:
-        """Torch's profiler over a block, with a trace for each rank: see `shardkit.profile` of the configuration, which
-        an object that says settings replaces. With a schedule, call `profiler.step()` after each step."""
+        """torch.profiler over a block, with a trace per rank, as `shardkit.profile` configures it; a settings object as
+        argument overrides that. With a schedule, call `profiler.step()` after each step."""
         from shardkit.runtime import profiling
 
         return profiling.traced(self._run, profile_handler)
 
-    # ---- among ranks ----
+    # ---- collectives ----
 
     def gather(self, tensor: Any) -> Any:
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective."""
@@ -554,7 +561,8 @@ class Accelerator(ProcessControl, Topology):
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the samples that pad the loader's last batch; other objects as one list. Collective."""
+        """As `gather`, without the padding of the loader's last batch; objects that are not tensors as one list.
+        Collective."""
         self._run.accumulation.note_meeting()
         return collectives.gather_real(
             input_data, padding.real_samples(self._run.loaders, input_data, use_gather_object), use_gather_object
@@ -574,31 +582,31 @@ class Accelerator(ProcessControl, Topology):
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raises a flag that `check_trigger` sees on all ranks, for instance to stop early."""
+        """Sets a flag that `check_trigger` sees on all ranks, for instance to stop early."""
         self._run.is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has raised the flag; then it is down again everywhere. Collective."""
+        """Whether any rank has set the flag; resets it on all ranks. Collective."""
         found = self._run.process.control.any(self._run.is_triggered)
         self._run.is_triggered = self._run.is_triggered and not found
         return found
 
     def reduce_buffers(self, model: nn.Module, reduction: buffers.Reduction = "mean") -> list[str]:
-        """Makes the buffers equal that each rank's forward has updated for itself (running statistics, codebooks): the
-        mean over ranks, or rank 0's ("rank0"); their names. Integers take rank 0's. Collective."""
+        """Makes buffers equal that each rank's forward has updated locally (running statistics, codebooks), and returns
+        their names. "mean": the mean over ranks; "rank0", and always for integers: rank 0's value. Collective."""
         return buffers.reduce_buffers(model, reduction)
 
     # ---- for the launcher ----
 
     def pause(self, phase: str = "pause") -> AbstractContextManager[None]:
-        """Inside, this rank may take any time: generation, an evaluation, a download. While a rank is in a pause the
-        launcher ends no run for a lack of progress; `phase` names it in the launcher's table. Not collective: ranks
-        that wait for this one in a collective still wait `process_group_timeout_s` at most."""
+        """Context without the launcher's hang detection, for slow work: generation, an evaluation, a download. `phase`
+        names it in the launcher's table. Not collective: other ranks that wait for this one in a collective still time
+        out after `process_group_timeout_s`."""
         return progress.paused(phase, self.counters.step)
 
     def progress(self, phase: str = "at work") -> None:
-        """I am alive: the launcher counts `hang_timeout_s` anew. For long work of the script's own, called now and
-        then; it costs microseconds. Not collective."""
+        """Reports progress: the launcher restarts its `hang_timeout_s` clock. Call it now and then in long work of the
+        script; it costs microseconds. Not collective."""
         progress.post(phase, self.counters.step)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
@@ -616,11 +624,11 @@ class Accelerator(ProcessControl, Topology):
         return process_control.only(lambda: self.local_process_index == local_process_index, function)
 
     def end_training(self) -> None:
-        """Ends the trackers, waits for every rank and for a save in flight, then takes the process group down; under
-        `launch --measure` says what the run took of memory. The last call of a script. Collective."""
+        """Finishes trackers, waits for all ranks and for a save in flight, then destroys the process group; under
+        `launch --measure` reports the memory used. The last call of a script. Collective."""
         step_boundary.end(self._run)
 
-    # ---- who and where: see `Topology` ----
+    # ---- ranks and mesh: see also `Topology` ----
 
     @property
     def multi_device(self) -> bool:
@@ -639,38 +647,38 @@ class Accelerator(ProcessControl, Topology):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy of the model this rank has a part of."""
+        """Index of the model replica that this rank belongs to."""
         return layout.replica_of(self._run.mesh, self.process_index)
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which part of a copy of the model this rank has."""
+        """Index of this rank's shard within its replica."""
         return layout.part_of(self._run.mesh)
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: no layer is split."""
+        """0: shardkit has no tensor parallelism."""
         return 0
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """0: every rank has every layer."""
+        """0: shardkit has no pipeline parallelism."""
         return 0
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: no sequence is split."""
+        """0: shardkit has no context parallelism."""
         return 0
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank should write what a script saves by itself; `save_model` is for all ranks."""
+        """Whether this rank should write files that the script saves itself; `save_model` is called by all ranks."""
         return self.is_main_process
 
     @property
-    def fp8_backend(self) -> None:
-        """None: fp8 is not supported."""
-        return
+    def fp8_backend(self) -> str | None:
+        """AO (torchao) where Linear layers are computed in 8 bits, else None."""
+        return "AO" if eight_bits(self.config) else None
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return prepare.own_parameters(self._run, parameters)

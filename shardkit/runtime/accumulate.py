@@ -1,8 +1,7 @@
-"""Micro-batches into optimizer steps: when gradients are exchanged, what a loss is divided by, what a step means.
+"""Gradient accumulation: when gradients are reduced, what the loss is divided by, and what counts as a step.
 
-A window is the micro-batches of one optimizer step: as many as asked for, or fewer where the loader ends. Its gradient
-is the mean over its micro-batches, so a window of n equals one process that sees its n micro-batches at once, short
-windows included.
+A window is the micro-batches of one optimizer step: the configured number, or fewer where the loader ends. Its gradient
+is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from shardkit.data.loader import PreparedLoader, active_loader
-from shardkit.distributed import progress
+from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
 from shardkit.sharding.gradient_sync import deferred, finish_deferred
 from shardkit.sharding.mixed_losses import keep_plain
@@ -24,10 +23,10 @@ NEVER = ("never", -1)
 
 @dataclass
 class Counters:
-    """How far the run is. Equal on all ranks."""
+    """The run's progress. Equal on all ranks."""
 
     step: int = 0
-    """Optimizer steps done; one that fp16 skipped does not count."""
+    """Optimizer steps done, without those that fp16 skipped."""
 
     micro_step: int = 0
     """Micro-batches since the last optimizer step."""
@@ -37,7 +36,7 @@ class Counters:
 
 
 class Accumulation:
-    """Where the loop is in its window of micro-batches. One an Accelerator; optimizers and scheduler share it."""
+    """The state of the current window. One per Accelerator, shared by optimizers and schedulers."""
 
     def __init__(
         self,
@@ -50,15 +49,15 @@ class Accumulation:
     ) -> None:
         self.steps = steps
         self.ends_with_data = ends_with_data
-        """Whether the last batch of a loader ends a window early; else the window goes on in the next loop."""
+        """Whether the last batch of a loader ends a window early; else the window continues in the next loop."""
         self.models = models
         self.counters = counters
         self.backward_calls = 0
         self.at_boundary: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
-        """Called before each optimizer step: what must be true of the gradients."""
+        """Called before each optimizer step to check the gradients."""
         self.on_batch: Callable[[], None] = lambda: None
-        """Called once for each batch that is trained on, while it is out."""
+        """Called once for each batch that is trained on, while it is the current one."""
         self.on_step: Callable[[], None] = lambda: None
         """Called after each optimizer step."""
         self._loaders = loaders
@@ -66,7 +65,7 @@ class Accumulation:
         self._deferred_models: Sequence[nn.Module] = ()
         self._loader_of_window: PreparedLoader | None = None
         self.is_stepping = False
-        """Whether a prepared optimizer is stepping: what steps within it does not count."""
+        """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self._is_own_backward = False
         self._has_foreign_backward = False
         self._own_calls = self._own_calls_before_window = 0
@@ -77,13 +76,13 @@ class Accumulation:
         self._window = 0
         self._windows = 0
         self.is_inside = False
-        """Whether the script is inside of `accumulate()`."""
+        """Whether the script is inside `accumulate()`."""
         self._stepped: set[int] = set()
         self._has_stepped_in_micro_batch = False
         self._calls_before_window = 0
         self._calls_before_micro_batch = 0
         self.micro_batches = 0
-        """Begun in this process."""
+        """Micro-batches begun in this process."""
         self._batch_counted = 0
         self._samples_since_step = 0
         self._have_ranks_met = False
@@ -98,13 +97,13 @@ class Accumulation:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the window is full, or there is none: optimizers step."""
+        """Whether the window is full, or there is none, so that optimizers step."""
         return not self.is_gathering()
 
     def is_gathering(self) -> bool:
-        """Whether a window is being filled, so that optimizers and schedulers wait for it.
+        """Whether a window is being filled, so that optimizers and schedulers do not step.
 
-        A loop that was left in the middle of a window (`break`) fills it no more.
+        A window whose loop was left (`break`) is not filled any further.
         """
         if self._is_full:
             return False
@@ -113,12 +112,13 @@ class Accumulation:
 
     def declare(self, is_full: bool) -> None:
         """For a loop that counts its micro-batches itself, outside of `micro_batch`: whether this one is the last of
-        its window, so that optimizers step. When gradients are exchanged is then the loop's to say, too (`no_sync`)."""
+        its window, so that optimizers step. Such a loop also controls when gradients are reduced (`no_sync`)."""
         self._is_full, self._loader_of_window, self._deferred_models = is_full, None, ()
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """One micro-batch, forward to zero_grad. Before the window's last, see `deferred` for what is exchanged."""
+        """Context of one micro-batch, forward to zero_grad. For what is reduced before the window's last one, see
+        `deferred`."""
         self._begin()
         self.is_inside = True
         try:
@@ -130,15 +130,16 @@ class Accumulation:
                 yield
         finally:
             self.is_inside = False
+        xla.flush()
         if self._is_full:
             self.counters.micro_step = 0
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
-        """Gradients of the loss, divided by the window's nominal number of micro-batches, scaled under fp16."""
+        """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
         self._pass_boundary_without_loader()
         progress.post("backward", self.counters.step)
         if not (self.is_inside and self._window > 1):
-            # Gradients of a window's earlier micro-batches, of an optimizer yet to step, have the old scale.
+            # Earlier gradients of this window, of an optimizer yet to step, have the old scale.
             self._update_scaler()
         if not self.is_inside:
             self._window = 0
@@ -155,28 +156,29 @@ class Accumulation:
             self._is_own_backward = False
 
     def note_backward(self) -> None:
-        """A backward through a prepared model is over, whoever called it."""
+        """Notes that a backward through a prepared model has ended, regardless of the caller."""
         self.backward_calls += 1
         self._has_foreign_backward |= not self._is_own_backward
 
     @property
     def gradient_moment(self) -> tuple[str, int]:
-        """What gradients are made final for, once: the window that is complete, outside of any the newest backward.
+        """The event for which gradients are finalized once: the complete window, or outside of windows the last
+        backward.
 
-        Several optimizers may take turns in a window, so that a backward in it need not be this optimizer's.
+        Several optimizers may alternate in a window, so a backward in it may belong to another optimizer.
         """
         return ("window", self._windows) if self._window else ("backward", self.backward_calls)
 
     def shortfall(self) -> float:
-        """What gradients still have to be multiplied with: more than 1 in a window that was cut short. Gradients of a
-        `loss.backward()` by hand were not divided, and are a sum."""
+        """The factor that gradients still need: more than 1 in a short window. Gradients of a manual `loss.backward()`
+        were not divided, so they are a sum."""
         if self._own_calls == self._own_calls_before_window:
             return 1.0
         return self._divisor / self._window if 0 < self._window < self._divisor else 1.0
 
     def complete_window(self) -> None:
-        """The micro-batches of a window that the loop has left are a window of their own. Collective where there are
-        any; nothing else."""
+        """Closes a window that the loop has left early: its micro-batches become a short window. Collective if there is
+        one."""
         if self._is_full or self.is_gathering():
             return
         for model in self._deferred_models:
@@ -186,17 +188,18 @@ class Accumulation:
         self._windows += 1
 
     def check_gradients(self) -> None:
-        """Raises where an optimizer must not step on the gradients that there are. Collective in the first steps."""
+        """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the
+        first steps."""
         if self._scaler is not None and self._has_foreign_backward:
             raise UsageError(
-                "optimizer step: gradients came from loss.backward(), without the loss scale that fp16 needs (got a "
-                "backward by hand); call accelerator.backward(loss)."
+                "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
+                "accelerator.backward(loss)."
             )
         self.before_step()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, a prepared optimizer steps: what steps within it does not count."""
+        """Inside, a prepared optimizer steps; steps of inner optimizers do not count."""
         self.is_stepping = True
         try:
             yield
@@ -204,18 +207,19 @@ class Accumulation:
             self.is_stepping = False
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the loss scale out of the optimizer's gradients; nothing without fp16."""
+        """Unscales the optimizer's gradients; does nothing without fp16."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether fp16 gradients, unscaled before, are not finite on any rank."""
+        """Whether the unscaled fp16 gradients are not finite on any rank."""
         if self._scaler is None:
             return False
         return any(bool(value.item()) for value in self._scaler._found_inf_per_device(optimizer).values())
 
     def note_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
-        """Counts: the first optimizer to step opens a step, one that steps again opens the next."""
+        """Counts steps: the first optimizer that steps begins a step, and one that steps again begins the next."""
+        xla.flush()
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
         self._samples_since_step = 0
@@ -237,23 +241,23 @@ class Accumulation:
         self._stepped.add(id(optimizer))
 
     def note_optimizer(self) -> None:
-        """One more optimizer is prepared: its first step is a step of its own, whatever others have stepped before."""
+        """Notes a newly prepared optimizer: its first step counts as a new step."""
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, int]:
-        """What a save keeps of the counters: samples up to the last optimizer step, as the loaders' positions are."""
+        """The counters to save; like the loaders' positions, samples count up to the last optimizer step."""
         return {"step": self.counters.step, "samples_seen": self.counters.samples_seen - self._samples_since_step}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
-        """What `state_dict` gave; a window of micro-batches starts anew."""
+        """Restores the counters from `state_dict`; the next micro-batch begins a new window."""
         self.counters.step, self.counters.samples_seen = saved["step"], saved["samples_seen"]
         self.counters.micro_step = self._samples_since_step = 0
 
     def is_open(self) -> bool:
-        """Whether gradients that no step has used yet belong to a window still open, so that zero_grad must leave them.
+        """Whether unused gradients belong to a window that is still open, so that zero_grad must keep them.
 
-        Loops call zero_grad at the end of a micro-batch or at its start. In a window's last one, before its backward
-        or while several optimizers take turns, the gradients of the micro-batches before are still to be used.
+        Loops call zero_grad at the end of a micro-batch or at its start. In the last one of a window, before its
+        backward or while several optimizers alternate, the gradients of earlier micro-batches are still needed.
         """
         if self.is_gathering():
             return self.backward_calls > self._calls_before_window
@@ -262,16 +266,17 @@ class Accumulation:
         return self.backward_calls == self._calls_before_micro_batch or self._has_stepped_in_micro_batch
 
     def note_meeting(self) -> None:
-        """All ranks have just exchanged something: they go through this batch together."""
+        """Notes that all ranks have just run a collective, so they process this batch together."""
         self._have_ranks_met = True
 
     def after_batch(self, loader: PreparedLoader) -> None:
-        """What a loader calls when the loop comes back for more: all that belongs to the batch before is done.
+        """Called by a loader when the loop requests the next batch: the previous one is done.
 
-        A boundary is one after a training step; or a batch of another loop, an evaluation, in which all ranks met and
-        no window is open. (A loop that rank 0 runs alone must not wait for the others.)
+        A step boundary follows a training step; or a batch of another loop (an evaluation) in which all ranks ran a
+        collective and no window is open. (A loop that rank 0 runs alone must not wait for the others.)
         """
         progress.post("data", self.counters.step)
+        xla.flush()
         met, self._have_ranks_met = self._have_ranks_met, False
         if self._boundary_is_due and loader is self._boundary_loader:
             self._boundary_is_due = False
@@ -283,7 +288,7 @@ class Accumulation:
             self.at_boundary()
 
     def _steps_by_hand(self) -> bool:
-        """Whether no optimizer is known to step, and a backward has gone by: a loop that updates the weights itself."""
+        """Whether the loop updates the weights itself: there was a backward, but no known optimizer steps."""
         return not self._stepped and self._is_full and self.backward_calls > self._calls_at_boundary
 
     def _begin(self) -> None:
@@ -306,7 +311,7 @@ class Accumulation:
         self._note_batch()
 
     def _note_batch(self) -> None:
-        """The batch that is out is trained on: its samples count, once."""
+        """Counts the samples of the current batch as trained on, once."""
         loader = active_loader(self._loaders)
         if loader is not None and loader.last_yield != self._batch_counted:
             self._batch_counted = loader.last_yield
@@ -315,7 +320,7 @@ class Accumulation:
             self.on_batch()
 
     def _update_scaler(self) -> None:
-        """A new scale holds from the next backward on: optimizers that have not stepped yet still need the old one."""
+        """The new scale applies from the next backward on: optimizers that have not stepped yet need the old one."""
         if self._scaler is not None and self._scaler_is_behind:
             self._scaler_is_behind = False
             self._scaler.update()

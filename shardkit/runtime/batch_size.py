@@ -1,4 +1,4 @@
-"""The largest batch that fits: a function is called with smaller and smaller ones, alike on all ranks."""
+"""Finds the largest batch size that fits, by calling a function with decreasing sizes, equal on all ranks."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -15,7 +15,7 @@ from shardkit.runtime.step_boundary import collect_garbage
 
 log = get_logger(__name__)
 
-# What torch and its libraries say when memory is out, beside torch.OutOfMemoryError.
+# Out-of-memory messages of torch and its libraries that are not torch.OutOfMemoryError.
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -24,17 +24,17 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[int], int] | None = None,
 ) -> Any:
-    """The function, whose first parameter is a batch size that it is called without: it is called with
-    `starting_batch_size`, and with a smaller one for as long as a rank runs out of memory. Also as a decorator.
+    """A wrapper of the function that supplies its first parameter, the batch size: `starting_batch_size`, then smaller
+    ones as long as a rank runs out of memory. Also usable as a decorator.
 
-    `reduce_batch_size_fn(size)` gives the next one; by default 9 tenths of it. After each call all ranks agree: where
-    one has run out of memory, all call the function anew, and what the others have done is thrown away. So build model,
-    optimizer and loaders inside of the function, and call `accelerator.free_memory()` first. A rank that runs out of
-    memory between two exchanges of a step leaves the others waiting in the next one, until the process group's timeout:
-    probe with batches that are equally large on all ranks. Collective.
+    `reduce_batch_size_fn(size)` gives the next size; by default 90 % of it. After each call all ranks agree: if one ran
+    out of memory, all call the function again, and the results of the others are discarded. So build model, optimizer
+    and loaders inside the function, and call `accelerator.free_memory()` first. A rank that runs out of memory between
+    two collectives of a step leaves the others waiting in the next one, until the process group's timeout: use batches
+    of equal size on all ranks. Collective.
 
-    Raises MachineError where not even the smallest fits, on all ranks; UsageError where the function takes no batch
-    size.
+    Raises MachineError on all ranks where not even the smallest size fits; UsageError where the function has no
+    parameter.
     """
     if function is None:
         return partial(
@@ -45,8 +45,8 @@ def find_executable_batch_size(
     reduce = reduce_batch_size_fn or _smaller
     if not signature(function).parameters:
         raise UsageError(
-            f"find_executable_batch_size: {function.__name__} takes no batch size (got no parameters); let its first "
-            "parameter be one."
+            f"find_executable_batch_size: {function.__name__} takes no batch size (got no parameters); make the batch "
+            "size its first parameter."
         )
 
     @wraps(function)
@@ -68,7 +68,7 @@ def find_executable_batch_size(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory is out, on the device or the host."""
+    """Whether the error means out of memory, on the device or the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -81,8 +81,8 @@ def _smaller(size: int) -> int:
 def _attempt(
     function: Callable[..., Any], size: int, arguments: tuple[Any, ...], settings: dict[str, Any]
 ) -> tuple[Any, bool]:
-    """(what the function gave, whether it fitted on all ranks). Another error is raised on the rank that has it, and
-    named on the others."""
+    """(the function's result, whether it fitted on all ranks). Any other error is raised on its rank; the other ranks
+    raise UsageError that names it."""
     result, failure = None, None
     try:
         result = function(size, *arguments, **settings)

@@ -1,7 +1,8 @@
-"""Steps of optimizers that were not prepared: they count as any other, and one that was built too early is refused.
+"""Steps of optimizers that were not prepared: they are counted; an optimizer built before its model was prepared is
+refused.
 
-Some scripts prepare the model alone; some optimizers step another one inside (SAM's second_step). torch calls the hooks
-here at each step of any optimizer in the process.
+Some scripts prepare only the model; some optimizers step an inner one (SAM's second_step). torch calls these hooks at
+each step of any optimizer in the process.
 """
 
 from functools import cache
@@ -22,7 +23,7 @@ _runs: WeakSet[Accumulation] = WeakSet()
 
 
 def watch(accumulation: Accumulation) -> None:
-    """From now on the accumulation is told of steps on its models' parameters, as long as it lives."""
+    """Reports later steps on its models' parameters to the accumulation, as long as it exists."""
     _runs.add(accumulation)
     _install()
 
@@ -41,7 +42,7 @@ def _refuse_released(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(_first_parameter(optimizer), ReleasedParameter):
         raise UsageError(
             f"optimizer step: {type(optimizer).__name__} was built before its model was prepared, and was not prepared "
-            "itself, so that it has none of the model's parameters; prepare both: "
+            "itself, so it holds none of the model's parameters; prepare both: "
             "model, optimizer = accelerator.prepare(model, optimizer)."
         )
 
@@ -61,7 +62,7 @@ def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 @cache
 def _tell_of_stranger(name: str) -> None:
     log.warning(
-        "optimizer step: %s trains parameters of no prepared model, so each rank trains them by its own samples alone; "
+        "optimizer step: %s trains parameters of no prepared model, so their gradients are not reduced over ranks; "
         "prepare their module together with the optimizer.",
         name,
     )

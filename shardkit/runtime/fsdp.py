@@ -36,11 +36,11 @@ def fsdp(
     shard_strat: str = "NO_SHARD",
     TransformerBlock: type[nn.Module] | None = None,
 ) -> nn.Module:
-    """The model ready to train on every rank that was launched, or in this process alone.
+    """The model, parallelized over all launched ranks, or in this process alone.
 
-    `auto_wrap` makes each `TransformerBlock` (or, with None, each repeated block) a unit of its own. `mp` is fp32,
+    `auto_wrap` makes each `TransformerBlock` (or, with None, each repeated block) a separate unit. `mp` is fp32,
     bf16 or fp16; with fp16 scale the loss yourself: `torch.amp.GradScaler`. `shard_strat` is NO_SHARD (DDP),
-    SHARD_GRAD, FULL_SHARD, or a hybrid strategy. Build the optimizer from the parameters of what comes back.
+    SHARD_GRAD, FULL_SHARD, or a hybrid strategy. Build the optimizer from the parameters of the returned model.
     Collective: every rank must call it.
     """
     _finish_modules(model)
@@ -55,7 +55,7 @@ def fsdp(
 
 
 def _config(auto_wrap: bool, mp: str, shard_strat: str, block: type[nn.Module] | None) -> Config:
-    """The arguments as a configuration. Raises UsageError with all that is wrong with them."""
+    """The arguments as a configuration. Raises UsageError with all problems."""
     problems = [
         *_unknown("mp", mp, PRECISIONS),
         *_unknown("shard_strat", shard_strat, STRATEGIES),
@@ -79,12 +79,13 @@ def _unknown(name: str, value: Any, known: dict[str, Any]) -> list[str]:
 
 
 def _finish_modules(model: nn.Module) -> None:
-    """Set up modules whose constructor forgot `super().__init__()`: torch cannot walk through them otherwise."""
+    """Initializes modules whose constructor did not call `super().__init__()`: torch could not iterate over them."""
     for module in _walk(model):
         if "_parameters" not in module.__dict__:
             nn.Module.__init__(module)
             log.warning(
-                "fsdp: %s.__init__ does not call super().__init__(); done for it now, as a module without parameters.",
+                "fsdp: %s.__init__ does not call super().__init__(); it is initialized now, as a module without "
+                "parameters.",
                 type(module).__name__,
             )
 

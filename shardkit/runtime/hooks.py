@@ -1,6 +1,6 @@
-"""The hooks that a script registers for saves and loads; `state_hooks.py` says when they are called, and calls them.
+"""The hooks that a script registers for saves and loads; `state_hooks.py` calls them.
 
-They stand apart since every script has a place for hooks, and only one that saves needs what writes checkpoints.
+A separate module, so that a script that never saves does not import the checkpoint writer.
 """
 
 from collections import OrderedDict
@@ -18,14 +18,14 @@ LoadHook = Callable[[list[Any], str], Any]
 
 @dataclass
 class StateHooks:
-    """What is registered, in the order in which it is called."""
+    """The registered hooks, in calling order."""
 
     at_save: "OrderedDict[int, SaveHook]" = field(default_factory=OrderedDict)
     at_load: "OrderedDict[int, LoadHook]" = field(default_factory=OrderedDict)
 
 
 def register(hooks: "OrderedDict[int, Any]", hook: Any, name: str) -> RemovableHandle:
-    """A handle whose `remove()` ends it. Raises UsageError where the hook cannot be called."""
+    """A handle whose `remove()` unregisters the hook. Raises UsageError where the hook is not callable."""
     if not callable(hook):
         raise UsageError(f"{name}: a hook must be callable (got {type(hook).__name__}); give a function.")
     handle = RemovableHandle(hooks)

@@ -1,4 +1,4 @@
-"""The script's own log, on one rank or on all: `shardkit.get_logger`."""
+"""Logging of the script, on one rank or on all: `shardkit.get_logger`."""
 
 import logging
 from collections.abc import MutableMapping
@@ -17,7 +17,7 @@ class RankLogger(logging.LoggerAdapter):
     (every rank, one after the other; collective, every rank must make the call)."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """As logging's, where this rank is meant."""
+        """Logs if this rank is selected."""
         is_for_one, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # this method and `_write`: the line is the script's
         ranks = launched()
@@ -35,17 +35,17 @@ class RankLogger(logging.LoggerAdapter):
             self.logger.log(level, text, *args, **settings)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Nothing is added."""
+        """Adds nothing."""
         return msg, kwargs
 
     @cache  # noqa: B019  a logger lives as long as the process
     def warning_once(self, msg: str, **kwargs: Any) -> None:
-        """A warning that is given once, however often it is asked for."""
+        """Logs this warning once per process."""
         self.warning(msg, **{"stacklevel": 2, **kwargs})
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """logging's logger of that name, for scripts on many ranks. UsageError where the level is none."""
+    """A rank-aware logger of that name. UsageError where the level is unknown."""
     logger = logging.getLogger(name)
     if log_level is not None:
         try:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that move once an optimizer step, whatever the number of ranks or micro-batches."""
+"""Learning-rate schedules that advance once per optimizer step, regardless of the number of ranks or micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from shardkit.runtime.optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:
-    """The user's scheduler, stepping when its optimizer has. `scheduler` is the torch one.
+    """The user's scheduler, which steps when its optimizer has stepped. `scheduler` is the torch object.
 
-    It does not step while micro-batches are gathered, nor where fp16 skipped the optimizer's step, and never
-    once per rank: a schedule is written in optimizer steps. With `steps_with_optimizer` False it always steps.
+    It does not step while micro-batches are accumulated or where fp16 skipped the optimizer's step, and never once per
+    rank: a schedule counts optimizer steps. With `steps_with_optimizer` False it always steps.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class AcceleratedScheduler:
         self._steps_with_optimizer = steps_with_optimizer
         self._called_after = 0
         self.steps_per_call = 1
-        """How often a call moves the schedule; more for schedules that were written in steps of single ranks."""
+        """Scheduler steps per call; more than 1 for schedules written in steps of single ranks."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "scheduler":
@@ -35,7 +35,7 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **arguments: Any) -> None:
-        """The next learning rate, where the optimizer has stepped."""
+        """Advances the learning rate if the optimizer has stepped."""
         is_per_micro_batch = self._is_per_micro_batch()
         if self._steps_with_optimizer:
             if self._accumulation.is_gathering() and is_per_micro_batch:
@@ -47,26 +47,26 @@ class AcceleratedScheduler:
                 self.scheduler.step(*args, **arguments)
 
     def _has_steps_left(self) -> bool:
-        """Whether a schedule of a fixed length, of torch's own, may be asked for another step."""
+        """Whether a torch schedule of fixed length has steps left."""
         return getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", float("inf"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch scheduler's."""
+        """The torch scheduler's state dict."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the torch scheduler."""
+        """Loads it into the torch scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def _is_per_micro_batch(self) -> bool:
-        """Whether the loop calls the schedule in each micro-batch; not where several have gone by since the last call,
-        as once an epoch, whose last window the loop may have left open."""
+        """Whether the loop calls the schedule in each micro-batch. False if several have passed since the last call, as
+        with once per epoch, where the loop may have left its last window open."""
         now, before = self._accumulation.micro_batches, self._called_after
         self._called_after = now
         return self._accumulation.is_inside or now - before <= 1
 
     def _own_optimizers(self) -> Sequence[AcceleratedOptimizer]:
-        """The one that the scheduler was built on; all where that is not known."""
+        """The optimizer that the scheduler was built on; all of them if that is unknown."""
         built_on = getattr(self.scheduler, "optimizer", None)
         own = [o for o in self._optimizers if built_on is o or built_on is o.optimizer]
         return own or self._optimizers

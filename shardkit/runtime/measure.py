@@ -1,4 +1,4 @@
-"""What a run really took of memory, for `shardkit launch --measure`: each rank's peak, and what is in it."""
+"""Measured memory of a run, for `shardkit launch --measure`: each rank's peak, and its parts."""
 
 import json
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """One rank's memory in bytes. `peak_bytes` is the device's allocations; on the CPU what the process grew by."""
+    """One rank's memory in bytes. `peak_bytes`: allocated on the device; on the CPU, the growth of the process."""
 
     rank: int
     device: str
@@ -32,12 +32,12 @@ class MeasuredMemory:
 
 
 def is_asked_for() -> bool:
-    """Whether the launch was told to measure."""
+    """Whether the run was launched with --measure."""
     return env.is_true(names.MEASURE)
 
 
 def resident_bytes(line: str = "VmRSS") -> int:
-    """This process's memory now (VmRSS) or at its most (VmHWM); 0 where the system does not say."""
+    """This process's resident memory, current (VmRSS) or peak (VmHWM); 0 where the system does not report it."""
     if not _STATUS.exists():
         return 0
     found = [text for text in _STATUS.read_text().splitlines() if text.startswith(f"{line}:")]
@@ -52,13 +52,13 @@ def start(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device, started_bytes: int) -> int:
-    """The most memory that this rank has taken so far; see `Memory`."""
+    """This rank's peak memory so far; see `MeasuredMemory`."""
     on_cpu = device.type == "cpu"
     return max(0, resident_bytes("VmHWM") - started_bytes if on_cpu else accelerators.peak_bytes(device))
 
 
 def memory_of(run: Run, started_bytes: int) -> MeasuredMemory:
-    """What this rank took so far; `started_bytes` is what the process had before it prepared anything."""
+    """This rank's memory so far; `started_bytes`: resident memory of the process before anything was prepared."""
     parameters = [parameter for model in run.models for parameter in model.parameters()]
     states = [optimizer.state for optimizer in run.optimizers]
     return MeasuredMemory(
@@ -72,7 +72,7 @@ def memory_of(run: Run, started_bytes: int) -> MeasuredMemory:
 
 
 def report(run: Run, started_bytes: int) -> None:
-    """Leaves every rank's memory beside its log (of a GPU a snapshot too), and says the largest. Collective."""
+    """Writes every rank's memory (on a GPU also a snapshot) next to its log, and logs the largest. Collective."""
     mine = memory_of(run, started_bytes)
     folder = env.get(names.LOG_DIR)
     if folder:
@@ -85,7 +85,7 @@ def report(run: Run, started_bytes: int) -> None:
 
 
 def text(everyone: list[MeasuredMemory]) -> str:
-    """The rank that took most, in a line."""
+    """One line about the rank with the largest peak."""
     most = max(everyone, key=lambda memory: memory.peak_bytes)
     rest = most.peak_bytes - most.parameter_bytes - most.gradient_bytes - most.optimizer_bytes
     parts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Ranks from a notebook or a test: a function runs on several forked processes of this machine."""
+"""Ranks started from a notebook or a test: a function runs in several forked processes on this machine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,36 +25,36 @@ def notebook_launcher(
     use_port: int | str | None = None,
     **others: Any,
 ) -> None:
-    """Run `function(*args)` on `num_processes` ranks of this machine (by default one a GPU, or one), and return when
-    all are done. The function makes its own Accelerator, and everything on the device, so that a cell can be run again.
+    """Runs `function(*args)` on `num_processes` ranks of this machine (default: one per GPU, else one), and returns
+    when all are done. Create the Accelerator and everything on the device inside the function, so that a cell can be
+    run again.
 
-    Ranks are forked: the function may be of the notebook itself. Raises UsageError where this process has used the GPU
-    already, or has a process group of its own; and what a rank raised, with its traceback.
+    Ranks are forked, so the function may be defined in the notebook. Raises UsageError where this process has already
+    used the GPU or has a process group; an error of a rank is raised with its traceback.
     """
     _refuse_others(others)
     number = num_processes or accelerators.count() or 1
     settings = {} if read_precision(mixed_precision) == "no" else {"mixed_precision": mixed_precision}
     if number > 1 and accelerators.is_used():
         raise UsageError(
-            "notebook_launcher: this process has used the GPU already, which forked ranks cannot share (got "
-            f"{accelerators.kind()} initialized); restart the notebook, and touch the GPU inside the function only."
+            "notebook_launcher: this process has already used the GPU, which forked ranks cannot share (got "
+            f"{accelerators.kind()} initialized); restart the notebook, and use the GPU only inside the function."
         )
     _launch("notebook_launcher", function, args, number, settings, use_port)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """As `notebook_launcher`, on the CPU: for tests of what runs on several ranks."""
+    """As `notebook_launcher`, on the CPU: for tests of code that runs on several ranks."""
     _launch("debug_launcher", function, args, num_processes, {"use_cpu": "true"}, None)
 
 
 def _refuse_others(others: dict[str, Any]) -> None:
-    """Several machines, restarts and logs are the launcher's."""
+    """Several machines, restarts and logs need `shardkit launch`."""
     defaults = {"num_nodes": 1, "node_rank": 0, "max_restarts": 0, "master_addr": "127.0.0.1"}
     used = [f"{name}={value!r}" for name, value in others.items() if value is not None and defaults.get(name) != value]
     if used:
         raise UsageError(
-            f"notebook_launcher: starts ranks on this machine, and nothing else (got {', '.join(used)}); "
-            "use `shardkit launch`."
+            f"notebook_launcher: only starts ranks on this machine (got {', '.join(used)}); use `shardkit launch`."
         )
 
 
@@ -87,7 +87,7 @@ def _free_port() -> int:
 
 
 def _rank(rank: int, number: int, function: Callable[..., Any], args: tuple[Any, ...], said: dict[str, str]) -> None:
-    torch.set_num_threads(1)  # OpenMP's threads of the parent are not there after a fork, and it would wait for them
+    torch.set_num_threads(1)  # the parent's OpenMP threads do not exist after a fork, and OpenMP would wait for them
     here, of = str(rank), str(number)
     env.update(said | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
     try:

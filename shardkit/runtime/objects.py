@@ -1,4 +1,4 @@
-"""Small objects of the user's on disk: tensors as safetensors, everything else as JSON; never a pickle."""
+"""Saves small user objects: tensors as safetensors, everything else as JSON; never as a pickle."""
 
 import json
 import os
@@ -13,20 +13,19 @@ from safetensors.torch import save_file
 
 from shardkit.checkpoint import paths
 from shardkit.distributed.control import words
-from shardkit.distributed.tensors import is_dtensor
+from shardkit.distributed.tensors import is_dtensor, whole
 from shardkit.errors import CheckpointSaveError, UsageError
 
 
 def prepared(value: Any) -> Any:
-    """The object with sharded tensors whole. Collective where there are any."""
+    """The object with sharded tensors gathered. Collective where there are any."""
     if isinstance(value, Mapping):
         return {key: prepared(item) for key, item in value.items()}
-    return value.full_tensor() if is_dtensor(value) else value
+    return whole(value) if is_dtensor(value) else value
 
 
 def save(value: Any, path: str | Path) -> None:
-    """Write a dict of tensors as safetensors, or anything JSON-able as JSON; the file appears whole or not at all.
-    A link is followed: the file lies where it leads, and the link stays.
+    """Writes a dict of tensors as safetensors, or JSON values as JSON, atomically. A symlink is followed and kept.
 
     Raises UsageError where the object is neither, CheckpointSaveError where the file cannot be written.
     """
@@ -56,9 +55,9 @@ def _check(tensors: Mapping[Any, torch.Tensor], path: Path) -> None:
 
 def _write_tensors(tensors: dict[str, torch.Tensor], temporary: Path, path: Path) -> None:
     try:
-        # Transformers opens a file only where it is told which library wrote it.
+        # Transformers opens a file only if its metadata has the format.
         save_file(tensors, temporary, metadata={"format": "pt"})
-    except KeyError as error:  # all that safetensors says of a dtype that it does not know
+    except KeyError as error:  # how safetensors reports an unknown dtype
         names = ", ".join(name for name, tensor in tensors.items() if tensor.dtype == error.args[0])
         raise UsageError(f"save: {path}: {names}: safetensors has no such dtype (got {error}); convert it.") from None
 

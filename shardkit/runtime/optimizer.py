@@ -1,4 +1,4 @@
-"""The optimizer as the training loop sees it."""
+"""The prepared optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,10 @@ log = get_logger(__name__)
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, doing nothing while micro-batches are gathered. `optimizer` is the torch one.
+    """The user's optimizer, which does nothing while micro-batches are accumulated. `optimizer` is the torch object.
 
-    It is a torch Optimizer by class only, because schedulers insist; everything but step and zero_grad is the torch
-    one's own.
+    It subclasses torch's Optimizer only because schedulers check for it; everything except step and zero_grad is
+    forwarded.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation) -> None:
@@ -74,11 +74,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def follow_parameters(self) -> None:
-        """Choose how to step on the parameters that the optimizer has now. UsageError where it cannot."""
+        """Chooses how to step on the optimizer's current parameters. UsageError where the optimizer cannot."""
         self._stepper = stepper_of(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the window's gradients; nothing while the window is not full, or where fp16 overflowed."""
+        """One step with the window's gradients; does nothing while the window is not full or where fp16 overflowed."""
         if self._accumulation.is_gathering():
             return None
         progress.post("optimizer step", self._accumulation.counters.step)
@@ -97,13 +97,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, wherever in the loop it stands; nothing while the window still needs them."""
+        """Drops the gradients, from any place in the loop; does nothing while the window still needs them."""
         if self._has_used_gradients or not self._accumulation.is_open():
             self._has_used_gradients = False
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:
-        """Gradients as one process would have them: no loss scale, the mean over the window. Repeatable."""
+        """Makes gradients equal to those of one process: unscaled, and the mean over the window. Idempotent."""
         self._accumulation.complete_window()
         moment = self._accumulation.gradient_moment
         if self._final_at == moment:
@@ -118,15 +118,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         parameters = self.parameters
         if parameters and all(parameter.grad is None for parameter in parameters):
             log.warning(
-                "optimizer: no gradient has arrived in the first step of %s (%d parameters), so it changed nothing; "
-                "see that the loss comes from the prepared model, and that backward() runs before step().",
+                "optimizer: no parameter had a gradient in the first step of %s (%d parameters), so it changed "
+                "nothing; compute the loss with the prepared model, and call backward() before step().",
                 type(self.optimizer).__name__,
                 len(parameters),
             )
 
 
 def _mean(loss: Any) -> Any:
-    """The mean over all ranks of what a closure returned: an optimizer that decides by it must decide alike on all."""
+    """The mean over all ranks of a closure's result, so that an optimizer that depends on it acts the same on all
+    ranks."""
     if not (isinstance(loss, torch.Tensor) and dist.is_initialized() and dist.get_world_size() > 1):
         return loss
     total = local_part(loss).clone()

@@ -1,7 +1,7 @@
 """SIGTERM, SIGUSR1 and, in a launched run, SIGINT (Ctrl-C) are remembered: the run ends at a step boundary that all
 ranks agree on (`distributed/background_agreement.py`).
 
-A scheduler signals the launcher, one rank, or all of them; whoever hears it first, all ranks stop at the same step.
+A scheduler may signal the launcher, one rank, or all of them: all ranks stop at the same step.
 """
 
 import signal
@@ -18,7 +18,7 @@ _found: dict[int, object] = {}
 
 
 def install() -> None:
-    """From now on these signals are remembered, not obeyed at once. Only in the main thread; twice is once."""
+    """Installs handlers that record these signals instead of ending the process. Main thread only; idempotent."""
     if _found or threading.current_thread() is not threading.main_thread():
         return
     ctrl_c = (signal.SIGINT,) if env.get(names.LAUNCHER_PID) else ()  # the launcher ends ranks that take too long
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Signals do again what they did before `install`; what was received is forgotten."""
+    """Restores the handlers found by `install`, and forgets received signals."""
     for number, handler in _found.items():
         signal.signal(number, handler)  # type: ignore[arg-type]
     _found.clear()
@@ -35,13 +35,13 @@ def uninstall() -> None:
 
 
 def is_requested_here() -> bool:
-    """Whether this rank itself was told to stop. Ranks may differ; see `distributed/background_agreement.py`."""
+    """Whether this rank received a stop signal. Ranks may differ; see `distributed/background_agreement.py`."""
     return bool(_received)
 
 
 def _remember(number: int, frame: FrameType | None) -> None:
-    """The first signal is remembered. A second one ends a process that has no launcher to do it; a launched one waits,
-    because schedulers signal the launcher and its ranks both."""
+    """Records a signal. A second one ends a process without a launcher; a launched one ignores it, because schedulers
+    signal both the launcher and its ranks."""
     if _received and not env.get(names.LAUNCHER_PID):
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

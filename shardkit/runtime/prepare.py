@@ -1,4 +1,4 @@
-"""What `prepare` does: models are parallelized, optimizers follow their parameters, loaders give each rank its part."""
+"""`prepare`: models are parallelized, optimizers rebound to their parameters, loaders split over ranks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +32,11 @@ def prepare(
     weights: str | Path | None = None,
     device_placement: Sequence[bool | None] | None = None,
 ) -> list[Any]:
-    """The objects ready for all ranks, in the given order; `device_placement`: which of them are moved to the rank's
-    device, None as the run says. Collective.
+    """The prepared objects, in the given order; `device_placement`: which of them are moved to the rank's device; None:
+    as set in the run. Collective.
 
-    The order of work is fixed, so that the order of the arguments does not matter: models first, then optimizers,
-    which need the models' new parameters, then schedulers, which belong to optimizers.
+    The work has a fixed order, so that the order of the arguments does not matter: models first, then loaders, then
+    optimizers, which need the models' new parameters, then schedulers, which need optimizers.
     """
     kinds = _kinds(objects)
     moves = _placement(run, objects, device_placement)
@@ -58,8 +58,8 @@ def prepare(
 def for_evaluation(
     run: Run, model: nn.Module, weights: str | Path | None = None, device_placement: bool | None = None
 ) -> nn.Module:
-    """The model as it computes on all ranks, where it is not trained: sharded where models are, never in DDP's wrapper.
-    It stays out of checkpoints. Prepared again by `prepare`, it is trained as any other. Collective."""
+    """The model for evaluation only: sharded under FSDP, never wrapped in DDP, and part of no checkpoint. `prepare`
+    makes it trainable later. Collective."""
     if kind_of(model) != "model":
         raise UsageError(f"prepare_model: not a module (got {type(model).__name__}); give a torch.nn.Module.")
     if any(model is known for known in (*run.models, *run.evaluated)):
@@ -73,7 +73,7 @@ def for_evaluation(
 
 
 def kind_of(value: Any) -> Kind | None:
-    """What `prepare` takes the value for; None where it is nothing that it knows."""
+    """The kind of object that `prepare` takes the value for; None where it is unknown."""
     if value is None:
         return "nothing"
     if isinstance(value, nn.Module):
@@ -88,7 +88,7 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
-    """The parameters as a list. Raises UsageError where they are not what the prepared models have now."""
+    """The parameters as a list. Raises UsageError where they are not parameters of a prepared model."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not run.models or any(parameter.grad is not None for parameter in chosen):
         return chosen
@@ -96,8 +96,8 @@ def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
     if any(id(parameter) in own for parameter in chosen):
         return chosen
     raise UsageError(
-        f"clip: these are no parameters of a prepared model (got {len(chosen)}, taken before prepare?); "
-        "take them from the prepared model: model.parameters()."
+        f"clip: not parameters of a prepared model (got {len(chosen)}, perhaps from before prepare); use "
+        "model.parameters() of the prepared model."
     )
 
 
@@ -123,11 +123,11 @@ def _kinds(objects: Sequence[Any]) -> list[Kind]:
 
 
 def _placement(run: Run, objects: Sequence[Any], asked: Sequence[bool | None] | None) -> list[bool]:
-    """Whether each of the objects is moved to the rank's device. UsageError where there are not as many answers."""
+    """Whether each of the objects is moved to the rank's device. UsageError where the number of values differs."""
     asked = [None] * len(objects) if asked is None else asked
     if len(asked) != len(objects):
         raise UsageError(
-            f"prepare(device_placement=...): one answer for each argument (got {len(asked)} for {len(objects)}); "
+            f"prepare(device_placement=...): needs one value per argument (got {len(asked)} for {len(objects)}); "
             "write True, False or None for each."
         )
     return [run.loops.device_placement if answer is None else answer for answer in asked]
@@ -139,7 +139,7 @@ def _distribute(run: Run, model: nn.Module, weights: str | Path | None, moves: b
     path = None if weights is None else Path(weights)
     precision.autocast_forward(model, run.config, run.device)
     if run.mesh is not None and not moves:
-        log.info("device_placement: no effect on %s: its shards live where FSDP puts them.", type(model).__name__)
+        log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
     distribute(model, run.config, run.mesh, run.process, path, moves)
 
 
@@ -203,7 +203,7 @@ def _scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
 
 
 def _follow(run: Run) -> None:
-    """Every optimizer, also one prepared in an earlier call, works on what its models have now."""
+    """Rebinds every optimizer, also those of earlier calls, to the current parameters of its models."""
     if not run.models:
         return
     for optimizer in run.optimizers:
@@ -214,7 +214,7 @@ def _follow(run: Run) -> None:
 
 
 def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
-    """A parameter of two models would be sharded twice, or reduced twice."""
+    """UsageError where two models share a parameter: it would be sharded or reduced twice."""
     if run.config.num_processes == 1 and run.config.mode != "fsdp":
         return
     prepared = [*run.models, *(run.evaluated if run.config.mode == "fsdp" else ())]
@@ -226,28 +226,29 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
         shared = [fqn for fqn, p in own.items() if id(p) in seen or isinstance(p, ReleasedParameter)]
         if shared:
             raise UsageError(
-                f"prepare: two models share {', '.join(shared[:3])}, which can be sharded only once; put both "
-                "into one module (such as nn.ModuleDict) and prepare that: its parts can be called by themselves."
+                f"prepare: two models share {', '.join(shared[:3])}, which can be sharded only once; put both into "
+                "one module (such as nn.ModuleDict) and prepare that: its submodules can be called separately."
             )
         seen |= {id(p) for p in own.values()}
 
 
 def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
-    """A parameter of no prepared model would get each rank's own gradient, and ranks would drift apart silently."""
+    """UsageError where an optimizer has parameters of no prepared model: their gradients would not be reduced, and
+    ranks would diverge."""
     own = {id(parameter) for model in run.models for parameter in model.parameters()}
     _refuse_late(run, optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
     if strangers:
         raise UsageError(
-            f"prepare: {type(optimizer.optimizer).__name__} trains parameters of no prepared model "
-            f"(got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}); "
-            "prepare the model before its optimizer, or in the same call; a parameter of no module becomes one of the "
-            "model: model.register_parameter(name, parameter), before prepare."
+            f"prepare: {type(optimizer.optimizer).__name__} trains parameters of no prepared model (got "
+            f"{len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}); "
+            "prepare the model before its optimizer, or in the same call; add a parameter without a module to the "
+            "model before prepare: model.register_parameter(name, parameter)."
         )
 
 
 def _refuse_late(run: Run, optimizer: AcceleratedOptimizer) -> None:
-    """Nobody reduces the gradients of a module that was put into a model after it was prepared."""
+    """UsageError for parameters added to a model after it was prepared: their gradients would not be reduced."""
     chosen = {id(parameter) for parameter in optimizer.parameters}
     late = [
         fqn
@@ -257,7 +258,7 @@ def _refuse_late(run: Run, optimizer: AcceleratedOptimizer) -> None:
     ]
     if late:
         raise UsageError(
-            f"prepare: {type(optimizer.optimizer).__name__} trains parameters that came into the model after it was "
-            f"prepared (got {', '.join(late[:3])}), and ranks would not share their gradients; put modules into the "
-            "model before prepare."
+            f"prepare: {type(optimizer.optimizer).__name__} trains parameters that were added to the model after it "
+            f"was prepared (got {', '.join(late[:3])}), and their gradients are not reduced over ranks; add modules "
+            "to the model before prepare."
         )

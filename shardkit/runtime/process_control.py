@@ -1,4 +1,4 @@
-"""Which rank does what: one first, one only, each its own part."""
+"""Process control: run code on one rank first, on one rank only, or split inputs over ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +14,7 @@ from shardkit.runtime.topology import Place
 
 @contextmanager
 def first(goes_first: bool) -> Iterator[None]:
-    """Ranks with `goes_first` run the block, then the others do. Collective: every rank enters it."""
+    """Ranks with `goes_first` run the block before the others. Collective: every rank must enter it."""
     if not goes_first:
         wait_for_everyone()
     try:
@@ -25,7 +25,7 @@ def first(goes_first: bool) -> Iterator[None]:
 
 
 def only(condition: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function where the condition holds when it is called; elsewhere a call returns None."""
+    """The function, called only where the condition holds at the time of the call; else the call returns None."""
 
     @wraps(function)
     def called(*args: Any, **arguments: Any) -> Any:
@@ -35,17 +35,17 @@ def only(condition: Callable[[], bool], function: Callable[..., Any]) -> Callabl
 
 
 def decorated(function: Callable[..., Any] | None, condition: Callable[[], bool]) -> Callable[..., Any]:
-    """As `only`; without a function the decorator that makes it so."""
+    """As `only`; without a function, a decorator."""
     if function is None:
         return lambda later: only(condition, later)
     return only(condition, function)
 
 
 class ProcessControl(Place):
-    """What a rank does with the others, given who it is: for an Accelerator and for what shows its state."""
+    """Process control methods for Accelerator and state objects, from their rank numbers."""
 
     def wait_for_everyone(self) -> None:
-        """Returns when all ranks have come here. Collective."""
+        """Barrier: returns when all ranks have called it. Collective."""
         wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -80,8 +80,10 @@ class ProcessControl(Place):
 
 
 def part_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
-    """This rank's contiguous part of a list, tuple, str or tensor, or of each value of a dict; the first parts are
-    longer by one where it does not divide. With padding, short parts repeat the last item, so that all can be gathered.
+    """This rank's contiguous part of a list, tuple, str or tensor, or of each value of a dict.
+
+    Where the length does not divide evenly, the first parts are longer by one. With padding, short parts repeat the
+    last item, so that all can be gathered.
     """
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}

@@ -1,4 +1,4 @@
-"""Traces of torch's profiler, one a rank: `accelerator.profile()`."""
+"""torch.profiler traces, one per rank: `accelerator.profile()`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ log = get_logger(__name__)
 
 @contextmanager
 def traced(run: Run, handler: Any = None) -> Iterator[profile]:
-    """Torch's profiler over the block, with what `shardkit.profile` says, or `handler`, an object that says settings.
+    """torch.profiler over the block, configured by `shardkit.profile` or by `handler`, a settings object.
 
-    Each rank leaves its trace in the folder (`profile_<rank>.json`; with a schedule `profile_<rank>.<cycle>.json`), for
-    chrome://tracing or ui.perfetto.dev. With a schedule the loop calls `profiler.step()` after each step. A handler's
-    `on_trace_ready(profiler)` is called in place of that.
+    Each rank writes its trace into the folder (`profile_<rank>.json`; with a schedule `profile_<rank>.<cycle>.json`),
+    for chrome://tracing or ui.perfetto.dev. With a schedule the loop must call `profiler.step()` after each step. A
+    handler's `on_trace_ready(profiler)` replaces writing the file.
     """
     section = run.config.shardkit.profile if handler is None else _section_of(handler)
     of_user = getattr(handler, "on_trace_ready", None) or _of_handlers(run)
@@ -47,7 +47,7 @@ def _section_of(handler: Any) -> ProfileConfig:
     if not settings_objects.says_settings(handler):
         text = (
             settings_objects.foreign_text(handler)
-            or f"does not say settings (got {handler!r}); use shardkit.profile in the YAML"
+            or f"is not a settings object (got {handler!r}); use shardkit.profile in the YAML"
         )
         raise UsageError(f"profile: {text}.")
     config, _, _ = with_given(Config(), {}, [settings_objects.said_by(handler, "profile_handler")])
@@ -60,7 +60,7 @@ def _of_handlers(run: Run) -> Callable[[profile], None] | None:
 
 
 def _folder(run: Run, section: ProfileConfig, of_user: Any) -> Path | None:
-    """Where the traces go; None where the user's code takes them. UsageError where nobody says."""
+    """The folder of the traces; None where the user's code handles them. UsageError where no folder is set."""
     if of_user is not None:
         return None
     if section.folder is None and run.project.logging_dir is None:

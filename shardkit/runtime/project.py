@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints."""
+"""The project folder of a run: checkpoints and logs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,12 @@ from shardkit.runtime.settings_objects import foreign_text
 
 @dataclass
 class ProjectConfiguration:
-    """The project's folder, and whether save_state() names checkpoints in it by itself, by their step.
+    """The project folder, and whether save_state() names checkpoints in it automatically, by step.
 
-    `total_limit` keeps that many of the newest (default: shardkit.checkpoint.keep_last). `iteration` is accepted for
-    scripts that pass it: names come from the step, so that a resumed run continues them. `logging_dir` is where
-    trackers and traces are written; by default the project's folder. A checkpoint is written once, on storage that all
-    machines share: `save_on_each_node` is refused.
+    `total_limit`: how many of the newest checkpoints are kept (default: shardkit.checkpoint.keep_last). `iteration` is
+    accepted and has no effect: names come from the step, so that a resumed run continues them. `logging_dir`: folder of
+    trackers and traces; by default the project folder. `save_on_each_node` raises UsageError: a checkpoint is written
+    once, on storage that all machines share.
     """
 
     project_dir: str | None = None
@@ -35,19 +35,21 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """The project's folder, and that for logs where none is named."""
+        """Sets the project folder, and the log folder where none is set."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
 
 def project_of(project_dir: str | Path | None, given: Any) -> ProjectConfiguration:
-    """The project as Accelerator's arguments say it; a folder given on its own counts where the object has none.
+    """The project from Accelerator's arguments; `project_dir` is used where the object has no folder.
 
-    Raises ConfigError where `given` is no ProjectConfiguration."""
+    Raises ConfigError where `given` is not a ProjectConfiguration."""
     project = ProjectConfiguration() if given is None else given
     if not isinstance(project, ProjectConfiguration):
-        what = foreign_text(given) or f"is no ProjectConfiguration (got {given!r}); use shardkit.ProjectConfiguration"
+        what = (
+            foreign_text(given) or f"is not a ProjectConfiguration (got {given!r}); use shardkit.ProjectConfiguration"
+        )
         raise ConfigError(f"Accelerator(project_config=...): {what}.")
     if project.project_dir is None and project_dir is not None:
         project.set_directories(str(project_dir))

@@ -1,4 +1,5 @@
-"""What a run is made of. The verbs (prepare, save, resume, stop, measure) take it; `Accelerator` is their facade."""
+"""The state of a run. The functions of this package (prepare, save, resume, stop, measure) take it; `Accelerator` is
+their facade."""
 
 from __future__ import annotations
 
@@ -31,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loops:
-    """How the script's loops are written: what `Accelerator`'s arguments of these names say."""
+    """Conventions of the script's loops, from `Accelerator`'s arguments of the same names."""
 
     step_scheduler_with_optimizer: bool = True
     device_placement: bool = True
-    """Whether `prepare` moves models and batches to the rank's device, where the call does not say."""
+    """Whether `prepare` moves models and batches to the rank's device by default."""
 
 
 @dataclass
 class Taken:
-    """A model that was prepared, and what its parameters were before: their names, and the ids of the new ones."""
+    """A prepared model, the names of its parameters before, and the ids of its new parameters."""
 
     model: nn.Module
     names_before: rebind.ParameterNames
@@ -49,7 +50,7 @@ class Taken:
 
 @dataclass
 class Run:
-    """One run as this rank sees it. `origins` says where each setting that somebody chose comes from."""
+    """One run on this rank. `origins`: where each explicitly set setting comes from."""
 
     config: Config
     origins: Mapping[str, str]
@@ -58,27 +59,27 @@ class Run:
     project: ProjectConfiguration
     loops: Loops = field(default_factory=Loops)
     handlers: tuple[Any, ...] = ()
-    """The objects that the script gave as `kwargs_handlers`."""
+    """The script's `kwargs_handlers`."""
     started_bytes: int = 0
-    """What the process had of memory before anything was prepared."""
+    """Resident memory of the process before anything was prepared."""
     watch: BackgroundAgreement | None = None
     selected_trackers: Sequence[str | Tracker] = ()
-    """What the script gave as `log_with`."""
+    """From `log_with`."""
     trackers: Trackers = field(init=False)
     loads: int = 0
     """Checkpoints loaded so far."""
     hooks: StateHooks = field(default_factory=StateHooks)
-    """The user's code at saves and loads."""
+    """The user's save and load hooks."""
     saving: SaveSession | None = None
-    """What saving and loading keep over the run, from their first use on."""
+    """State of saving and loading, from the first save or load on."""
     counters: Counters = field(default_factory=Counters)
-    """How far the run is."""
+    """Steps, micro-batches and samples so far."""
     is_resumed: bool = False
     is_announced: bool = False
     is_triggered: bool = False
     models: list[nn.Module] = field(init=False)
     evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
-    """Models that are prepared and not trained, and the names of what their parameters were before."""
+    """Models prepared for evaluation, with the names of their parameters before."""
     optimizers: list[AcceleratedOptimizer] = field(init=False)
     schedulers: list[AcceleratedScheduler] = field(init=False)
     loaders: list[PreparedLoader] = field(init=False)
@@ -92,7 +93,7 @@ class Run:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is prepared, as at the start; the counters go on."""
+        """Drops all prepared objects; the step counters keep counting."""
         self.models, self.optimizers, self.schedulers = [], [], []
         self.evaluated = {}
         self.loaders, self.registered, self.taken = [], [], []

@@ -1,4 +1,4 @@
-"""Finds ranks that use different modules or parameters in a step: FSDP would mix their gradients."""
+"""Detects ranks that use different modules or parameters in a step: FSDP would mix their gradients."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from shardkit.errors import ModelError
 from shardkit.sharding.ddp import Replica
 from shardkit.sharding.trace import trace_of
 
-# So many steps are checked before the optimizer steps; then ranks compare in the background
+# This many steps are checked before the optimizer steps; later ones are compared in the background
 # (`distributed/background_agreement.py`).
 CHECKED_STEPS = 2
 
 
 class SameModules:
-    """The check of one run, over the list of its models (which grows)."""
+    """The check of one run, over the growing list of its models."""
 
     def __init__(self, models: Sequence[nn.Module], control: ControlGroup, is_always: bool) -> None:
         self._models, self._control = models, control
@@ -23,12 +23,13 @@ class SameModules:
         self._is_always = is_always
 
     def trace(self) -> int:
-        """What the models' units have done since the run began, as one number."""
+        """A hash of the order in which the models' units have run since the start."""
         traces = [trace.value for trace in map(trace_of, self._models) if trace is not None]
         return hash(tuple(traces)) if traces else 0
 
     def check(self) -> None:
-        """Before an optimizer steps. ModelError on all ranks. Collective in the first steps, and under `debug`."""
+        """Checks before an optimizer steps; ModelError on all ranks. Collective in the first steps, and under
+        `debug`."""
         for model in self._models:
             if isinstance(model, Replica):
                 model.before_step()
@@ -40,12 +41,12 @@ class SameModules:
 
 
 def noticed_late(different: list[int]) -> ModelError:
-    """The error of a difference that was found beside training."""
-    return ModelError(text(different, "weights are wrong since then, so go back to a checkpoint from before"))
+    """The error for a difference that was found in the background."""
+    return ModelError(text(different, "weights are wrong since then, so go back to an earlier checkpoint"))
 
 
 def text(different: list[int], consequence: str) -> str:
-    """What is wrong where these ranks have used other modules than rank 0."""
+    """The error text for ranks that have used other modules than rank 0."""
     return (
         f"model: {ranks_text(different)} used other modules or parameters than rank 0 in a step, and FSDP mixes their "
         f"gradients; {consequence}. Use the same on all ranks, or set shardkit.ddp_find_unused_parameters: true, which "

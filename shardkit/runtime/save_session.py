@@ -1,4 +1,4 @@
-"""What saving and loading keep over a run."""
+"""State that saving and loading keep over a run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from shardkit.distributed.control import ControlGroup
 
 @dataclass
 class SaveSession:
-    """Begins with the first save or load; `Run` holds it."""
+    """Created at the first save or load; held by `Run`."""
 
     control: ControlGroup
     run_id: str
@@ -21,7 +21,7 @@ class SaveSession:
     lock: Lock | None = None
     parent: str | None = None
     last: Path | None = None
-    """What this run saved last, and has loaded nothing since."""
+    """The checkpoint that this run saved last, if nothing was loaded since."""
     last_step: int | None = None
     """The newest step that this run has saved in its project."""
     unfinished: Unfinished = field(default_factory=Unfinished)

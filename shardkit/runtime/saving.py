@@ -1,4 +1,4 @@
-"""What save_state, load_state and resume do: the run's objects, its folder of checkpoints, one save at a time."""
+"""save_state, load_state and resume of a run: its objects, its checkpoint folder, one save at a time."""
 
 import atexit
 import uuid
@@ -21,6 +21,7 @@ from shardkit.config.schema import StateDictType
 from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
 from shardkit.distributed.tensors import is_dtensor
+from shardkit.distributed.tensors import whole as all_of
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import state_hooks
@@ -31,7 +32,7 @@ logger = get_logger(__name__)
 
 
 def session_of(run: Run) -> SaveSession:
-    """This run's session. Collective on first use, and where the process group is a new one."""
+    """This run's session. Collective on first use, and after the process group has changed."""
     group = dist.group.WORLD if dist.is_initialized() else None
     found = run.saving
     if found is None or found.group is not group:
@@ -43,9 +44,9 @@ def session_of(run: Run) -> SaveSession:
 
 
 def met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> SaveSession:
-    """The session, where all ranks have come to this call; the launcher sees them in the phase. Collective.
+    """The session, after all ranks have made this call; posts the phase to the launcher. Collective.
 
-    Rank 0 logs how far it has come where that takes more than two seconds.
+    Rank 0 logs the progress where it takes more than two seconds.
     """
     step = run.counters.step
     progress.post(phase, step)
@@ -57,12 +58,12 @@ def met(run: Run, call: str, phase: str, error: type[CheckpointError] = Checkpoi
 
 
 def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | None = None) -> Path:
-    """The folder with the whole training state. Collective; CheckpointSaveError on all ranks where one fails.
+    """Saves the training state; returns its folder. Collective; CheckpointSaveError on all ranks where one fails.
 
-    Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole, and
-    stays as it is until the new one is committed; where it was saved by this run and nothing changed since, to the
-    byte, it is left. With `blocking` False the state is copied aside and written beside training; where such a save
-    fails, the next call raises on every rank, unless it says `blocking` True.
+    Without `output`, the next step-named folder of the project. An existing checkpoint is replaced as a whole when the
+    new one is committed; if this run saved it and the state is unchanged to the byte, it is kept. With `blocking` False
+    the state is copied and written in the background; where such a save fails, the next call raises on every rank,
+    unless it has `blocking` True.
     """
     final = _final(run, output)
     session = met(run, "save_state", "save", CheckpointSaveError)
@@ -88,7 +89,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
 
 
 def _settle(run: Run, is_last_chance: bool) -> None:
-    """As `wait`; but where the script insists on a save now, one that failed before is only logged. Collective."""
+    """As `wait`; but before a save with `blocking` True, an earlier failed one is only logged. Collective."""
     try:
         wait(run)
     except CheckpointSaveError as error:
@@ -137,14 +138,14 @@ def _committed(session: SaveSession, request: SaveRequest) -> None:
 
 
 def wait(run: Run) -> None:
-    """Until a save in flight is committed. Collective; every rank raises CheckpointSaveError where it failed."""
+    """Waits until a save in flight is committed. Collective; every rank raises CheckpointSaveError where it failed."""
     session = session_of(run)
     if session.background is not None:
         session.background.wait(session.control)
 
 
 def close(run: Run) -> None:
-    """Finish the save in flight and leave the folder to other runs. Collective, where anything was saved or loaded."""
+    """Finishes the save in flight and releases the folder's lock. Collective, if anything was saved or loaded."""
     session = run.saving
     if session is None:
         return
@@ -157,9 +158,9 @@ def close(run: Run) -> None:
 
 
 def forget(run: Run) -> None:
-    """What is prepared is given up: nothing of it is kept here, and what is saved next is a state of its own.
+    """Drops what the session knows of the prepared objects: the next save starts a new series of states.
 
-    Not collective. A save in flight goes on; this waits until it has its copy.
+    Not collective. A save in flight continues; this waits until it has copied the state.
     """
     session = run.saving
     if session is None:
@@ -171,7 +172,7 @@ def forget(run: Run) -> None:
 
 
 def _final(run: Run, output: str | Path | None) -> Path:
-    """Where the checkpoint is to lie."""
+    """The folder of the checkpoint."""
     if output is None:
         return folder.step_folder(root_of(run), run.counters.step)
     final = paths.named(output, "save_state")
@@ -207,7 +208,7 @@ def _nothing() -> None: ...
 
 
 def _claim(session: SaveSession, root: Path) -> None:
-    """One run a folder. On rank 0; CheckpointSaveError where another run holds it."""
+    """Locks the folder for this run. On rank 0; CheckpointSaveError where another run holds the lock."""
     if session.lock is not None and session.lock.path.parent == root:
         return
     root.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ def _claim(session: SaveSession, root: Path) -> None:
 
 
 def mesh_of(run: Run) -> dict[str, Any]:
-    """The mesh as a manifest names it."""
+    """The mesh in the manifest's form."""
     mesh = run.mesh
     if mesh is None:
         return {"names": [], "shape": []}
@@ -227,12 +228,12 @@ def mesh_of(run: Run) -> dict[str, Any]:
 
 
 def state_kind(run: Run) -> Any:
-    """What this run writes now: full or sharded."""
+    """The kind of state dict to write: full or sharded."""
     return "full" if run.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT else "sharded"
 
 
 def root_of(run: Run) -> Path:
-    """The project's folder of checkpoints; UsageError where the script names none."""
+    """The project's checkpoint folder; UsageError where the script sets none."""
     project = run.project
     if project.project_dir is None or not project.automatic_checkpoint_naming:
         raise UsageError(
@@ -246,15 +247,15 @@ def _warn_of_open_window(run: Run) -> None:
     done = run.counters.micro_step
     if done and not run.accumulation.sync_gradients and run.process.rank == 0:
         logger.warning(
-            "checkpoint: saved inside a window of accumulation (micro-batch %d of %d); a resumed run does the window "
-            "again from its start: save after an optimizer step.",
+            "checkpoint: saved inside an accumulation window (micro-batch %d of %d); a resumed run repeats the "
+            "window from its start: save after an optimizer step.",
             done,
             run.accumulation.steps,
         )
 
 
 def live_of(run: Run) -> Live:
-    """The run's objects by the names that they have in a checkpoint."""
+    """The run's objects by their names in a checkpoint."""
     objects: dict[str, Any] = {"counters": run.accumulation}
     if run.accumulation.scaler is not None:
         objects["scaler"] = run.accumulation.scaler
@@ -271,9 +272,9 @@ def live_of(run: Run) -> Live:
 
 
 def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Path:
-    """The folder of the state that the run now has: `path`, and no other; or the project's newest valid checkpoint.
+    """Loads `path`, else the project's newest valid checkpoint; returns its folder.
 
-    Collective. CheckpointError on all ranks, and nothing changed, where it is damaged or does not fit.
+    Collective. CheckpointError on all ranks, with the state unchanged, where it is damaged or does not fit.
     """
     run.is_resumed = True
     if path is None:
@@ -292,7 +293,7 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
 def resume(run: Run) -> bool:
     """Whether the project's newest valid checkpoint was loaded; False where none was ever saved. Collective.
 
-    Where every one is damaged, that is a CheckpointError, and never a fresh start.
+    CheckpointError where all of them are damaged: never a fresh start then.
     """
     run.is_resumed = True
     return _load_newest(run, "resume", root_of(run)) is not None
@@ -317,7 +318,7 @@ def _begin_load(run: Run, call: str) -> SaveSession:
 
 
 def _refuse_series(path: Path, session: SaveSession) -> None:
-    """A folder of checkpoints, or the project's folder around it, is not one of them: say which there are."""
+    """CheckpointError where `path` is a folder of checkpoints, or the project folder around it."""
     is_one = session.control.rank != 0 or (path / manifest.NAME).exists()
     found = [] if is_one else folder.steps(path) or folder.steps(path / locate.SERIES)
     newest = session.control.share(str(found[0].path) if found else None)
@@ -327,7 +328,7 @@ def _refuse_series(path: Path, session: SaveSession) -> None:
 
 def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Path:
     record = loaded.checkpoint.manifest
-    session.parent, session.last = record.save_id, None  # what this run saves from here on is another line of steps
+    session.parent, session.last = record.save_id, None  # later saves of this run are a new series of steps
     for optimizer in run.optimizers:
         optimizer.optimizer.zero_grad()
     run.loads += 1
@@ -344,7 +345,7 @@ def save_model(
     max_shard_size: str | int = "5GB",
     dtype: str | torch.dtype | None = None,
 ) -> None:
-    """Write the whole model as safetensors that other programs open; of a peft model its adapters. Collective."""
+    """Writes the full model as safetensors that other programs can open; of a peft model, its adapters. Collective."""
     path = paths.named(folder, "save_model")
     session = met(run, "save_model", "save", CheckpointSaveError)
     if session.unfinished.parts:
@@ -357,11 +358,11 @@ def save_model(
 
 
 def get_state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """The model's whole state dict in host memory, on rank 0; empty elsewhere. Collective: tensor by tensor."""
+    """The model's full state dict in host memory on rank 0; empty elsewhere. Collective: gathers tensor by tensor."""
     whole: dict[str, Any] = {}
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name, tensor in state.model_tensors(model).items():
-        full = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        full = all_of(tensor) if is_dtensor(tensor) else tensor
         if rank == 0:
             whole[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
     return whole

@@ -1,7 +1,7 @@
-"""Checkpoints of one model, or of one optimizer, by themselves: for loops that keep the rest in files of their own.
+"""Checkpoints of a single model or optimizer: for loops that save the rest in their own files.
 
-They are checkpoints as any other: committed whole or not at all, verified when they are read, loadable on any number of
-ranks. Random generators, counters and the position in the data are left as they are.
+They are ordinary checkpoints: committed atomically, verified on load, loadable on any number of ranks. Random
+generators, counters and the position in the data are not touched.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,33 +21,33 @@ from shardkit.runtime.saving import mesh_of, met, state_kind
 
 
 def save_model_alone(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> Path:
-    """Writes the model's parameters and buffers, or only the parameters that train; the folder. Collective."""
+    """Saves the model's parameters and buffers, or only its trained parameters; returns the folder. Collective."""
     return _save(run, Live([_Trained(model) if only_trained else model]), folder, "save_model_alone")
 
 
 def load_model_alone(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> None:
-    """Restores what `save_model_alone` wrote, with the same `only_trained`. Collective; CheckpointError on all ranks,
-    and nothing changed, where it does not fit."""
+    """Loads what `save_model_alone` wrote, with the same `only_trained`. Collective; CheckpointError on all ranks, with
+    the model unchanged, where it does not fit."""
     _load(run, Live([_Trained(model) if only_trained else model]), folder, "load_model_alone")
 
 
 def save_optimizer_alone(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> Path:
-    """Writes the optimizer's state, by the names of the model's parameters; the folder. Collective."""
+    """Saves the optimizer's state by parameter names of the model; returns the folder. Collective."""
     live = Live([model], [_plain(optimizer)], elsewhere=frozenset({0}))
     return _save(run, live, folder, "save_optimizer_alone")
 
 
 def load_optimizer_alone(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> None:
-    """Restores what `save_optimizer_alone` wrote. Collective; as `load_model_alone`."""
+    """Loads what `save_optimizer_alone` wrote. Collective; errors as in `load_model_alone`."""
     _load(run, Live([model], [_plain(optimizer)], take=lambda _: {0}), folder, "load_optimizer_alone")
 
 
 class _Trained(nn.Module):
-    """A model of which only what trains is saved and loaded, as of one with frozen weights that lie elsewhere."""
+    """A view of a model that saves and loads only its trained parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__["of"] = model  # not as a module inside: names stay the model's
+        self.__dict__["of"] = model  # not a submodule, so that names stay the model's
 
     of: nn.Module
 
@@ -90,7 +90,7 @@ def _load(run: Run, live: Live, folder: str | Path, call: str) -> None:
 
 @contextmanager
 def _same_random_state(rank: int) -> Iterator[None]:
-    """Random generators are afterwards what they were before."""
+    """Restores the random generators afterwards."""
     found = random_state.capture(rank)
     try:
         yield

@@ -1,4 +1,5 @@
-"""The configuration that a script runs with: the launcher's, or the one it finds itself, and what its code says."""
+"""The configuration of a script: the launcher's, or the one found from the working folder, with the script's
+arguments."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,19 +20,19 @@ from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
-# What only the launcher knows, so that a configuration given in code does not undo it.
+# Set by the launcher, so that a configuration given in code does not override it.
 LAUNCHED = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "use_cpu")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration and where each value that somebody chose comes from, by its name in Python."""
+    """A configuration, and where each explicitly set value comes from, by its name in Python."""
 
     config: Config
     chosen: dict[str, str]
 
     def with_given(self, given: Sequence[Given]) -> "Settings":
-        """With what objects in the script say. Raises ConfigError where that contradicts what was chosen before."""
+        """With the values of settings objects. Raises ConfigError where they contradict values set before."""
         if not given:
             return self
         config, chosen, notes = with_given(self.config, self.chosen, given)
@@ -40,7 +41,7 @@ class Settings:
         return Settings(config, chosen)
 
     def replaced(self, name: str, value: Any, where: str) -> "Settings":
-        """With one value changed by `where`; a line says so where somebody had chosen another."""
+        """With one value changed by `where`; logs it where another value was set explicitly."""
         before = value_of(self.config, name)
         if before != value and name in self.chosen:
             log.info("%s: %s from %s replaces %s from %s.", name, value, where, before, self.chosen[name])
@@ -55,8 +56,8 @@ def settings(
     split_batches: bool | None = None,
     even_batches: bool | None = None,
 ) -> Settings:
-    """The configuration for this process: `given`, else the launcher's, else the file that is found from here; with
-    what the code says on top. Raises ConfigError with everything that is wrong."""
+    """The configuration for this process: `given`, else the launcher's, else the file found from the working folder;
+    with the arguments applied. Raises ConfigError with all problems."""
     found = _from_code(given) if given is not None else _from_outside()
     _check_arguments(mixed_precision, gradient_accumulation_steps)
     if mixed_precision is not None:
@@ -77,7 +78,7 @@ def settings(
 
 
 def _warn_of_accelerate_launch(config: Config) -> None:
-    """What Accelerate's launcher was told, and this run does not do: its variables are not read."""
+    """Warns of settings of `accelerate launch` that this run does not use: its variables are not read."""
     if env.resolved_config_path() is not None or launched().rank != 0:
         return
     precision = env.get("ACCELERATE_MIXED_PRECISION") or "no"
@@ -90,18 +91,18 @@ def _warn_of_accelerate_launch(config: Config) -> None:
     ]
     if asked:
         log.warning(
-            "settings: accelerate launch was told %s, which is not read here; start with `shardkit launch` (it takes "
-            "Accelerate's file by --config FILE), or say it in shardkit.yaml or in Accelerator(...).",
+            "settings: accelerate launch was given %s, which is not read here; start with `shardkit launch` (it "
+            "reads Accelerate's file with --config FILE), or set it in shardkit.yaml or in Accelerator(...).",
             ", ".join(asked),
         )
 
 
 def check_accumulation(steps: int) -> None:
-    """Raises ConfigError where that is no number of micro-batches."""
+    """Raises ConfigError where `steps` is not a number of micro-batches."""
     if not isinstance(steps, int) or steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps: must be a whole number from 1 on (got {steps!r}); "
-            "1 means that every micro-batch is a step."
+            f"gradient_accumulation_steps: must be an integer of at least 1 (got {steps!r}); "
+            "use 1 for one step per micro-batch."
         )
 
 
@@ -125,7 +126,7 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
 
 
 def _from_outside() -> Settings:
-    """The launcher's configuration, else the one that a run here would have."""
+    """The launcher's configuration, else the one found from the working folder."""
     path = env.resolved_config_path()
     loaded = files.resolve() if path is None else files.read(path)
     for note in loaded.notes:
@@ -136,14 +137,14 @@ def _from_outside() -> Settings:
 def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
     if isinstance(given, Config):
         chosen = _set_names(given)
-        if "num_processes" not in chosen:  # the rules between keys need the world
+        if "num_processes" not in chosen:  # checks across keys need the world size
             given = given.model_copy(update={"num_processes": launched().world_size})
         config, notes = built_in_python(given, "Accelerator(config=...)")
         for note in notes:
             log.info("%s", note)
         found = Settings(config, dict.fromkeys(chosen, "Accelerator(config=...)"))
     elif isinstance(given, Mapping):
-        # The rules between keys need the world, which is the launcher's to say where the code does not.
+        # Checks across keys need the world size, which the launcher sets where the code does not.
         whole = {"num_processes": launched().world_size, **given}
         loaded = files.read_text(json.dumps(whole, default=str), "Accelerator(config=...)")
         found = Settings(loaded.config, dict.fromkeys(_chosen(loaded), "Accelerator(config=...)"))
@@ -154,7 +155,7 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
 
 
 def _with_launch(found: Settings) -> Settings:
-    """Under the launcher: its world, unless the code names one."""
+    """Under the launcher: with its world, unless the code sets one."""
     path = env.resolved_config_path()
     if path is None:
         return found
@@ -171,13 +172,13 @@ def _chosen(loaded: files.LoadedConfig) -> dict[str, str]:
 
 
 def _origins_beside(path: Path | None) -> dict[str, str]:
-    """What the launcher says about where its values come from, in a file beside the resolved configuration."""
+    """Where the launcher's values come from, from a file next to the resolved configuration."""
     beside = path and path.with_suffix(".origins.json")
     return json.loads(beside.read_text()) if beside and beside.exists() else {}
 
 
 def _set_names(section: BaseModel, prefix: str = "") -> list[str]:
-    """Dotted names of what was set by hand in a configuration built in Python."""
+    """Dotted names of the fields that were set in a configuration built in Python."""
     names: list[str] = []
     for name in section.model_fields_set:
         value = getattr(section, name)
@@ -188,7 +189,8 @@ def _set_names(section: BaseModel, prefix: str = "") -> list[str]:
 def _check_arguments(mixed_precision: str | None, gradient_accumulation_steps: int | None) -> None:
     if mixed_precision is not None and read_precision(mixed_precision) not in get_args(MixedPrecision):
         raise ConfigError(
-            f"Accelerator(mixed_precision=...): unknown precision (got {mixed_precision!r}); use no, fp16 or bf16."
+            f"Accelerator(mixed_precision=...): unknown precision (got {mixed_precision!r}); "
+            "use no, fp16, bf16, fp8 or mxfp8."
         )
     if gradient_accumulation_steps is not None:
         check_accumulation(gradient_accumulation_steps)

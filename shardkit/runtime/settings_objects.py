@@ -1,8 +1,8 @@
-"""Objects that say settings: `Accelerator(kwargs_handlers=[...], fsdp_plugin=..., dataloader_config=...)`.
+"""Settings objects: `Accelerator(kwargs_handlers=[...], fsdp_plugin=..., dataloader_config=...)`.
 
-An object says what it sets by a method `shardkit_settings() -> dict`, of dotted names as in the YAML ("fsdp_config.
-fsdp_offload_params", "shardkit.ddp.comm_hook") and values as there. It names only what somebody has chosen: what is
-named must not contradict shardkit.yaml, `--set` or another object. This module knows no class of such objects.
+A settings object has a method `shardkit_settings() -> dict` of dotted names and values as in the YAML, such as
+"fsdp_config.fsdp_offload_params" or "shardkit.ddp.comm_hook". It returns only values that the user set: they must not
+contradict shardkit.yaml, `--set` or another object. This module knows no class of such objects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 from shardkit.config.code import Given
 from shardkit.errors import ConfigError
 
-# Accelerator's arguments that take such an object, and what says the same without one.
+# Accelerator's arguments that take a settings object, and the block of the YAML with the same settings.
 ARGUMENTS = {
     "fsdp_plugin": "fsdp_config",
     "dataloader_config": "shardkit.data",
@@ -22,7 +22,8 @@ ARGUMENTS = {
 
 
 def read(arguments: Mapping[str, Any], handlers: Sequence[Any]) -> list[Given]:
-    """What the arguments of Accelerator that are such objects say. Raises ConfigError with everything that is none."""
+    """The settings of Accelerator's settings objects. Raises ConfigError with all arguments that are not settings
+    objects."""
     named = [(name, value, ARGUMENTS[name]) for name, value in arguments.items()]
     named += [("kwargs_handlers", value, "shardkit") for value in handlers]
     found = [one for one in named if one[1] is not None]
@@ -32,24 +33,24 @@ def read(arguments: Mapping[str, Any], handlers: Sequence[Any]) -> list[Given]:
 
 
 def says_settings(value: Any) -> bool:
-    """Whether the object has the method."""
+    """Whether it is a settings object."""
     return callable(getattr(value, "shardkit_settings", None)) and not isinstance(value, type)
 
 
 def said_by(value: Any, argument: str) -> Given:
-    """What one object says, under the name that errors and the table at the start call it by."""
+    """The settings of one object, with its name in errors and in the table at the start."""
     where = f"Accelerator({argument}={type(value).__name__})"
     said = value.shardkit_settings()
     if not isinstance(said, Mapping) or not all(isinstance(name, str) for name in said):
         raise ConfigError(
-            f"{where}: shardkit_settings() must give a dict of settings by name (got {type(said).__name__}); "
+            f"{where}: shardkit_settings() must return a dict of settings by name (got {type(said).__name__}); "
             'return one such as {"shardkit.compile": True}.'
         )
     return Given(where, said)
 
 
 def foreign_text(value: Any) -> str | None:
-    """What to say where an object is of the package accelerate itself; None of any other."""
+    """The error text for an object of the package accelerate; None for any other."""
     kind = value if isinstance(value, type) else type(value)
     if kind.__module__.partition(".")[0] != "accelerate":
         return None
@@ -65,6 +66,6 @@ def _problem(name: str, value: Any, block: str) -> str:
         return f"{where}: {text}, or write its settings into shardkit.yaml under {block}."
     what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
     return (
-        f"{where}: does not say settings (got {what}); write them into shardkit.yaml under {block}, or give an "
-        "object with a method shardkit_settings() -> {name: value}."
+        f"{where}: is not a settings object (got {what}); write the settings into shardkit.yaml under {block}, or "
+        "give an object with a method shardkit_settings() -> {name: value}."
     )

@@ -1,4 +1,4 @@
-"""How fast a run is, for its trackers (`shardkit.log_speed`): between two calls of `accelerator.log`, on rank 0."""
+"""Speed of a run for its trackers (`shardkit.log_speed`): between two calls of `accelerator.log`, on rank 0."""
 
 import time
 
@@ -10,13 +10,13 @@ from shardkit.runtime import measure
 from shardkit.runtime.run import Run
 
 GIB = 2**30
-# A forward and a backward take 6 operations for each parameter and token: 2 and 4. PaLM (arXiv:2204.02311), appendix B,
+# Forward and backward take 6 operations per parameter and token: 2 and 4. PaLM (arXiv:2204.02311), appendix B,
 # without its term for attention.
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 
 class Speed:
-    """The clock of one run. It starts with the first optimizer step, so that start-up and compiling do not count."""
+    """The clock of one run. It starts at the first optimizer step, so that start-up and compilation do not count."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -26,8 +26,8 @@ class Speed:
         run.accumulation.on_step = self._note_step
 
     def values(self) -> dict[str, float]:
-        """Means since the last call: seconds a step, samples and tokens a second over all ranks, MFU where the device's
-        peak is known; and the most memory that this rank has taken so far. Empty before the second step."""
+        """Means since the last call: seconds per step, samples and tokens per second over all ranks, MFU where the
+        device's peak is known; and this rank's peak memory so far. Empty before the second step."""
         if self._at is None:
             return {}
         now = self._now()
@@ -53,7 +53,8 @@ class Speed:
             self._at = self._now()
 
     def _note_batch(self) -> None:
-        """Tokens of the batch that is out: its largest two-dimensional tensor of whole numbers, on each rank alike."""
+        """Counts the tokens of the current batch: elements of its largest two-dimensional integer tensor, times the
+        ranks."""
         loader = active_loader(self._run.loaders)
         tensors = loader.batch_tensors() if loader is not None else []
         sizes = [tensor.numel() for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()]
@@ -64,7 +65,7 @@ class Speed:
         return time.perf_counter(), counters.step, counters.samples_seen, self._tokens
 
     def _peak_flops(self) -> float | None:
-        """Peak operations a second of all ranks in the dtype of compute; None where the device is not known."""
+        """Peak operations per second of all ranks in the compute dtype; None where the device is unknown."""
         device = self._run.device
         if device.type == "cpu":
             return None

@@ -1,4 +1,4 @@
-"""What `accelerator.state` shows: the topology, and the FSDP settings with the one that may change during a run."""
+"""`accelerator.state`: the topology, and the FSDP settings, of which the state dict type may change during a run."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shardkit.runtime.topology import Topology
 
 
 class FsdpPlugin:
-    """The settings under `fsdp_config`, read as attributes; `set_state_dict_type` changes what saving writes."""
+    """The settings under `fsdp_config` as attributes; `set_state_dict_type` changes what save_state writes."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -25,16 +25,16 @@ class FsdpPlugin:
 
     @property
     def fsdp_version(self) -> int:
-        """Always 2: what runs, whatever the file was written for."""
+        """Always 2: the version that runs, regardless of the file."""
         return 2
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether parameters and gradients live in host memory."""
+        """Whether parameters and gradients are kept in host memory."""
         return self._section.offload_params
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType) -> None:
-        """From now on save_state writes this kind: SHARDED_STATE_DICT or FULL_STATE_DICT. Loading reads either."""
+        """Sets what save_state writes from now on: SHARDED_STATE_DICT or FULL_STATE_DICT. Loading reads both."""
         try:
             kind = StateDictType(read_name(state_dict_type))
         except ValueError:

@@ -1,13 +1,14 @@
-"""The user's code at saves and loads: `register_save_state_pre_hook` and `register_load_state_pre_hook`.
+"""The user's save and load hooks: `register_save_state_pre_hook` and `register_load_state_pre_hook`.
 
-A save hook, `hook(models, weights, output_dir)`, runs on every rank before the state is taken. `models` are the
-prepared models, without the wrappers of DDP and torch.compile; `weights` has a mapping of names to tensors for each of
-them, sharing memory, sharded under FSDP. What it writes into `output_dir` becomes part of the checkpoint: committed
-with it, or not at all. A model whose weights it removes (`weights.pop()`) it has saved itself: the checkpoint has no
-copy of its own; rank 0's list counts.
+A save hook, `hook(models, weights, output_dir)`, runs on every rank before the state is captured. `models` are the
+prepared models without the wrappers of DDP and torch.compile; `weights` has a mapping of names to tensors for each of
+them (sharing memory, sharded under FSDP). Files written into `output_dir` are committed with the checkpoint, or not at
+all. If the hook removes a model's weights (`weights.pop()`), it has saved that model itself, and the checkpoint
+contains no copy; rank 0's list counts.
 
-A load hook, `hook(models, input_dir)`, runs on every rank when the whole checkpoint has been verified, before anything
-of it is loaded. A model that it removes (`models.pop()`) it has loaded itself; all ranks must remove the same.
+A load hook, `hook(models, input_dir)`, runs on every rank after the whole checkpoint has been verified and before
+anything is loaded. If it removes a model (`models.pop()`), it has loaded that model itself; all ranks must remove the
+same ones.
 """
 
 from pathlib import Path
@@ -26,7 +27,7 @@ from shardkit.runtime.hooks import StateHooks
 def save(
     hooks: StateHooks, models: list[Any], request: SaveRequest, control: ControlGroup
 ) -> tuple[Staging, frozenset[int]]:
-    """Run the save hooks: the folder that they have written into, and the numbers of the models that they have saved.
+    """Runs the save hooks; returns the folder they wrote into and the numbers of the models that they saved.
 
     Collective; CheckpointSaveError on all ranks where a hook fails on one.
     """
@@ -55,7 +56,7 @@ def save(
 
 
 def _run_at_save(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]:
-    """Numbers of the models whose weights hooks have removed."""
+    """Runs the hooks; returns the numbers of the models whose weights they removed."""
     put.wait_until_seen(folder)
     given = [state.model_tensors(model) for model in models]
     names = [list(one) for one in given]
@@ -66,13 +67,13 @@ def _run_at_save(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]
     if not left <= {id(one) for one in given} or [list(one) for one in given] != names:
         raise UsageError(
             "a save hook changed what `weights` holds; it may remove whole models from the list (weights.pop()), and "
-            "nothing else: save what you want to have otherwise into output_dir, and remove the model"
+            "nothing else: to save a model differently, write it into output_dir and remove its entry"
         )
     return {number for number, one in enumerate(given) if id(one) not in left}
 
 
 def load(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]:
-    """Run the load hooks on this rank: the numbers of the models that they have loaded."""
+    """Runs the load hooks on this rank; returns the numbers of the models that they loaded."""
     models = [unwrapped(model) for model in models]
     left = list(models)
     for hook in list(hooks.at_load.values()):

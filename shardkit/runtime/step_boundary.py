@@ -1,7 +1,7 @@
-"""What happens between two optimizer steps and at the ends of a run: stopping when told to, resuming, leaving.
+"""Work between two optimizer steps and at the start and end of a run: stopping on a signal, resuming, shutting down.
 
-A boundary is where the loop comes back to its loader after a step: scheduler and zero_grad of that step are done, and
-the loader's position is that of the step, so a state saved here continues exactly.
+A step boundary is the point where the loop requests its next batch after a step: scheduler and zero_grad of that step
+are done, and the loader's position matches the step, so that a state saved here resumes exactly.
 """
 
 import gc
@@ -22,8 +22,8 @@ log = get_logger(__name__)
 
 
 def watch(run: Run) -> None:
-    """From now on every boundary of the run looks whether the run was told to stop, where it was launched, and
-    whether ranks have used different modules."""
+    """Makes every step boundary check for a stop signal (of a launched run), and for ranks that used different
+    modules."""
     if env.resolved_config_path() is not None:
         preemption.install()
     if run.watch is None:
@@ -32,7 +32,7 @@ def watch(run: Run) -> None:
 
 
 def pass_boundary(run: Run) -> None:
-    """Returns where no rank was told to stop; else saves and raises Preempted, on all ranks at the same boundary."""
+    """Returns where no rank got a stop signal; else saves and raises Preempted, on all ranks at the same boundary."""
     _warn_unless_resumed(run)
     assert run.watch is not None
     if not run.watch.pass_boundary(run.same_modules.trace()):
@@ -41,17 +41,19 @@ def pass_boundary(run: Run) -> None:
 
     step = run.counters.step
     folder = saving.save_state(run, blocking=True) if names_checkpoints(run) else None
-    saving.close(run)  # the folder is free before this run is gone: its successor may start at once
+    saving.close(run)  # releases the lock before this run ends: the next run may start at once
     if folder is not None:
-        raise Preempted(f"launch: told to stop after step {step}; saved in {folder}, --resume auto goes on from it.")
+        raise Preempted(
+            f"launch: stopped by a signal after step {step}; saved in {folder}, --resume auto continues from it."
+        )
     raise Preempted(
-        f"launch: told to stop after step {step}; nothing was saved, because the script names no project folder: "
+        f"launch: stopped by a signal after step {step}; nothing was saved, because the script sets no project folder: "
         "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
     )
 
 
 def _warn_unless_resumed(run: Run) -> None:
-    """Once: a launch that was to resume, of a script that does not, trains from the start."""
+    """Warns once where the launch has --resume, but the script never calls resume()."""
     wanted = run.config.shardkit.checkpoint.resume
     if wanted != "never" and not run.is_resumed:
         run.is_resumed = True
@@ -64,12 +66,12 @@ def _warn_unless_resumed(run: Run) -> None:
 
 
 def names_checkpoints(run: Run) -> bool:
-    """Whether save_state() knows by itself where to."""
+    """Whether save_state() needs no folder argument."""
     return bool(run.project.project_dir) and run.project.automatic_checkpoint_naming
 
 
 def resume(run: Run) -> bool:
-    """Restores what the configuration names, and whether it did. Collective."""
+    """Restores the checkpoint that the configuration selects; returns whether it did. Collective."""
     wanted = run.config.shardkit.checkpoint.resume
     if wanted == "never":
         return False
@@ -90,23 +92,24 @@ def resume(run: Run) -> bool:
 
 
 def end(run: Run) -> None:
-    """Waits for a save in flight and for all ranks, then leaves the process group that this run started. Collective."""
+    """Waits for a save in flight and for all ranks, then destroys the process group that this run started.
+    Collective."""
     from shardkit.runtime import saving
 
     run.trackers.finish()
     session = run.saving
-    saving.close(run)  # a save in flight counts
+    saving.close(run)  # counts a save in flight
     saved = session.last_step if session is not None else None
     if saved is not None and saved < run.counters.step and run.process.is_main:
         log.warning(
-            "checkpoint: the run ends at step %d, and the newest it has saved is step %d; call save_state() after the "
-            "loop to keep the last steps too.",
+            "checkpoint: the run ends at step %d, but its newest checkpoint is of step %d; call save_state() after "
+            "the loop to save the last steps.",
             run.counters.step,
             saved,
         )
     wait_for_everyone()
     if run.watch is not None:
-        run.watch.close()  # not before: a rank that is behind may wait at a boundary for all to answer
+        run.watch.close()  # not earlier: a slower rank may still wait at a boundary for all answers
     if measure.is_asked_for():
         measure.report(run, run.started_bytes)
     progress.leave("done", run.counters.step)
@@ -115,6 +118,6 @@ def end(run: Run) -> None:
 
 
 def collect_garbage() -> None:
-    """Gives back memory that nothing refers to, on the device too."""
+    """Frees unreferenced memory, also on the device."""
     gc.collect()
     accelerators.empty_cache()

@@ -1,4 +1,4 @@
-"""One table of what runs, printed by rank 0 before the first step: it is what is there, not what was asked for."""
+"""The table that rank 0 prints before the first step. It shows the actual objects, not the requested settings."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit.config import xla as xla_settings
 from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
+from shardkit.distributed import xla
 from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
 from shardkit.runtime.run import Run
@@ -29,13 +31,13 @@ def text(run: Run) -> str:
     rows = [("world", _world(run.process, config)), ("strategy", _strategy(config, run.mesh))]
     for model in run.models:
         rows += _model_rows(model)
-    rows += [("precision", _precision(config, run.models)), ("batch", _batch(config, loaders))]
+    rows += [("precision", _precision(config, run.models)), ("batch", _batch(run.process, config, loaders))]
     rows += [("settings", line) for line in _settings(config, run.origins)]
     return "\n".join(["what runs", *_aligned(rows)])
 
 
 def _aligned(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Labels in a column, each said once."""
+    """Labels in a column, each printed once."""
     before = ""
     for label, value in rows:
         yield f"  {'' if label == before else label:<10} {value}"
@@ -45,6 +47,8 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 def _world(process: Process, config: Config) -> str:
     machines = process.world_size // process.local_world_size
     ranks = _plural(process.world_size, "rank")
+    if config.mode == "xla":
+        return f"{ranks}, {_plural(xla.devices().count, 'device')} ({xla.name_of_hardware()})"
     where = "" if machines <= 1 else f" on {machines} machines"
     backend = "" if process.backend == "none" else f", {process.backend}"
     return f"{ranks}{where}, {process.device.type}{backend}"
@@ -55,8 +59,9 @@ def _strategy(config: Config, mesh: DeviceMesh | None) -> str:
         return "one process, plain torch"
     if config.mode == "ddp":
         return "DDP: a whole model on every rank"
-    if mesh is None:
-        return config.mode
+    if config.mode == "xla":
+        return _on_xla(config)
+    assert mesh is not None
     axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     extras = [
         *(["offload to host memory"] if config.fsdp.offload_params and mesh.device_type != "cpu" else []),
@@ -64,6 +69,22 @@ def _strategy(config: Config, mesh: DeviceMesh | None) -> str:
         *(["compiled"] if config.shardkit.compile else []),
     ]
     return ", ".join([f"{config.fsdp.sharding_strategy.value}, mesh {axes}", *extras])
+
+
+def _on_xla(config: Config) -> str:
+    here = xla.devices()
+    recomputes = ["activation checkpointing"] if xla_settings.recomputes(config) else []
+    if not xla_settings.shards(config):
+        return ", ".join([f"XLA: a whole model on each of {_plural(here.count, 'device')}", *recomputes])
+    return ", ".join([f"XLA {config.fsdp.sharding_strategy.value}, devices {_mesh_of(here)}", *recomputes])
+
+
+def _is_spread(parameters: Sequence[torch.Tensor]) -> bool:
+    return any(xla.is_xla(parameter) and xla.is_spread(parameter) for parameter in parameters)
+
+
+def _mesh_of(here: xla.Devices) -> str:
+    return f"replicate {here.replicate} x shard {here.shard}" if here.replicate > 1 else f"shard {here.shard}"
 
 
 def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
@@ -74,7 +95,8 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     here = sum(local_part(parameter).numel() for parameter in parameters)
     frozen_text = f", {frozen / total:.1%} frozen" if frozen else ""
-    rows = [("model", f"{class_name(inner)}: {count(total)} parameters{frozen_text}; {count(here)} on this rank")]
+    where = f"over {_mesh_of(xla.devices())}" if _is_spread(parameters) else f"{count(here)} on this rank"
+    rows = [("model", f"{class_name(inner)}: {count(total)} parameters{frozen_text}; {where}")]
     if is_fsdp(model):
         rows.append(("units", ", ".join(unit_texts(model))))
     tied = tied_groups(inner)
@@ -113,7 +135,7 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
 
 def class_name(module: Any) -> str:
-    """The class as the user knows it: FSDP2 puts a class of its own in front."""
+    """The user's class name: FSDP2 replaces the class by a subclass."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if is_fsdp(module) else name
 
@@ -133,12 +155,12 @@ def _precision(config: Config, models: Sequence[nn.Module]) -> str:
     return f"parameters {kept}, compute {compute}{exchanged}, outputs {output}"
 
 
-def _batch(config: Config, loaders: Sequence[PreparedLoader]) -> str:
+def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) -> str:
     steps = config.shardkit.gradient_accumulation_steps
     if not loaders:
         return f"{_plural(steps, 'micro-batch', 'micro-batches')} a step; no data loader prepared yet"
     size = loaders[0].total_batch_size
-    ranks = config.num_processes
+    ranks = process.world_size
     each = f"{size // ranks} x {_plural(ranks, 'rank')}" if size % ranks == 0 else f"{size} over {ranks} ranks"
     return f"{each} x {_plural(steps, 'micro-batch', 'micro-batches')} = {size * steps} samples a step"
 

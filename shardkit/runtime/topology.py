@@ -1,4 +1,4 @@
-"""Who this rank is among the ranks: what `Accelerator` and `accelerator.state` both show."""
+"""Rank, world size and device: the properties that `Accelerator` and `accelerator.state` share."""
 
 import torch
 
@@ -7,7 +7,7 @@ from shardkit.runtime.run import Run
 
 
 class Place:
-    """What follows from the numbers of a rank, which a subclass holds, or looks up."""
+    """Properties derived from a rank's numbers, which a subclass provides."""
 
     num_processes: int
     process_index: int
@@ -35,7 +35,7 @@ class Place:
 
 
 class Topology(Place):
-    """The run's ranks, as this one sees them."""
+    """The topology of a run."""
 
     _run: Run
 
@@ -70,7 +70,7 @@ class Topology(Place):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
         return self._run.device
 
     @property
@@ -90,5 +90,5 @@ class Topology(Place):
 
     @property
     def parallelism_config(self) -> None:
-        """None: how ranks are arranged is `torch_device_mesh`, and said by fsdp_sharding_strategy and shardkit.mesh."""
+        """None: see `torch_device_mesh`; the mesh is set by fsdp_sharding_strategy and shardkit.mesh."""
         return

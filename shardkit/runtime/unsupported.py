@@ -1,4 +1,4 @@
-"""What scripts written for Accelerate may ask for and do not get here, each with what to do instead."""
+"""Arguments and attributes of Accelerate that shardkit does not support, each with what to do instead."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -11,20 +11,20 @@ ARGUMENTS = {
     "deepspeed_plugins": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
     "megatron_lm_plugin": "shardkit does not run Megatron-LM",
     "dispatch_batches": "every rank reads its own part of the data",
-    "use_seedable_sampler": "the order of the data always is a function of (seed, epoch)",
+    "use_seedable_sampler": "the order of the data is always a function of (seed, epoch)",
     "dynamo_backend": "set shardkit.compile: true in shardkit.yaml",
     "torch_tp_plugin": "shardkit does not split tensors inside a layer",
 }
 
 ATTRIBUTES = {
-    "lomo_backward": "LOMO is not supported; shard with FSDP, which divides the gradients' memory by the ranks",
+    "lomo_backward": "LOMO is not supported; use FSDP, which shards the gradients over ranks",
     "deepspeed_ulysses_dl_adapter": "sequence parallelism is not supported; train without it",
     "save_iteration": "checkpoints are named by their step: accelerator.counters.step",
 }
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Raises UsageError with every argument of Accelerator that it does not take; one at its empty default passes."""
+    """Raises UsageError with every unsupported argument of Accelerator; an empty default is accepted."""
     found = [(name, value) for name, value in arguments.items() if (value and value != "no") or name not in ARGUMENTS]
     problems = [_argument_text(name, value) for name, value in found]
     if problems:
@@ -33,7 +33,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
 
 def _argument_text(name: str, value: Any) -> str:
     if name in ARGUMENTS:
-        return f"Accelerator({name}=...): not taken (got {value!r}); {ARGUMENTS[name]}."
+        return f"Accelerator({name}=...): not supported (got {value!r}); {ARGUMENTS[name]}."
     own = ["mixed_precision", "gradient_accumulation_steps", "cpu", "project_dir", "project_config", "config"]
     own += ["step_scheduler_with_optimizer", "split_batches", "even_batches"]
     near = get_close_matches(name, [*own, *settings_objects.ARGUMENTS, "kwargs_handlers", "log_with"], 1)
@@ -42,14 +42,14 @@ def _argument_text(name: str, value: Any) -> str:
 
 
 def attribute_text(name: str) -> str:
-    """What an AttributeError of the Accelerator says."""
+    """The text of the Accelerator's AttributeError."""
     if name in ATTRIBUTES:
         return f"Accelerator.{name} is not part of shardkit; {ATTRIBUTES[name]}."
     return f"'Accelerator' object has no attribute {name!r}"
 
 
 def refuse_dispatch(slice_fn_for_dispatch: Any) -> None:
-    """Raises UsageError where one rank is to read for all."""
+    """Raises UsageError where one rank would read for all."""
     if slice_fn_for_dispatch is not None:
         raise UsageError(
             f"prepare_data_loader(slice_fn_for_dispatch=...): {ARGUMENTS['dispatch_batches']} (got a function); "
@@ -58,7 +58,7 @@ def refuse_dispatch(slice_fn_for_dispatch: Any) -> None:
 
 
 def refuse_pickle(safe_serialization: bool) -> None:
-    """Raises UsageError where a script asks for torch.save's format."""
+    """Raises UsageError where a script requests torch.save's format."""
     if not safe_serialization:
         raise UsageError(
             "save: shardkit writes safetensors and JSON only (got safe_serialization=False); "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -23,16 +23,23 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def checkpoint_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], recompute: Literal["blocks", "operators"] = "blocks", every: int = 1
 ) -> None:
-    """Change every n-th of the blocks in place, counted in the order of the model's modules. Their names stay: only
-    `forward` is replaced, no module is put around them.
+    """Let every n-th of the blocks compute again in backward; see `change_blocks`.
 
     With `operators`, what attention and every other product of matrices gave is kept, and the rest is computed again:
     half of the products, for about half of the memory that whole blocks save.
     """
+    change_blocks(model, blocks, partial(_checkpoint, keeps_products=recompute == "operators"), every)
+
+
+def change_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], change: Callable[[nn.Module], None], every: int = 1
+) -> None:
+    """Change every n-th of the blocks in place, counted in the order of the model's modules. Their names stay: only
+    `forward` is replaced, no module is put around them."""
     chosen = {id(block) for block in blocks}
     ordered = [module for module in model.modules() if id(module) in chosen]
     for block in ordered[::every]:
-        _checkpoint(block, keeps_products=recompute == "operators")
+        change(block)
     _forget_cache(model)
 
 

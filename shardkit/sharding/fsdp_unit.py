@@ -408,6 +408,14 @@ def parameters_of(model: nn.Module) -> Iterator[FSDPParam]:
         yield from group.fsdp_params
 
 
+def gather_by(parameter: FSDPParam, around: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """From now on the parameter is gathered as the tensor that `around` puts around this rank's part says, by torch's
+    `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
+    sharded: Any = parameter.sharded_param
+    sharded._local_tensor = around(sharded._local_tensor)
+    parameter._init_extensions()
+
+
 def is_gathered_once(parameter: FSDPParam) -> bool:
     """Whether its gathered form exists; the memory behind it may be freed."""
     return hasattr(parameter, "_unsharded_param")

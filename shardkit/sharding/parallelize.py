@@ -1,4 +1,4 @@
-"""A model made parallel: DDP or FSDP2 as the config says, with what belongs before and after in the right order."""
+"""A model made parallel: DDP, FSDP2 or PyTorch/XLA as the config says, with what belongs before and after in order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.config.meaning import dtypes
+from shardkit.config import xla as xla_settings
+from shardkit.config.meaning import dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.distributed import control
 from shardkit.distributed.tensors import is_fsdp
-from shardkit.errors import ModelError
+from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
-from shardkit.sharding import precision
+from shardkit.sharding import float8, precision
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from shardkit.distributed.process import Process
 
 log = get_logger(__name__)
+
+_HOST = torch.device("cpu")
+OLDEST = (2, 11)
+"""The oldest torch with all of FSDP2 that `fsdp.py` relies on; `make test-oldest` runs the tests on it."""
 
 
 def parallelize(
@@ -61,23 +66,42 @@ def distribute(
     units, blocks = plan(model, config)
     if config.fsdp.sync_module_states and process.world_size > 1:
         same_everywhere(model)
-        fill_from_rank0(model, process.device)
+        fill_from_rank0(model, _HOST if config.mode == "xla" else process.device)
+    if config.mode == "xla":
+        from shardkit.sharding import xla
+
+        _fill(model, units, config, weights, _HOST, _HOST)
+        xla.shard(model, units, blocks, config)
+        return
     if config.fsdp.activation_checkpointing:
         checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
     if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
         compile_blocks(blocks)
     if mesh is None:
-        _fill(model, units, config, process, weights, process.device)
+        _fill(model, units, config, weights, process.device, process.device)
         if moves:
             model.to(process.device)
         return
+    refuse_old(torch.__version__)
     from shardkit.sharding.fsdp import Carried, finish, shard
 
     home = _home(config, process)
     carried = Carried.of(units)
     shard(model, units, config, mesh, offloads=home != process.device)
-    _fill(model, units, config, process, weights, home)
+    _fill(model, units, config, weights, process.device, home)
     finish(model, units, carried, config, blocks if config.shardkit.compile else [])
+    if eight_bits(config) == "fp8" and home == process.device:
+        float8.gather_in_fp8(model)
+
+
+def refuse_old(version: str) -> None:
+    """MachineError where this version of torch has not all of FSDP2; PyTorch/XLA, DDP and one process need less."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < OLDEST:
+        raise MachineError(
+            f"FSDP: needs torch {OLDEST[0]}.{OLDEST[1]} or newer (got {version}, which is enough for TPUs alone); "
+            "install a newer torch, or use strategy NO_SHARD."
+        )
 
 
 def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
@@ -104,8 +128,11 @@ def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
         log.info("mixed precision: %d trainable 16-bit parameters are kept in fp32.", len(changed))
     units, blocks = None, []
     try:
-        units = units_of(model, config.fsdp, dtypes(config).param) if config.mode == "fsdp" else one_unit(model)
-        if config.fsdp.activation_checkpointing or config.shardkit.compile:
+        if (kind := eight_bits(config)) is not None:
+            float8.convert(blocks_of(model, config.fsdp), kind)
+        is_cut = config.mode == "fsdp" or xla_settings.shards(config)
+        units = units_of(model, config.fsdp, dtypes(config).param) if is_cut else one_unit(model)
+        if config.fsdp.activation_checkpointing or config.shardkit.compile or xla_settings.recomputes(config):
             blocks = blocks_of(model, config.fsdp)
     except ModelError as error:
         problems = [str(error)]
@@ -152,17 +179,17 @@ def _fill(
     model: nn.Module,
     units: Units,
     config: Config,
-    process: Process,
     weights: Path | None,
+    device: torch.device,
     parameter_device: torch.device,
 ) -> None:
-    """Values for what is still empty, or all that a given file has."""
+    """Values for what is still empty, or all that a given file has; worked out on `device`."""
     if weights is None and not empty_states(model):
         return
     seed = config.shardkit.seed
     if seed is None:
         seed = control.start().share(torch.initial_seed() % 2**63)
-    fill(model, units.units, process.device, parameter_device, weights, seed)
+    fill(model, units.units, device, parameter_device, weights, seed)
 
 
 def _home(config: Config, process: Process) -> torch.device:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardkit.config.meaning import WIDE, dtypes
+from shardkit.config.meaning import WIDE, dtypes, eight_bits
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, control
+from shardkit.errors import MachineError
 from shardkit.log import get_logger
 from shardkit.model.cut import trained_dtype
+from shardkit.sharding import float8
 from shardkit.sharding.units import Units
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,8 +54,11 @@ def of(config: Config) -> Precision:
 def supported(config: Config, device: torch.device) -> Config:
     """The config with a dtype that the device computes in: bf16 where no rank lacks it, else fp32 with a warning.
 
-    Collective: every rank must call it, so that all compute in the same dtype.
+    Collective: every rank must call it, so that all compute in the same dtype. Raises MachineError, on all ranks, where
+    any of them cannot compute in fp8 or mxfp8 as asked: nothing else is taken for those.
     """
+    if (kind := eight_bits(config)) is not None:
+        control.start().agree(float8.problem(kind, device), error=MachineError)
     if of(config).param is not torch.bfloat16:
         return config
     reasons = control.start().union(

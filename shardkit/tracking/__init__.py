@@ -1,1 +1,1 @@
-"""Where a run's numbers go: files of its own, and the trackers that are installed."""
+"""Experiment tracking: built-in files, and trackers of installed packages."""

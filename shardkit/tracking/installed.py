@@ -1,5 +1,5 @@
-"""Trackers of other packages, where these are installed. Each begins when it is first used, so that a run which loads a
-checkpoint after `init_trackers` goes on in the tracker's own record of it."""
+"""Trackers of other packages. Each starts at its first use, so that a run which loads a checkpoint after
+`init_trackers` continues the tracker's previous run."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from shardkit.tracking.tracker import Tracker, plain
 
 
 class _Begun(Tracker):
-    """A tracker whose own object is made on first use."""
+    """A tracker whose native object is created on first use."""
 
     def __init__(self, project: str, folder: Path | None, is_resumed: Callable[[], bool], **arguments: Any) -> None:
         self._project, self._folder, self._is_resumed, self._arguments = project, folder, is_resumed, arguments
@@ -32,7 +32,7 @@ class _Begun(Tracker):
 
     def finish(self) -> None:
         if self._own is None and self._config is not None:
-            _ = self.tracker  # a run that logged nothing leaves its configuration
+            _ = self.tracker  # a run that logged nothing still stores its configuration
         if self._own is not None:
             self._end()
         self._own = None
@@ -47,7 +47,7 @@ class _Begun(Tracker):
         raise NotImplementedError
 
     def _former(self) -> str | None:
-        """What `_note` has noted of the run that this one continues; None where it starts anew."""
+        """The id that `_note` stored for the run that this one continues; None for a new run."""
         path = self._notes()
         if path is None or not path.exists() or not self._is_resumed():
             return None
@@ -64,7 +64,7 @@ class _Begun(Tracker):
 
 
 class TensorBoard(_Begun):
-    """Event files in the run's folder; what comes again after a checkpoint was loaded is purged."""
+    """Event files in the run's folder; after a checkpoint is loaded, steps that will be repeated are purged."""
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -111,7 +111,7 @@ class TensorBoard(_Begun):
 
 
 class WeightsAndBiases(_Begun):
-    """A run of Weights & Biases; a resumed run goes on in the same one."""
+    """A Weights & Biases run; a resumed run continues it."""
 
     name = "wandb"
 
@@ -165,7 +165,7 @@ class WeightsAndBiases(_Begun):
 
 
 class Trackio(_Begun):
-    """A run of Trackio; a resumed run goes on in the same one."""
+    """A Trackio run; a resumed run continues it."""
 
     name = "trackio"
 
@@ -187,7 +187,7 @@ class Trackio(_Begun):
         self._note(run.name)
         return run
 
-    def _store(self, values: dict[str, Any]) -> None: ...  # given at the start
+    def _store(self, values: dict[str, Any]) -> None: ...  # passed to init
 
     def _end(self) -> None:
         import trackio
@@ -196,7 +196,7 @@ class Trackio(_Begun):
 
 
 class Mlflow(_Begun):
-    """A run of MLflow, in the experiment of the project's name; a resumed run goes on in the same one."""
+    """An MLflow run in the experiment named by the project; a resumed run continues it."""
 
     name = "mlflow"
 
@@ -223,7 +223,7 @@ class Mlflow(_Begun):
     def _store(self, values: dict[str, Any]) -> None:
         import mlflow
 
-        # MLflow takes 100 parameters a call, of 6,000 characters each (mlflow.utils.validation).
+        # MLflow accepts 100 parameters per call, of 6,000 characters each (mlflow.utils.validation).
         texts = {name: str(value)[:6000] for name, value in values.items()}
         items = list(texts.items())
         if self._former() is None or not self._own.data.params:
@@ -237,7 +237,7 @@ class Mlflow(_Begun):
 
 
 def _set_aside(folder: Path) -> None:
-    """An older run's event files go into a folder of their own, which TensorBoard shows as a run of its own."""
+    """Moves an older run's event files into a subfolder, which TensorBoard shows as a separate run."""
     files = sorted(folder.glob("events.out.tfevents.*")) if folder.exists() else []
     if not files:
         return

@@ -1,4 +1,4 @@
-"""Numbers in files of the run's own: JSON lines and CSV. Each record reaches the system before `log` returns."""
+"""Built-in metric files: JSON lines and CSV. Each record is written to the system before `log` returns."""
 
 import csv
 import io
@@ -15,10 +15,10 @@ Record = dict[str, Any]
 
 
 class _File(Tracker):
-    """A file of records, `name` and a suffix in the run's folder.
+    """A file of records in the run's folder: `metrics.<suffix>`.
 
-    A run that starts anew finds an older run's file: it gets a number, and nothing is lost. One that goes on from a
-    checkpoint drops what comes again, and appends.
+    A new run renames an older run's file with a number. A resumed run drops the records that will be repeated, and
+    appends.
     """
 
     requires_logging_directory = True
@@ -36,7 +36,7 @@ class _File(Tracker):
         return self.path
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Into `config.json` beside, with the first record: until then nobody knows whether a run goes on here."""
+        """Written to `config.json` with the first record: until then it is unknown whether the run is resumed."""
         self._config = values
 
     def finish(self) -> None:
@@ -70,7 +70,7 @@ class _File(Tracker):
             os.close(descriptor)
 
     def records(self) -> list[Record]:
-        """What the file holds; a last line that a kill has cut short is left out."""
+        """The file's records, without an incomplete last line."""
         raise NotImplementedError
 
     def _text(self, records: list[Record]) -> str:
@@ -78,7 +78,7 @@ class _File(Tracker):
 
 
 class JsonLines(_File):
-    """One JSON object a line: `step`, and the values by name."""
+    """One JSON object per line: `step`, and the values by name."""
 
     name, suffix = "jsonl", "jsonl"
 
@@ -100,7 +100,7 @@ class JsonLines(_File):
 
 
 class Csv(_File):
-    """A table with a column a name; a new name adds a column, and the file is written anew."""
+    """A table with one column per name; a new name adds a column, and the file is rewritten."""
 
     name, suffix = "csv", "csv"
 
@@ -149,7 +149,7 @@ def _comes_again(record: Record, step: int, names: frozenset[str]) -> bool:
 
 
 def _json(value: Any) -> Any:
-    """As JSON has it: what is no number there (NaN, Infinity) as text."""
+    """The value for JSON: NaN and Infinity as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

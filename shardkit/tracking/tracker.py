@@ -1,4 +1,4 @@
-"""What a tracker is: the base class that scripts inherit from, and what stands in for one on other ranks."""
+"""The base class of trackers, and the placeholder on other ranks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,40 +7,41 @@ from shardkit.errors import UsageError
 
 
 class Tracker:
-    """Takes a run's numbers somewhere. Give an object of a class of your own as `Accelerator(log_with=MyTracker())`.
+    """Base class of trackers. Pass an object of your own subclass as `Accelerator(log_with=MyTracker())`.
 
-    Called on rank 0 alone, unless `main_process_only` is False: then on every rank.
+    Called on rank 0 only, or on every rank if `main_process_only` is False.
     """
 
     name = "tracker"
-    """What `get_tracker` knows it by."""
+    """The name for `get_tracker`."""
     requires_logging_directory = False
     main_process_only = True
 
     @property
     def tracker(self) -> Any:
-        """What `get_tracker(name, unwrap=True)` gives: the tracker's own object."""
+        """The native object that `get_tracker(name, unwrap=True)` returns."""
         return self
 
     def start(self) -> None:
         """Called once, by `init_trackers`."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """What the run was given: `init_trackers(config=values)`."""
+        """Stores the values of `init_trackers(config=values)`."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
-        """Numbers and texts by name. `arguments` are `log_kwargs[name]` of `Accelerator.log`."""
+        """Logs numbers and texts by name. `arguments` are `log_kwargs[name]` of `Accelerator.log`."""
         raise UsageError(f"log: {type(self).__name__} has no method log(values, step, **arguments); write one.")
 
     def rewind(self, step: int, names: frozenset[str]) -> None:
-        """A checkpoint was loaded: what was logged after `step` is logged again, and at `step` what has these names."""
+        """Called after a checkpoint was loaded: values after `step`, and those of these names at `step`, are logged
+        again."""
 
     def finish(self) -> None:
-        """Called once, by `end_training`: everything is stored when this returns."""
+        """Called once, by `end_training`. Everything must be stored when it returns."""
 
 
 class NoTracker(Tracker):
-    """Stands for a tracker on the other ranks: whatever is called or asked for does nothing, and gives this again."""
+    """Placeholder for a tracker on other ranks: every call and attribute does nothing and returns this object."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,19 +83,20 @@ class NoTracker(Tracker):
 
 
 def refuse_others(values: Any) -> None:
-    """Raises UsageError where values are not numbers and texts by name. Looks at types only: the same on all ranks."""
+    """Raises UsageError where values are not numbers and texts by name. Checks types only, so it is the same on all
+    ranks."""
     if not isinstance(values, Mapping):
         raise UsageError(f'log: not values by name (got {type(values).__name__}); write {{"loss": loss}}.')
     problems = [f"{name!r}: {text}" for name, value in values.items() if (text := _problem(name, value))]
     if problems:
         raise UsageError(
-            f"log: {'; '.join(problems[:3])}; log its mean, or give it to a tracker that takes it: "
+            f"log: {'; '.join(problems[:3])}; log its mean, or pass it to a tracker that supports it: "
             'accelerator.get_tracker("wandb").log(...).'
         )
 
 
 def plain(value: Any) -> float | int | str | bool | None:
-    """A number or text as Python has it. Reads a device tensor, so it waits for the device."""
+    """A Python number or text. Reading a device tensor synchronizes the device."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return value.item()

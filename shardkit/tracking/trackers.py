@@ -1,4 +1,4 @@
-"""The trackers of a run: which there are, and what is logged into all of them."""
+"""The trackers of a run: selection, start, and logging to all of them."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from shardkit.tracking.tracker import NoTracker, Tracker, refuse_others
 
 log = get_logger(__name__)
 
-# By name: the class, and the packages that it needs, of which one must be there.
+# By name: the class, and the packages of which one must be installed.
 KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "jsonl": (JsonLines, ()),
     "csv": (Csv, ()),
@@ -29,8 +29,8 @@ UNSUPPORTED = ("aim", "comet_ml", "clearml", "dvclive", "swanlab")
 
 
 def chosen(log_with: Any) -> list[str | Tracker]:
-    """What `log_with` names: names, members of an enumeration of names, trackers, or a list of these; "all" are those
-    that are installed. Raises UsageError with everything that is none."""
+    """The trackers that `log_with` selects: names, enum members, Tracker objects, or a list of these; "all": all
+    installed ones. Raises UsageError with everything that is invalid."""
     given = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     names = [_name(one) for one in given]
     if "all" in names:
@@ -42,7 +42,7 @@ def chosen(log_with: Any) -> list[str | Tracker]:
 
 
 def missing(selected: Sequence[str | Tracker]) -> str | None:
-    """What to say where a chosen tracker is not installed here; only rank 0 needs it."""
+    """The error text for selected trackers that are not installed; only rank 0 needs them."""
     problems = [
         f"{WHERE}: {name} is not installed; pip install {KNOWN[name][1][0]}, or leave it out."
         for name in selected
@@ -52,15 +52,15 @@ def missing(selected: Sequence[str | Tracker]) -> str | None:
 
 
 class Trackers:
-    """From `init_trackers` to `end_training`. `is_main`: whether this is rank 0. `loads()`: how many checkpoints the
-    run has loaded so far."""
+    """The trackers from `init_trackers` to `end_training`. `is_main`: whether this is rank 0. `loads()`: the number of
+    checkpoints loaded so far."""
 
     def __init__(self, selected: Sequence[str | Tracker], is_main: bool, loads: Callable[[], int]) -> None:
         self._selected, self._is_main, self._loads = selected, is_main, loads
         self._loads_seen = 0
         self._has_announced = False
         self.active: list[Tracker] = []
-        """On this rank, in the order of `log_with`; those of files of the run's own come last."""
+        """The trackers on this rank, in the order of `log_with`; the default jsonl file comes last."""
         self._by_name: dict[str, Tracker] = {}
 
     def start(
@@ -70,7 +70,7 @@ class Trackers:
         config: Mapping[str, Any] | None = None,
         arguments: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin to track. `folder` is that for logs; `arguments` are what each tracker, by name, is made with."""
+        """Starts the trackers. `folder`: the log folder; `arguments`: constructor arguments by tracker name."""
         if self.active:
             self.finish()
         name = re.sub(r"[^\w.-]+", "_", project)
@@ -79,7 +79,7 @@ class Trackers:
         if "jsonl" not in wanted:
             wanted += ["jsonl"] if place is not None else []
             if place is None:
-                log.info("trackers: no file of metrics: no folder is named; give Accelerator(project_dir=...).")
+                log.info("trackers: no metrics file, because no folder is set; use Accelerator(project_dir=...).")
         self._refuse(wanted, place, arguments or {})
         self.active = [self._made(one, project, place, (arguments or {})) for one in wanted]
         self._by_name = {tracker.name: tracker for tracker in self.active}
@@ -89,7 +89,7 @@ class Trackers:
                 tracker.store_init_configuration(dict(config))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of a name, or its own object; on other ranks something that takes every call and does nothing."""
+        """The tracker of that name, or its native object; on other ranks a placeholder that does nothing."""
         found = self._by_name.get(name)
         if found is None:
             there = ", ".join(self._by_name) or "none: call init_trackers first"
@@ -103,20 +103,20 @@ class Trackers:
         arguments: Mapping[str, Mapping[str, Any]] | None = None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
-        """The values into all trackers, with what was `measured` beside. Raises UsageError, on every rank alike, where
-        one is not a number or text."""
+        """Logs the values, and the `measured` ones, to all trackers. Raises UsageError on every rank where a value is
+        neither number nor text."""
         refuse_others(values)
         if not self.active:
             if not self._has_announced:
                 self._has_announced = True
-                log.info("trackers: log() before init_trackers(): nothing is kept.")
+                log.info("trackers: log() before init_trackers(): nothing is recorded.")
             return
         self._note_loads(step, frozenset(values))
         for tracker in self.active:
             tracker.log({**values, **(measured or {})}, step=step, **(arguments or {}).get(tracker.name, {}))
 
     def finish(self) -> None:
-        """Everything is stored. A second call does nothing."""
+        """Finishes all trackers. A second call does nothing."""
         done, self.active = self.active, []
         for tracker in done:
             tracker.finish()
@@ -171,7 +171,7 @@ class Trackers:
 
 
 def _name(given: Any) -> str | Tracker:
-    """Names in small letters; members of other enumerations by their value."""
+    """The name in lower case; enum members by their value."""
     if isinstance(given, Tracker):
         return given
     if isinstance(given, type):
@@ -181,14 +181,14 @@ def _name(given: Any) -> str | Tracker:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the packages of a known tracker are there."""
+    """Whether the packages of a known tracker are installed."""
     packages = KNOWN[name][1]
     return not packages or any(find_spec(package) is not None for package in packages)
 
 
 def _problem(name: str) -> str | None:
     if name in UNSUPPORTED:
-        return f"{WHERE}: {name} is not supported; derive a class from shardkit.Tracker, and give an object."
+        return f"{WHERE}: {name} is not supported; subclass shardkit.Tracker, and pass an object."
     if name not in KNOWN:
         near = get_close_matches(name, KNOWN, 1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(KNOWN)}, all, or a shardkit.Tracker."

@@ -1,4 +1,4 @@
-"""Answers -> Config, and back: a file that is edited comes with all its answers given."""
+"""Answers -> Config, and back, so that an edited file starts with its answers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +17,8 @@ _SETTINGS = {key.name for key in all_keys().values()}
 
 
 def settle(situation: Situation, given: Mapping[str, Any], until: str | None = None) -> Situation:
-    """The situation with the answer of every question that applies: the given one where it is possible, else the
-    default. Stops before the question `until`, so that it can be asked."""
+    """The situation with the answer of every question that applies: the given one if it is possible, else the default.
+    Stops before the question `until`."""
     for question in QUESTIONS:
         if question.key == until:
             break
@@ -29,14 +29,14 @@ def settle(situation: Situation, given: Mapping[str, Any], until: str | None = N
 
 
 def answer_of(question: Question, situation: Situation, given: Mapping[str, Any]) -> Any:
-    """The given answer of a question that applies, if it is still possible; otherwise its default."""
+    """The given answer of a question that applies, if it is still possible; else its default."""
     if question.key in given and is_possible(question, situation, given[question.key]):
         return given[question.key]
     return question.default(situation).value
 
 
 def is_possible(question: Question, situation: Situation, value: Any) -> bool:
-    """Whether an answer could be given to the question as things are."""
+    """Whether the answer is possible in this situation."""
     if question.kind == "choose":
         return any(option.value == value and not option.disabled for option in question.options(situation))
     try:
@@ -47,7 +47,7 @@ def is_possible(question: Question, situation: Situation, value: Any) -> bool:
 
 
 def typed(question: Question, value: Any) -> str:
-    """What a person types to give that answer."""
+    """The text to type for that answer."""
     if value is None or value == []:
         return "none"
     separator = "; " if question.key == "commands" else ", "
@@ -55,7 +55,7 @@ def typed(question: Question, value: Any) -> str:
 
 
 def to_config(situation: Situation) -> Config:
-    """The configuration that the settled answers stand for. What no question is about stays as in `situation.base`."""
+    """The configuration for the settled answers. Settings without a question are kept from `situation.base`."""
     data = situation.base.model_dump()
     for question in QUESTIONS:
         if question.key in _SETTINGS:
@@ -74,7 +74,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _put_place(data: dict[str, Any], s: Situation) -> None:
-    """Who trains, on how many processes, found under which address."""
+    """Sets device, number of machines and processes, and address."""
     data["num_machines"], data["num_processes"] = s.machines, s.world_size
     data["distributed_type"] = kind = _distributed_type(s)
     if kind is not DistributedType.MULTI_CPU:
@@ -93,7 +93,7 @@ def _put_address(data: dict[str, Any], s: Situation) -> None:
 
 
 def _distributed_type(s: Situation) -> DistributedType:
-    """FSDP says all five strategies; a file that says it in another way goes on saying it so."""
+    """FSDP covers all five strategies; an equivalent type of an edited file is kept."""
     if s.on_tpu:
         return DistributedType.XLA
     if s.world_size == 1:
@@ -106,7 +106,7 @@ def _distributed_type(s: Situation) -> DistributedType:
 
 
 def _drop_what_contradicts(data: dict[str, Any], s: Situation) -> None:
-    """Settings of an edited file that the new answers leave without a meaning."""
+    """Resets settings of an edited file that have no meaning with the new answers."""
     data["fsdp"]["reshard_after_forward"] = None
     if s.has_base and data["distributed_type"] is s.base.distributed_type and not s.shards:
         _keep_unused(data["fsdp"], s)
@@ -124,7 +124,7 @@ def _drop_what_contradicts(data: dict[str, Any], s: Situation) -> None:
 
 
 def _keep_unused(fsdp: dict[str, Any], s: Situation) -> None:
-    """What an edited file says about FSDP stays there, although it has no effect now as before."""
+    """Keeps FSDP settings of an edited file that have no effect."""
     if s.strategy is not None and s.base.mode == "fsdp":
         return
     for key, value in s.base.fsdp.model_dump().items():
@@ -133,7 +133,7 @@ def _keep_unused(fsdp: dict[str, Any], s: Situation) -> None:
 
 
 def from_config(config: Config, situation: Situation) -> dict[str, Any]:
-    """The answers that give `config`."""
+    """The answers that result in `config`."""
     given: dict[str, Any] = {}
     for question in QUESTIONS:
         if question.key in _SETTINGS:
@@ -151,7 +151,7 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
 
 
 def _details(situation: Situation, given: Mapping[str, Any]) -> dict[str, str]:
-    """Whether a file says any of FSDP's details in another way than suggested."""
+    """The answer about FSDP's details: "each" if a file differs from the suggestion."""
     own = [question for question in QUESTIONS if question.asked is conditions.each_detail and question.key in given]
     here = settle(situation, {key: value for key, value in given.items() if key not in {q.key for q in own}})
     same = all(given[q.key] == here.answers[q.key] for q in own if q.key in here.answers)

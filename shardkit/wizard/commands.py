@@ -1,4 +1,4 @@
-"""The commands that the wizard prints at its end: each works as it stands there, in the folder where it was saved."""
+"""The commands that the wizard prints at the end. Each can be pasted as printed, in the folder of the file."""
 
 import shlex
 from pathlib import Path
@@ -8,7 +8,7 @@ from shardkit.config.schema import Config
 from shardkit.wizard.situation import SLURM, Situation
 
 SCRIPT = "SCRIPT.py"
-"""Stands for the training script where there is none yet."""
+"""Placeholder for the training script where there is none yet."""
 PLACEHOLDERS = {
     SCRIPT: "your training script",
     "HOST": "the address of machine 0",
@@ -16,23 +16,23 @@ PLACEHOLDERS = {
     "MODULE:FUNCTION": "a function that returns your model",
 }
 MOST_LINES = 4
-"""Up to so many machines, the command of each is printed."""
+"""Up to this many machines, a command is printed for each."""
 
 
 def lines(s: Situation, path: Path, model: str | None) -> list[str]:
-    """What to type next, a line each with what it is for before it."""
+    """The next commands, one per line, each with a label."""
     return [*(f"{label}: {command}" for label, command in _launches(s, path)), f"Plan it: {_plan(s, path, model)}"]
 
 
 def meanings(lines: list[str]) -> str:
-    """What the words in capitals stand for; "" where there are none."""
+    """An explanation of the placeholders; "" where there are none."""
     text = "\n".join(lines)
     found = [f"{word.strip()} is {meaning}" for word, meaning in PLACEHOLDERS.items() if word in text]
     return f"Here, {' and '.join(found)}." if found else ""
 
 
 def _launches(s: Situation, path: Path) -> list[tuple[str, str]]:
-    """How the file is used: on one machine, on each of several, under SLURM."""
+    """The launch commands: on one machine, on each of several, under SLURM."""
     script = shlex.quote(training_script(s.folder))
 
     def launch(*flags: str) -> str:
@@ -50,20 +50,20 @@ def _launches(s: Situation, path: Path) -> list[tuple[str, str]]:
 
 
 def _plan(s: Situation, path: Path, model: str | None) -> str:
-    """How the plan of the same run is shown; without a model in the file, one has to be named."""
+    """The plan command of the same run; without a model in the file it has a placeholder for one."""
     flags = ["" if model else " --model MODULE:FUNCTION", f" --device {s.planned_device}" if s.planned_device else ""]
     return f"shardkit plan{config_flag(path)}{''.join(flags)}"
 
 
 def config_line(config: Config, model: str | None, path: Path | None, is_user: bool) -> str:
-    """The line that writes the same file again, where nobody is asked."""
+    """The command that writes the same file without questions."""
     command = f"{command_for(config, path)} --force"
     command += f" --model {shlex.quote(model)}" if model else ""
     return command + (" --user" if is_user else "")
 
 
 def training_script(folder: Path) -> str:
-    """train.py, or the only other script in the folder that runs on shardkit or Accelerate; else a word for it."""
+    """train.py, or the only other script in the folder that imports shardkit or Accelerate; else a placeholder."""
     if (folder / "train.py").is_file():
         return "train.py"
     found = [path.name for path in sorted(folder.glob("*.py")) if _is_training_script(path)]

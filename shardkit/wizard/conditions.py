@@ -1,4 +1,4 @@
-"""When a question has a meaning, and which answers are possible, as things are."""
+"""When a question applies, and which answers are possible."""
 
 from shardkit.config.schema import ShardingStrategy
 from shardkit.wizard.situation import ELSEWHERE, SEVERAL, SLURM, Situation
@@ -10,27 +10,27 @@ def several(s: Situation) -> bool:
 
 
 def counts_machines(s: Situation) -> bool:
-    """Where the number of machines is not known to be one."""
+    """There may be more than one machine."""
     return s.where in {SEVERAL, SLURM} or (s.on_tpu and s.base.num_machines > 1)
 
 
 def machines_are_asked(s: Situation) -> bool:
-    """Not within a SLURM job, which says how many there are."""
+    """Not within a SLURM job, which sets the number of machines."""
     return not (s.where == SLURM and s.is_in_slurm_job)
 
 
 def chooses_device(s: Situation) -> bool:
-    """Where it is open whether GPUs or CPUs train."""
+    """Whether GPUs or CPUs train is open."""
     return s.where in {ELSEWHERE, SEVERAL, SLURM}
 
 
 def no_gpu_here(s: Situation) -> bool:
-    """No GPU on this machine, from which those of the others could be known."""
+    """No GPU on this machine to infer those of the others from."""
     return not s.gpus
 
 
 def gpu_is_unknown(s: Situation) -> bool:
-    """GPUs of another machine: their kind is not found here."""
+    """The GPUs are on another machine and cannot be detected."""
     return not s.on_cpu and (s.where == ELSEWHERE or (s.where in {SEVERAL, SLURM} and not s.gpus))
 
 
@@ -60,7 +60,7 @@ def by_size(s: Situation) -> bool:
 
 
 def wraps(s: Situation) -> bool:
-    """Whether the model is cut into units: by FSDP, and by PyTorch/XLA's."""
+    """Whether the model is divided into units, by FSDP or PyTorch/XLA's FSDP."""
     return s.shards or tpu_fsdp(s)
 
 
@@ -95,12 +95,12 @@ def tpu_fsdp(s: Situation) -> bool:
 
 
 def never(s: Situation) -> bool:
-    """Under "Advanced" only."""
+    """Only under "Advanced"."""
     return False
 
 
 def why_not(s: Situation, strategy: ShardingStrategy) -> str:
-    """Why a strategy cannot be chosen; "" where it can. What an edited file says can stay."""
+    """Why a strategy cannot be chosen; "" where it can. The strategy of an edited file is always possible."""
     if s.has_base and s.base.fsdp.sharding_strategy is strategy and s.base.num_machines == s.machines:
         return ""
     if not strategy.is_hybrid or s.base.shardkit.mesh.replicate_size > 1 or s.base.shardkit.mesh.shard_size > 1:
@@ -111,7 +111,13 @@ def why_not(s: Situation, strategy: ShardingStrategy) -> str:
 
 
 def gpu_without_bf16(s: Situation) -> str | None:
-    """A GPU that will be used and cannot compute in bf16."""
+    """The name of a GPU that will be used and does not support bf16; None if there is none."""
     if s.on_tpu or s.where == ELSEWHERE:
         return None
     return next((device.name for device in s.hardware.devices if not device.has_bf16), None)
+
+
+def has_eight_bits(s: Situation, dtype: str) -> bool:
+    """Whether all GPUs that will be used multiply in fp8 or mxfp8."""
+    devices = s.hardware.devices
+    return not s.on_cpu and bool(devices) and all(device.multiplies_in(dtype) for device in devices)

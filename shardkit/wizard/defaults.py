@@ -1,4 +1,4 @@
-"""What Enter takes, and why: one function for each default that depends on the situation."""
+"""Defaults and their reasons: one function for each default that depends on the situation."""
 
 from socket import gethostname
 
@@ -18,7 +18,7 @@ def where(s: Situation) -> Default:
 def machines(s: Situation) -> Default:
     if s.where == SLURM and s.hardware.scheduler and s.is_in_slurm_job:
         return Default(s.hardware.scheduler.machines, "the number of machines of this job")
-    return Default(2, "an example; give the number of your machines")
+    return Default(2, "an example; enter the number of your machines")
 
 
 def address(s: Situation) -> Default:
@@ -26,7 +26,7 @@ def address(s: Situation) -> Default:
         return Default(s.hardware.scheduler.main_address, "the first machine of this job")
     if s.where == SLURM:
         return Default(None, "the launch reads it from the SLURM job")
-    return Default(gethostname(), "this machine, which then has to be machine 0")
+    return Default(gethostname(), "this machine, which must then be machine 0")
 
 
 def use_cpu(s: Situation) -> Default:
@@ -41,7 +41,7 @@ def processes_per_machine(s: Situation) -> Default:
     if s.on_cpu:
         return Default(min(2, s.hardware.cores), "enough to test distributed training")
     if s.gpus and s.where != ELSEWHERE:
-        return Default(s.gpus, "one for each GPU found here")
+        return Default(s.gpus, "one per GPU found here")
     return Default(8, "most GPU servers have 8")
 
 
@@ -65,14 +65,14 @@ def offload(s: Situation) -> Default:
 def wrapping(s: Situation) -> Default:
     if s.model is not None and not numbers.suggested_classes(s.model):
         return Default("SIZE_BASED_WRAP", "no class is repeated in the model")
-    return Default("TRANSFORMER_BASED_WRAP", "one unit for each block is the usual choice")
+    return Default("TRANSFORMER_BASED_WRAP", "one unit per block is the usual choice")
 
 
 def classes(s: Situation) -> Default:
     if s.model is None:
         return Default([], "the repeated block classes are found in the model when training starts")
     if not s.has_class_names:
-        return Default([], "this source of the model has no class names; they are found when training starts")
+        return Default([], "this model source has no class names; they are found when training starts")
     found = numbers.suggested_classes(s.model)
     return Default(found, "the block classes that the model repeats" if found else "no class is repeated in the model")
 

@@ -1,4 +1,4 @@
-"""Answers that were not saved yet: kept when the wizard is stopped, offered when it starts again."""
+"""Unsaved answers: stored when the wizard is stopped, offered when it starts again."""
 
 import contextlib
 import json
@@ -27,13 +27,13 @@ class Draft:
 
 
 def path() -> Path:
-    """Where the draft lies."""
+    """The path of the draft."""
     base = env.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "shardkit" / "draft.json"
 
 
 def keep(target: Path, given: dict[str, Any]) -> None:
-    """Store the answers; where that is not possible, nothing happens: a draft is a convenience."""
+    """Stores the answers; errors are ignored, since a draft is a convenience."""
     data = {"target": str(target.resolve()), "given": given, "time_s": time.time()}
     with contextlib.suppress(OSError):
         path().parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def keep(target: Path, given: dict[str, Any]) -> None:
 
 
 def find(target: Path) -> Draft | None:
-    """The draft for that file, None where there is none or it cannot be read."""
+    """The draft for that file; None if there is none or it cannot be read."""
     try:
         data = json.loads(path().read_text())
         draft = Draft(str(data["target"]), dict(data["given"]), float(data["time_s"]))
@@ -53,6 +53,6 @@ def find(target: Path) -> Draft | None:
 
 
 def discard() -> None:
-    """Forget the draft."""
+    """Deletes the draft."""
     with contextlib.suppress(OSError):
         path().unlink(missing_ok=True)

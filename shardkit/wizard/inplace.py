@@ -1,4 +1,4 @@
-"""The prompter for a terminal: questionary's lists and lines, with back, help, first-letter keys and wrapped text."""
+"""The prompter for a terminal: questionary prompts with back, help, first-letter keys and wrapped text."""
 
 import shutil
 import textwrap
@@ -18,15 +18,15 @@ from shardkit.wizard.prompter import NO_HELP, Back, Option, Prompt, fit, label_w
 
 STYLE = questionary.Style([("highlighted", "bold"), ("disabled", "italic"), ("problem", "fg:ansired")])
 LOW = 14
-"""Terminals with fewer rows than this get the title and the list only; the rest is on `?`."""
+"""Terminals with fewer rows than this show only the title and the list; the rest is shown by `?`."""
 NARROWEST = 24
-"""A column of text narrower than this goes under the labels instead of beside them."""
+"""A column of text narrower than this is placed below the labels instead of next to them."""
 KEYS = "arrows, numbers or letters, Enter; Esc back; ? help"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """How far a question is answered: what is selected, and what is marked."""
+    """The state of a question: the selected option, and the marked ones."""
 
     pointed: Any = None
     marked: Sequence[Any] = ()
@@ -40,7 +40,7 @@ class _Help(Exception):
 
 
 class QuestionaryPrompter:
-    """Asks in place: arrows, numbers and first letters move, Enter takes, Esc or Ctrl-B goes back, `?` explains."""
+    """Asks in place: arrows, numbers and first letters move, Enter accepts, Esc or Ctrl-B goes back, `?` shows help."""
 
     def __init__(self, input: Input | None = None, output: Output | None = None) -> None:
         self.streams: dict[str, Any] = {} if input is None else {"input": input}
@@ -119,7 +119,8 @@ class QuestionaryPrompter:
     def _choices(
         self, options: Sequence[Option], prompt: Prompt, numbered: bool, checked: Sequence[Any] = ()
     ) -> list[questionary.Choice]:
-        """The options as wide as the terminal: text beside the labels, wrapped, or of the selected one only, below."""
+        """The options, fitted to the terminal: text next to the labels, wrapped, or only the selected option's text,
+        below."""
         lines = [_line(option, options, number, numbered) for number, option in enumerate(options, start=1)]
         room = self.width - 7
         descriptions: list[str | None] = [None] * len(options)
@@ -172,11 +173,11 @@ class QuestionaryPrompter:
                 raise KeyboardInterrupt from None
 
     def _explain(self, prompt: Prompt) -> None:
-        """The help in place of the question, page by page; any key goes on."""
+        """Shows the help in place of the question, page by page."""
         lines = [part for line in _help_lines(prompt) for part in wrap(line, self.width - 3)]
         page = max(3, _rows() - 3)
         for start in range(0, len(lines), page):
-            text = "\n ".join([*lines[start : start + page], "(any key goes on)"])
+            text = "\n ".join([*lines[start : start + page], "(press any key)"])
             shown = questionary.press_any_key_to_continue(text, erase_when_done=True, **self.streams)
             shown.application.ttimeoutlen = 0.1
             shown.unsafe_ask()
@@ -193,7 +194,7 @@ def _line(option: Option, options: Sequence[Option], number: int, numbered: bool
 
 
 def _wrapped(option: Option, options: Sequence[Option], line: str, room: int) -> str:
-    """The line in as many as it needs, its text in a column of its own."""
+    """The line, wrapped, with its text in a separate column."""
     column = label_width(options) + 2
     if option.disabled or not option.consequence:
         return "\n".join(textwrap.wrap(line, room, subsequent_indent=" " * 8))
@@ -210,7 +211,7 @@ def _help_lines(prompt: Prompt) -> list[str]:
 
 
 def _prepare(question: questionary.Question, options: Sequence[Option]) -> None:
-    """Add back, help and first-letter keys to a question. Esc must not wait a second for a key that follows."""
+    """Adds back, help and first-letter keys to a question. Esc must not wait for a following key."""
     application = question.application
     application.ttimeoutlen = 0.1
     application.timeoutlen = 0.1
@@ -244,7 +245,7 @@ def _prepare(question: questionary.Question, options: Sequence[Option]) -> None:
 
 
 def _bind_first_letters(bindings: KeyBindings, control: InquirerControl, options: Sequence[Option]) -> None:
-    """`y` moves to yes, `b` to bf16, ...: to the next option that begins with the letter, round and round."""
+    """`y` moves to yes, `b` to bf16, ...: to the next option that begins with the letter, cyclically."""
     places: dict[str, list[int]] = {}
     for index, option in enumerate(options):
         letter = option.label[:1].lower()

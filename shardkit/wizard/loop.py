@@ -1,4 +1,4 @@
-"""The one loop that asks: forward, back, and straight to one question from the review."""
+"""The loop that asks: forward, back, and a single question from the review."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from shardkit.wizard.situation import Situation
 
 @dataclass
 class Conversation:
-    """What lives as long as the wizard: what is known, what was answered, and the model."""
+    """The state of the wizard: what is known, the answers, and the model."""
 
     prompter: Prompter
     start: Situation
@@ -25,18 +25,18 @@ class Conversation:
     given: dict[str, Any] = field(default_factory=dict)
     model_is_asked: bool = True
     model_problem: str = ""
-    """Why the model that was named at the start could not be read."""
+    """Why the model given at the start could not be read."""
     on_answer: Callable[[Mapping[str, Any]], None] = lambda given: None
-    """Called with all answers after each; keeps the draft."""
+    """Called with all answers after each one; stores the draft."""
 
     def situation(self, until: str | None = None) -> Situation:
-        """What is known now, with every answer settled; up to the question `until` where one is named."""
+        """The current situation with settled answers, up to the question `until` if given."""
         return settle(self.start, self.given, until)
 
 
 def ask_all(session: Conversation, skip_given: bool = False) -> None:
-    """Ask every question on the way to the review; of a resumed session only those after the answered ones.
-    Back at the first one asks it again."""
+    """Asks every question before the review; in a resumed session only those after the answered ones. Back at the first
+    one repeats it."""
     trail: list[Question] = []
     question = _next(session, None)
     while skip_given and question is not None and question.key in session.given:
@@ -52,8 +52,8 @@ def ask_all(session: Conversation, skip_given: bool = False) -> None:
 
 
 def ask_one(session: Conversation, key: str) -> None:
-    """Ask one question again, then those that only now are asked or lost their answer. Answers that were the default
-    become the new default. Back changes nothing."""
+    """Asks one question again, then those that apply only now or whose answer became impossible. Answers that were the
+    default take the new default. Back changes nothing."""
     before, model = dict(session.given), session.start.model
     former = session.situation().answers
     known, usual = _asked(session), _at_default(session) - {key}
@@ -74,7 +74,8 @@ def ask_one(session: Conversation, key: str) -> None:
 
 
 def read_model(session: Conversation) -> str:
-    """Know the model that is given, or none; in words. Raises ModelError, and forgets it, where it cannot be read."""
+    """Reads the given model, if any; returns its description. Raises ModelError, and drops it, where it cannot be
+    read."""
     spec = session.given.get("model")
     try:
         found = None if spec is None else _read(session, spec)
@@ -95,7 +96,7 @@ def _read(session: Conversation, spec: str) -> ModelDescription:
 
 
 def _next(session: Conversation, after: Question | None) -> Question | None:
-    """The next screen after a question."""
+    """The next question to ask."""
     rest = QUESTIONS if after is None else QUESTIONS[QUESTIONS.index(after) + 1 :]
     for question in rest:
         situation = session.situation(until=question.key)
@@ -106,7 +107,7 @@ def _next(session: Conversation, after: Question | None) -> Question | None:
 
 
 def _asked(session: Conversation) -> dict[str, Any]:
-    """The answers of the questions that are screens on the way."""
+    """The answers of the questions asked before the review."""
     settled = session.situation().answers
     return {
         question.key: settled[question.key]
@@ -116,7 +117,7 @@ def _asked(session: Conversation) -> dict[str, Any]:
 
 
 def _at_default(session: Conversation) -> set[str]:
-    """The questions whose given answer is what Enter takes."""
+    """The questions whose given answer is the default."""
     return {
         question.key
         for question in QUESTIONS
@@ -126,7 +127,7 @@ def _at_default(session: Conversation) -> set[str]:
 
 
 def _follow(session: Conversation, usual: set[str]) -> None:
-    """Give these questions the default that they have now."""
+    """Sets these questions to their current default."""
     for question in QUESTIONS:
         situation = session.situation(until=question.key)
         if question.key in usual and question.applies(situation):
@@ -144,7 +145,7 @@ def _say_what_followed(session: Conversation, former: Mapping[str, Any], usual: 
 
 
 def _changed(session: Conversation, known: Mapping[str, Any]) -> Question | None:
-    """The first screen that had no answer before, or whose given answer is not possible any more."""
+    """The first question that was not asked before, or whose given answer is no longer possible."""
     settled = session.situation().answers
     for question in QUESTIONS:
         if question.key in settled and question.asked(session.situation(until=question.key)):
@@ -155,8 +156,7 @@ def _changed(session: Conversation, known: Mapping[str, Any]) -> Question | None
 
 
 def ask(session: Conversation, question: Question) -> None:
-    """Put one question, check the answer, keep it. A model that cannot be read is asked for again, at once.
-    Raises Back."""
+    """Asks one question, checks and stores the answer. A model that cannot be read is asked for again. Raises Back."""
     situation = session.situation(until=question.key)
     is_model = question.key == "model"
     value = _put(session, question, situation, session.model_problem if is_model else "")
@@ -183,7 +183,7 @@ def _forget_details(session: Conversation) -> None:
 
 
 def shown(question: Question, situation: Situation, value: Any) -> str:
-    """An answer as the person saw it: the option's own words where it is one."""
+    """An answer as shown to the user: the option's label if it is one."""
     if question.kind == "choose":
         return next((option.label for option in question.options(situation) if option.value == value), show(value))
     return show(value)
@@ -202,7 +202,7 @@ def _put(session: Conversation, question: Question, situation: Situation, proble
 
 
 def _enter(session: Conversation, question: Question, situation: Situation, present: Any) -> str:
-    """What the default is and why; of typed answers, what Enter takes or keeps."""
+    """The default and its reason; for typed answers, what Enter accepts or keeps."""
     default = question.default(situation)
     value = shown(question, situation, default.value)
     if question.key in session.given and present != default.value:

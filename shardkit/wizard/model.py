@@ -1,4 +1,4 @@
-"""The model that the answers are about, read in a child process."""
+"""Reads the model in a child process."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ TIMEOUT_S = 120.0
 
 
 class ModelReader:
-    """Reads models, each once."""
+    """Reads models, with a cache."""
 
     def __init__(self, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
         self.folder = folder
@@ -18,11 +18,11 @@ class ModelReader:
         self._known: dict[str, ModelDescription] = {}
 
     def knows(self, spec: str) -> bool:
-        """Whether `read` answers at once."""
+        """Whether the model is in the cache."""
         return spec in self._known
 
     def read(self, spec: str) -> ModelDescription:
-        """What is known of the model that `spec` names. Raises ModelError where it cannot be read."""
+        """The description of the model `spec`. Raises ModelError where it cannot be read."""
         if spec not in self._known:
             try:
                 self._known[spec] = describe(spec, self.timeout_s, self.folder)

@@ -1,4 +1,4 @@
-"""Memory, fit and traffic beside each strategy, and which one follows from them. The closed form: instant, no torch."""
+"""Memory, fit and traffic of each strategy, and the suggested one. From the closed form: instant, without torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +20,13 @@ from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
 GIB = 2**30
 HEAD = f"{'memory':>11}  {'fits':<4}  traffic a step"
 TOKENS = 2048
-"""The wizard asks for no batch: memory is shown with the activations of one sequence of as many tokens, or fewer."""
+"""The wizard does not ask for a batch size: memory includes the activations of one sequence of at most this length."""
 LABEL_WIDTH = 24
-"""Blanks before the table's head: number, longest strategy name, and the gaps between."""
+"""Width before the table's head: number, longest strategy name, and gaps."""
 
 
 def device_of(s: Situation) -> Device:
-    """What one rank runs on, as a plan sees it: its GPU, or its part of the host; its memory None where the machine is
-    not this one."""
+    """One rank's device for planning: its GPU, or its share of the host; memory is None for another machine."""
     if s.on_tpu:
         return Device("TPU", None, {})
     if s.on_cpu:
@@ -39,7 +38,7 @@ def device_of(s: Situation) -> Device:
 
 
 def estimates(s: Situation) -> dict[ShardingStrategy, Estimate]:
-    """An estimate for each strategy that is possible; empty without a model."""
+    """An estimate for each possible strategy; empty without a model."""
     if s.model is None or s.on_tpu:
         return {}
     tried = {each: _estimate(s.model, with_strategy(_config(s), each), s) for each in ShardingStrategy}
@@ -47,7 +46,7 @@ def estimates(s: Situation) -> dict[ShardingStrategy, Estimate]:
 
 
 def cells(found: Estimate, device: Device) -> str:
-    """One strategy's cells of the table, as wide as `HEAD`."""
+    """One strategy's table cells, as wide as `HEAD`."""
     peak, sent = found.memory.peak.total, found.traffic
     fits = {None: "-", True: "yes", False: "NO"}[_fits(found, device)]
     unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (2**20, "MiB")
@@ -56,7 +55,7 @@ def cells(found: Estimate, device: Device) -> str:
 
 
 def strategy_lines(s: Situation) -> Sequence[str]:
-    """What stands above the table."""
+    """The lines above the table."""
     if s.model is None:
         return () if s.on_tpu else ("With a model (--model), memory and traffic are shown for each strategy.",)
     device = device_of(s)
@@ -68,7 +67,7 @@ def strategy_lines(s: Situation) -> Sequence[str]:
 
 
 def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, str]:
-    """The strategy to begin with, and why, as `shardkit plan` says it."""
+    """The suggested strategy and the reason, as in `shardkit plan`."""
     found = [Candidate(each, one.memory, one.traffic) for each, one in estimates(s).items() if each in possible]
     strategy, reason = suggest(found, device_of(s)) if found else (None, "")
     if strategy is None:
@@ -78,7 +77,7 @@ def suggested(s: Situation, possible: Sequence[ShardingStrategy]) -> tuple[Shard
 
 
 def _tokens(model: ModelDescription) -> int | None:
-    """Tokens of the one sequence whose activations are counted; None where these are not known."""
+    """Tokens of the sequence whose activations are counted; None where they are unknown."""
     facts = model.facts
     return min(facts.seq_len or TOKENS, TOKENS) if facts and not facts.gaps else None
 
@@ -89,9 +88,9 @@ def _of_activations(model: ModelDescription) -> str:
 
 
 def suggest_offload(s: Situation) -> tuple[bool, str]:
-    """Whether CPU offload is on unless somebody says otherwise, and why."""
+    """Whether CPU offload is suggested, and why."""
     if s.on_cpu:
-        return False, "on a CPU, everything is in host memory already"
+        return False, "on a CPU, everything is already in host memory"
     without, with_offload = _offload_estimates(s)
     device = device_of(s)
     if without and with_offload and _fits(without, device) is False and _fits(with_offload, device):
@@ -102,7 +101,7 @@ def suggest_offload(s: Situation) -> tuple[bool, str]:
 def offload_texts(s: Situation) -> tuple[str, str]:
     """The consequences of no and yes."""
     if s.on_cpu:
-        return "everything is in host memory already", "changes nothing on a CPU"
+        return "everything is in host memory already", "no effect on a CPU"
     without, with_offload = _offload_estimates(s)
     if without is None or with_offload is None:
         return "fastest steps", "least GPU memory, slower steps"
@@ -115,7 +114,7 @@ def offload_texts(s: Situation) -> tuple[str, str]:
 
 
 def review_lines(s: Situation, config: Config) -> Sequence[str]:
-    """What the review says about memory."""
+    """The review's lines about memory."""
     if s.model is None or s.on_tpu:
         return ()
     found = _estimate(s.model, config, s)
@@ -149,7 +148,7 @@ def _offload_estimates(s: Situation) -> tuple[Estimate | None, Estimate | None]:
 
 
 def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[Option]:
-    """The options of a setting of FSDP, with the peak of a rank's memory under each where the model is known."""
+    """The options of an FSDP setting, with a rank's peak memory for each if the model is known."""
     if s.model is None or s.strategy is None:
         return options
     shown = []
@@ -161,7 +160,7 @@ def with_peaks(s: Situation, field: str, options: Sequence[Option]) -> Sequence[
 
 
 def _with_details(s: Situation, field: str, value: object) -> Config:
-    """The configuration as far as it is answered, and one more setting of FSDP."""
+    """The configuration from the answers so far, with one more FSDP setting."""
     assert s.strategy is not None
     data = with_strategy(_config(s), s.strategy).model_dump()
     data["fsdp"] |= {key.removeprefix("fsdp."): given for key, given in s.answers.items() if key.startswith("fsdp.")}
@@ -170,7 +169,7 @@ def _with_details(s: Situation, field: str, value: object) -> Config:
 
 
 def _config(s: Situation) -> Config:
-    """The configuration as far as it is answered, without offload, with the wrapping that suits the model."""
+    """The configuration from the answers so far, without offload, with wrapping that suits the model."""
     update = {"offload_params": False, "reshard_after_forward": None}
     fsdp = s.base.fsdp.model_copy(update=update | _wrapping(s))
     return s.base.model_copy(
@@ -193,12 +192,12 @@ def _wrapping(s: Situation) -> dict[str, object]:
 
 
 def _estimate(model: ModelDescription, config: Config, s: Situation) -> Estimate | None:
-    """None where the closed form has no answer, such as a mesh that does not fit."""
+    """The estimate; None where the closed form does not apply, such as an invalid mesh."""
     return _estimated(_Model(model), config.model_dump_json(), s.world_size, s.per_machine)
 
 
 class _Model:
-    """A description that is its own key: large trees are not compared value by value."""
+    """A description hashed by identity, so that large trees are not compared by value."""
 
     def __init__(self, description: ModelDescription) -> None:
         self.description = description
@@ -211,12 +210,12 @@ class _Model:
 
 
 def suggested_classes(model: ModelDescription) -> list[str]:
-    """The model's repeated block classes; a large tree is walked once."""
+    """The model's repeated block classes, cached."""
     return _suggested_classes(_Model(model))
 
 
 def block_classes(model: ModelDescription) -> list[BlockClass]:
-    """Classes of the model that could be units; a large tree is walked once."""
+    """Classes of the model that could be units, cached."""
     return _block_classes(_Model(model))
 
 

@@ -1,4 +1,4 @@
-"""What can be chosen in each question, with its consequence beside it."""
+"""The options of each question, with their consequences."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,27 +9,31 @@ from shardkit.model.describe import count_text
 from shardkit.plan import devices
 from shardkit.sizes import in_words
 from shardkit.wizard import defaults, numbers
-from shardkit.wizard.conditions import gpu_without_bf16, why_not
+from shardkit.wizard.conditions import gpu_without_bf16, has_eight_bits, why_not
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import show
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
 
+EIGHT_BIT_TEXTS = {
+    "fp8": "bf16 with Linear layers and their all-gathers in fp8 (torchao); large layers are faster",
+    "mxfp8": "bf16 with Linear layers in fp8, a scale for each 32 numbers (torchao)",
+}
 STRATEGY_TEXTS = {
     ShardingStrategy.FULL_SHARD: "parameters, gradients and optimizer state sharded; least memory",
     ShardingStrategy.SHARD_GRAD_OP: "as 1, but parameters stay gathered until backward; less traffic",
-    ShardingStrategy.NO_SHARD: "every process holds everything (DDP); most memory",
+    ShardingStrategy.NO_SHARD: "every process has the whole state (DDP); most memory",
     ShardingStrategy.HYBRID_SHARD: "FULL_SHARD within each machine, replicated across machines",
     ShardingStrategy.HYBRID_SHARD_ZERO2: "SHARD_GRAD_OP within each machine, replicated across machines",
 }
 
 
 def yes_no(yes: str, no: str) -> Callable[[Situation], Sequence[Option]]:
-    """The two options of a yes-or-no question, with what each means."""
+    """The options of a yes-or-no question, with the consequence of each."""
     return lambda s: (Option(False, "no", no), Option(True, "yes", yes))
 
 
 def fixed(*options: Option) -> Callable[[Situation], Sequence[Option]]:
-    """Options that depend on nothing."""
+    """Options that do not depend on the situation."""
     return lambda s: options
 
 
@@ -40,14 +44,14 @@ def where(s: Situation) -> Sequence[Option]:
     return (
         *here,
         Option(ELSEWHERE, "another machine", "one machine with GPUs; the file is only written here"),
-        Option(SEVERAL, "several machines", "the launch command is typed on each machine"),
+        Option(SEVERAL, "several machines", "run the launch command on each machine"),
         Option(SLURM, "SLURM", "machines and address come from the job"),
         Option(TPU, "TPU", "with PyTorch/XLA"),
     )
 
 
 def gpus(s: Situation) -> Sequence[Option]:
-    """The devices that `shardkit plan` knows, and any other by its memory."""
+    """The devices known to `shardkit plan`, and others by their memory."""
     known = {key: device for key, device in devices.DEVICES.items() if key.split("-")[0] not in {"cpu", "tpu"}}
     listed = [
         Option(key, device.name, f"{in_words(device.memory_bytes or 0)} of memory") for key, device in known.items()
@@ -55,7 +59,7 @@ def gpus(s: Situation) -> Sequence[Option]:
     return (
         *listed,
         Option("other", "another GPU", "its memory is asked next"),
-        Option("unknown", "not known", "no figure is compared with its memory"),
+        Option("unknown", "not known", "memory is shown without a check whether it fits"),
     )
 
 
@@ -64,15 +68,21 @@ def precision(s: Situation) -> Sequence[Option]:
     reason = "needs a GPU" if (s.on_cpu or s.on_tpu) and said != "fp16" else ""
     old = gpu_without_bf16(s)
     no_bf16 = f"{old} does not support it" if old and not s.on_cpu and said != "bf16" else ""
+    eight_bits = [
+        Option(name, name, text)
+        for name, text in EIGHT_BIT_TEXTS.items()
+        if said == name or (not s.on_tpu and s.where != ELSEWHERE and has_eight_bits(s, name))
+    ]
     return (
         Option("bf16", "bf16", "same range as fp32, no loss scaling", disabled=no_bf16),
         Option("fp16", "fp16", "for GPUs without bf16; the loss is scaled for you", disabled=reason),
         Option("no", "no", "fp32 throughout: most memory, slowest"),
+        *eight_bits,
     )
 
 
 def strategies(s: Situation) -> Sequence[Option]:
-    """The five strategies; with a model, memory, fit and traffic beside each instead of the text."""
+    """The five strategies; with a model, memory, fit and traffic instead of the description."""
     estimates, device = numbers.estimates(s), numbers.device_of(s)
     suggested = defaults.strategy(s).value if estimates else None
     options = []
@@ -88,7 +98,7 @@ def strategies(s: Situation) -> Sequence[Option]:
 
 
 def details(s: Situation) -> Sequence[Option]:
-    """All of FSDP's details as suggested, in words, or one by one."""
+    """FSDP's details as suggested, or one by one."""
     classes = defaults.classes(s).value
     by_class = f"one unit for each {' and '.join(classes)}" if classes else "one unit for each repeated block"
     by_size = f"units of {show(defaults.min_params(s).value)} parameters"
@@ -96,7 +106,7 @@ def details(s: Situation) -> Sequence[Option]:
     offload = "CPU offload on" if defaults.offload(s).value else "no CPU offload"
     return (
         Option("suggested", "as suggested", f"{offload}; {wrapping}; prefetch in backward; sharded state dict"),
-        Option("each", "one by one", "every choice with what it costs: 7 questions"),
+        Option("each", "one by one", "7 questions, with the cost of each choice"),
     )
 
 
@@ -107,7 +117,7 @@ def offload(s: Situation) -> Sequence[Option]:
 
 def wrapping(s: Situation) -> Sequence[Option]:
     by_class = Option("TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP", "one unit for each block class")
-    by_size = Option("SIZE_BASED_WRAP", "SIZE_BASED_WRAP", "units of at least so many parameters")
+    by_size = Option("SIZE_BASED_WRAP", "SIZE_BASED_WRAP", "units with at least a given number of parameters")
     whole = Option("NO_WRAP", "NO_WRAP", "the whole model is one unit; most memory")
     return numbers.with_peaks(s, "auto_wrap_policy", (by_class, by_size, whole))
 
@@ -120,7 +130,7 @@ def prefetch(s: Situation) -> Sequence[Option]:
 
 
 def class_options(s: Situation) -> Sequence[Option]:
-    """The classes of the model that can be units; none where they are not known."""
+    """The classes of the model that can be units; empty where they are unknown."""
     if s.model is None or not s.has_class_names:
         return ()
     return tuple(
@@ -132,24 +142,24 @@ def class_options(s: Situation) -> Sequence[Option]:
 def reduce_dtypes(s: Situation) -> Sequence[Option]:
     return (
         Option(None, "default", "fp32"),
-        Option("fp32", "fp32", "as the default, written into the file"),
+        Option("fp32", "fp32", "the default, written explicitly"),
         Option("bf16", "bf16", "half the traffic, less exact"),
         Option("fp16", "fp16", "half the traffic; can overflow", disabled="needs a GPU" if s.on_cpu else ""),
     )
 
 
-# --- what is said of a given answer ---
+# --- notes on a given answer ---
 
 
 def processes_note(s: Situation, value: Any) -> str:
-    """The total, and a warning where the cores are fewer."""
+    """The total, and a warning if there are fewer cores."""
     total = f"{s.machines * int(value):,} in total" if s.machines > 1 else ""
     crowded = s.on_cpu and s.where in {HERE, CPU} and int(value) > s.hardware.cores
     return "; ".join(filter(None, [total, f"more than the {s.hardware.cores} cores here: slow" if crowded else ""]))
 
 
 def units_note(s: Situation, value: Any) -> str:
-    """How many units a smallest size gives."""
+    """The number of units for a minimum size."""
     if s.model is None:
         return ""
     config = s.base.fsdp.model_copy(update={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": int(value)})

@@ -1,4 +1,4 @@
-"""How a question reaches a person: in place with arrow and number keys, or as plain numbered lines."""
+"""Prompters: in-place prompts with arrow and number keys, or plain numbered lines."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 TABLE = " " * 8
-"""A line that begins with so many blanks belongs to a table."""
-NO_HELP = "There is no further help on this one."
+"""A line with this indentation belongs to a table."""
+NO_HELP = "There is no help for this question."
 BACK_WORDS = {"b", "back", "<"}
 
 
 class Back(Exception):
-    """The person wants the question before this one."""
+    """The user wants the previous question."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One line of a list. `disabled` is the reason why it cannot be chosen, or ""."""
+    """One option of a list. `disabled`: why it cannot be chosen, or ""."""
 
     value: Any
     label: str
@@ -28,8 +28,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is shown around an answer: a title, the default and why, lines under it (a table's head, a hint), a
-    problem with the last answer, and what `?` shows."""
+    """The texts of a question: title, lines below it (a table's head, a hint), a problem with the last answer, the help
+    for `?`, and the default with its reason (`enter`)."""
 
     title: str
     lines: tuple[str, ...] = ()
@@ -39,26 +39,26 @@ class Prompt:
 
 
 class Prompter(Protocol):
-    """Asks one thing. Every method raises Back for "the one before", KeyboardInterrupt for "stop"."""
+    """Asks one question. Every method raises Back for the previous question, KeyboardInterrupt to stop."""
 
     def say(self, text: str) -> None:
-        """Lines that stay on the screen, wrapped to it."""
+        """Prints lines, wrapped to the screen."""
 
     def choose(self, prompt: Prompt, options: Sequence[Option], default: Any) -> Any:
-        """The value of one option; `default` is selected at first."""
+        """The value of one option; `default` is preselected."""
 
     def choose_many(self, prompt: Prompt, options: Sequence[Option], defaults: Sequence[Any]) -> list[Any]:
-        """The values of any number of options."""
+        """The values of the chosen options."""
 
     def text(self, prompt: Prompt, default: str) -> str:
-        """What was typed, without blanks around it; `default` where nothing was."""
+        """The typed text, stripped; `default` if it is empty."""
 
     def waiting(self, text: str) -> AbstractContextManager[None]:
-        """Says what is being waited for, while it lasts."""
+        """Shows what is being waited for."""
 
 
 def wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """The text in lines no longer than `width`; a short line keeps its blanks, a table's line is cut instead."""
+    """The text in lines of at most `width`; lines of a table are cut, not wrapped."""
     lines: list[str] = []
     for line in text.splitlines() or [""]:
         if len(indent + line) <= width or line.startswith(TABLE):
@@ -82,12 +82,12 @@ def option_line(option: Option, label_width: int) -> str:
 
 
 def label_width(options: Sequence[Option]) -> int:
-    """The width of the labels' column."""
+    """The width of the label column."""
     return max((len(option.label) for option in options if option.consequence or option.disabled), default=0)
 
 
 class PlainPrompter:
-    """Numbered lines and input(): no redraw, no colour, ASCII only. For screen readers, dumb terminals and logs."""
+    """Numbered lines and input(), without redraw or colour, ASCII only: for screen readers, dumb terminals and logs."""
 
     keys_text = "b: back, ?: help, Ctrl-C: stop"
 
@@ -165,11 +165,11 @@ def _ascii(text: str) -> str:
 
 
 def _find(options: Sequence[Option], typed: str) -> Option | str:
-    """The option of that number, label or beginning of a label; otherwise what is wrong, in words."""
+    """The option of that number, label or label prefix; else the error text."""
     found = _matching(options, typed)
     if found is None:
         numbers = f"1 to {len(options)}" if len(options) > 1 else "1"
-        return f"not among the choices (got {typed!r}); give {numbers}, or the beginning of a choice."
+        return f"not among the choices (got {typed!r}); enter {numbers}, or the first letters of a choice."
     return f"{found.label} is not possible: {found.disabled}." if found.disabled else found
 
 

@@ -1,4 +1,4 @@
-"""What a question is: its key, its title, when it applies, what can be answered, and what Enter takes."""
+"""The record of a question: key, title, condition, options, and default."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shardkit.wizard.situation import Situation
 
 @dataclass(frozen=True)
 class Default:
-    """What Enter takes, and why."""
+    """A default answer and its reason."""
 
     value: Any
     reason: str
@@ -20,7 +20,7 @@ class Default:
 
 @dataclass(frozen=True)
 class Question:
-    """One thing to ask."""
+    """One question."""
 
     key: str
     title: str
@@ -28,10 +28,10 @@ class Question:
     kind: Literal["choose", "several", "text"] = "text"
     options: Callable[[Situation], Sequence[Option]] = lambda s: ()
     check: Callable[[Situation, str], Any] = lambda s, typed: typed
-    """The answer that typed text stands for; raises ValueError with what is wrong and what to do."""
+    """Converts typed text into an answer; raises ValueError with what is wrong and what to do."""
     applies: Callable[[Situation], bool] = lambda s: True
     asked: Callable[[Situation], bool] = lambda s: True
-    """Whether it is one of the screens on the way to the review; the others are under "Advanced" there."""
+    """Whether it is asked before the review; the others are in its "Advanced" menu."""
     lines: Callable[[Situation], Sequence[str]] = lambda s: ()
     note: Callable[[Situation, Any], str] = lambda s, value: ""
     when: str = "always"
@@ -40,19 +40,19 @@ class Question:
 
     @property
     def name(self) -> str:
-        """The question in a few words: what stands before its answer."""
+        """A short name of the question, shown before its answer."""
         return self.label or self.key.rpartition(".")[2].replace("_", " ")
 
     @property
     def help(self) -> str:
-        """What `?` shows: the setting's own text, and what the question adds."""
+        """The help for `?`: the setting's description, and the question's help text."""
         key = next((key for key in all_keys().values() if key.name == self.key), None)
         own = f"{key.yaml_name}: {text_of(key.section, key.path[-1])}" if key else ""
         return "\n".join(text for text in (own, self.help_text) if text)
 
 
 def show(value: Any) -> str:
-    """An answer as a person reads it."""
+    """An answer as text."""
     if value is None or value == []:
         return "none"
     if isinstance(value, bool):
@@ -63,5 +63,5 @@ def show(value: Any) -> str:
 
 
 def always(value: Any, reason: str) -> Callable[[Situation], Default]:
-    """A default that depends on nothing."""
+    """A default that does not depend on the situation."""
     return lambda s: Default(value, reason)

@@ -1,8 +1,8 @@
-"""Every question as a record: what it is called, when it is asked, what can be answered and what that costs.
+"""All questions as records: key, title, when it is asked, options and their consequences.
 
-The loop (`loop.py`), plain mode, the review and the docs page are all made from QUESTIONS. A question whose `key` is a
-setting's name goes into the file under it; the others are turned into settings by `answers.py`. A question that
-`applies` but is not `asked` takes its default unless it is chosen in the review.
+The loop (`loop.py`), plain mode, the review and the docs page use QUESTIONS. A question whose `key` is a setting's name
+sets it; `answers.py` converts the others into settings. A question that `applies` but is not `asked` has its default
+unless it is changed in the review.
 """
 
 from shardkit.wizard import conditions, defaults, numbers, options, readers
@@ -14,12 +14,12 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="model",
         title="Which model? (module:function, config.json, .safetensors; Enter: none)",
-        default=always(None, "without a model, no memory or traffic is shown"),
+        default=always(None, "without a model, memory and traffic are not shown"),
         check=readers.model,
         when="without --model",
         help_text="module:function is a function without arguments that returns the model; it is called on the meta "
-        "device in a process of its own. A Transformers config.json, a .safetensors file or a folder with either can "
-        "be given as well, or sizes: gpt:layers=..,hidden=..,heads=... Nothing is downloaded.",
+        "device in a separate process. Also accepted: a Transformers config.json, a .safetensors file, a "
+        "folder with either, or sizes: gpt:layers=..,hidden=..,heads=... Nothing is downloaded.",
     ),
     Question(
         key="where",
@@ -27,8 +27,8 @@ QUESTIONS: tuple[Question, ...] = (
         kind="choose",
         options=options.where,
         default=defaults.where,
-        help_text="What was found on this machine is not asked for. Another machine: the file is written here for "
-        "GPUs that are elsewhere. Several machines: each gets the same file, and the launch command is typed on each. "
+        help_text="The hardware of this machine is detected. Another machine: the file is written here, for GPUs "
+        "elsewhere. Several machines: each uses the same file, and you run the launch command on each. "
         "SLURM: srun runs it once on each machine.",
     ),
     Question(
@@ -43,7 +43,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="address",
-        title="Address of machine 0? (host or host:port; none: given at launch)",
+        title="Address of machine 0? (host or host:port; none: set at launch)",
         default=defaults.address,
         check=readers.address,
         applies=conditions.several,
@@ -53,13 +53,13 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="rdzv_backend",
-        title="How do the machines find one another?",
+        title="How do the machines find each other?",
         kind="choose",
         options=fixed(
-            Option("c10d", "c10d", "they meet at machine 0, in any order, and can restart"),
-            Option("static", "static", "the same here; Accelerate with this file: no restarts"),
-            Option("etcd-v2", "etcd-v2", "the same here, no etcd is asked; only for Accelerate with this file"),
-            Option("etcd", "etcd", "the same; etcd's older protocol"),
+            Option("c10d", "c10d", "rendezvous at machine 0, in any order; restarts possible"),
+            Option("static", "static", "the same in shardkit; Accelerate with this file: no restarts"),
+            Option("etcd-v2", "etcd-v2", "the same in shardkit (no etcd is used); only for Accelerate with this file"),
+            Option("etcd", "etcd", "as etcd-v2, with etcd's older protocol"),
         ),
         default=always("c10d", "machines may start in any order"),
         applies=conditions.several,
@@ -68,10 +68,10 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="use_cpu",
-        title="What do the machines train on?",
+        title="Which device do the machines train on?",
         kind="choose",
         options=fixed(
-            Option(False, "GPU", "one process for each GPU"),
+            Option(False, "GPU", "one process per GPU"),
             Option(True, "CPU", "slow; for tests and small models"),
         ),
         default=defaults.use_cpu,
@@ -85,12 +85,12 @@ QUESTIONS: tuple[Question, ...] = (
         title="Which GPU do they have?",
         kind="choose",
         options=options.gpus,
-        default=always("h100-80", "what shardkit plan assumes, too"),
+        default=always("h100-80", "the default of shardkit plan"),
         applies=conditions.gpu_is_unknown,
         label="GPU",
         when="GPUs of another machine",
-        help_text="Its memory decides what fits. The answer is not part of the file; shardkit plan takes it as "
-        "--device.",
+        help_text="Its memory determines what fits. The answer is not written into the file; pass it to shardkit plan "
+        "as --device.",
     ),
     Question(
         key="gpu_memory",
@@ -100,7 +100,7 @@ QUESTIONS: tuple[Question, ...] = (
         applies=conditions.another_gpu,
         label="GPU memory",
         when="another GPU",
-        help_text="As the driver shows it. GiB or GB.",
+        help_text="As shown by the driver, in GiB or GB.",
     ),
     Question(
         key="processes_per_machine",
@@ -108,7 +108,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=defaults.processes_per_machine,
         check=readers.processes_per_machine,
         note=options.processes_note,
-        help_text="Usually one for each GPU. num_processes in the file is the total: this number times the machines.",
+        help_text="Usually one per GPU. num_processes in the file is the total: this number times the machines.",
     ),
     Question(
         key="mixed_precision",
@@ -133,18 +133,18 @@ QUESTIONS: tuple[Question, ...] = (
         title="CPU offload, wrapping, prefetch, checkpoint format?",
         kind="choose",
         options=options.details,
-        default=always("suggested", "all of them can be changed in the review, too"),
+        default=always("suggested", "all of them can also be changed in the review"),
         applies=conditions.shards,
         label="FSDP details",
         when="strategies 1, 2, 4, 5",
-        help_text="One by one asks for CPU offload, wrapping, the block classes or the smallest unit, backward and "
-        "forward prefetch, the kind of state dict and activation checkpointing.",
+        help_text="`one by one` asks for CPU offload, wrapping, the block classes or the minimum unit size, backward "
+        "and forward prefetch, the state dict type and activation checkpointing.",
     ),
     Question(
         key="tpu_use_cluster",
         title="Is it a TPU pod (several TPU machines)?",
         kind="choose",
-        options=yes_no("name, zone and commands are asked next", "one TPU machine"),
+        options=yes_no("name, zone and commands follow", "one TPU machine"),
         default=always(False, "the usual case"),
         applies=conditions.tpu,
         when="TPU",
@@ -152,7 +152,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="tpu_name",
         title="Name of the TPU? (none: set at launch)",
-        default=always(None, "can be given later"),
+        default=always(None, "can be set later"),
         check=readers.optional_text,
         applies=conditions.pod,
         when="TPU pod",
@@ -160,7 +160,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         key="tpu_zone",
         title="Zone of the TPU? (none: set at launch)",
-        default=always(None, "can be given later"),
+        default=always(None, "can be set later"),
         check=readers.optional_text,
         applies=conditions.pod,
         when="TPU pod",
@@ -169,7 +169,7 @@ QUESTIONS: tuple[Question, ...] = (
         key="xla",
         title="Shard the model over the TPU cores (PyTorch/XLA FSDP)?",
         kind="choose",
-        options=yes_no("parameters, gradients, optimizer state sharded", "every core holds the whole model"),
+        options=yes_no("parameters, gradients, optimizer state sharded", "every core has the whole model"),
         default=always(True, "larger models fit"),
         applies=conditions.tpu,
         when="TPU",
@@ -186,7 +186,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="fsdp.auto_wrap_policy",
-        title="Wrapping: what is one FSDP unit?",
+        title="Wrapping: what is an FSDP unit?",
         kind="choose",
         options=options.wrapping,
         default=defaults.wrapping,
@@ -207,7 +207,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="fsdp.min_num_params",
-        title="Smallest unit, in parameters? (1e8 and 100M are understood)",
+        title="Minimum parameters of a unit? (such as 1e8 or 100M)",
         default=defaults.min_params,
         check=readers.whole_number(1),
         note=options.units_note,
@@ -229,19 +229,19 @@ QUESTIONS: tuple[Question, ...] = (
         key="fsdp.forward_prefetch",
         title="Forward prefetch: gather the next unit while this one computes?",
         kind="choose",
-        options=yes_no("helps where launching kernels is slow", "most models overlap already"),
-        default=always(False, "in most models, communication overlaps already"),
+        options=yes_no("helps where kernel launches are slow", "most models already overlap"),
+        default=always(False, "in most models, communication already overlaps"),
         applies=conditions.shards,
         asked=conditions.each_detail,
         when="strategies 1, 2, 4, 5; advanced, or one by one",
     ),
     Question(
         key="fsdp.state_dict_type",
-        title="Kind of state dict: how are checkpoints written?",
+        title="State dict type: how are checkpoints written?",
         kind="choose",
         options=fixed(
-            Option("SHARDED_STATE_DICT", "SHARDED_STATE_DICT", "each rank writes its own part; fastest"),
-            Option("FULL_STATE_DICT", "FULL_STATE_DICT", "whole tensors, which other tools open; slower to save"),
+            Option("SHARDED_STATE_DICT", "SHARDED_STATE_DICT", "each rank writes its shard; fastest"),
+            Option("FULL_STATE_DICT", "FULL_STATE_DICT", "full tensors, readable by other tools; slower to save"),
         ),
         default=always("SHARDED_STATE_DICT", "fastest; loads on any number of processes"),
         applies=conditions.shards,
@@ -252,8 +252,8 @@ QUESTIONS: tuple[Question, ...] = (
         key="fsdp.activation_checkpointing",
         title="Activation checkpointing: recompute activations in backward?",
         kind="choose",
-        options=yes_no("much less memory, about a third more compute", "activations are kept"),
-        default=always(False, "fastest, where the activations fit"),
+        options=yes_no("much less memory, about a third more compute", "activations stay in memory"),
+        default=always(False, "fastest, if the activations fit"),
         applies=conditions.shards,
         asked=conditions.each_detail,
         when="strategies 1, 2, 4, 5; advanced, or one by one",
@@ -261,7 +261,7 @@ QUESTIONS: tuple[Question, ...] = (
     # --- asked in the review only, under "Advanced" ---
     Question(
         key="fsdp.cpu_ram_efficient_loading",
-        title="Build the model without memory, then read only each rank's weights?",
+        title="Build the model on the meta device, and read only each rank's weights?",
         kind="choose",
         options=yes_no("least host memory", "every rank builds the whole model first"),
         default=always(True, "least host memory"),
@@ -281,17 +281,17 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="shardkit.precision.reduce_dtype",
-        title="In which dtype are gradients reduced over the ranks?",
+        title="Dtype of gradient reduction over ranks?",
         kind="choose",
         options=options.reduce_dtypes,
-        default=always(None, "fp32: smallest rounding errors in the sum over ranks"),
+        default=always(None, "fp32: smallest rounding error in the sum over ranks"),
         applies=conditions.shards,
         asked=conditions.never,
         when="advanced; strategies 1, 2, 4, 5",
     ),
     Question(
         key="shardkit.gradient_accumulation_steps",
-        title="Gradient accumulation steps, where the script does not set them?",
+        title="Gradient accumulation steps, unless the script sets them?",
         default=always(1, "no accumulation"),
         check=readers.whole_number(1),
         asked=conditions.never,
@@ -299,8 +299,8 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="shardkit.seed",
-        title="Seed? (none: the script decides)",
-        default=always(None, "the script decides"),
+        title="Seed? (none: set by the script)",
+        default=always(None, "set by the script"),
         check=readers.optional_number,
         asked=conditions.never,
         when="advanced",
@@ -309,15 +309,15 @@ QUESTIONS: tuple[Question, ...] = (
         key="shardkit.compile",
         title="Compile each unit (torch.compile)?",
         kind="choose",
-        options=yes_no("faster steps after a slow first one", "starts at once"),
-        default=always(False, "starts at once"),
+        options=yes_no("faster steps after a slow first one", "no compile time"),
+        default=always(False, "no compile time"),
         applies=conditions.not_tpu,
         asked=conditions.never,
         when="advanced; not on TPU",
     ),
     Question(
         key="shardkit.launch.max_restarts",
-        title="How many restarts after a failure?",
+        title="Maximum restarts after failures?",
         default=always(0, "a failure ends the run"),
         check=readers.whole_number(0, 1000),
         asked=conditions.never,
@@ -325,8 +325,8 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="machine_rank",
-        title="Number of this machine, from 0? (launch: given by --machine-rank)",
-        default=always(0, "given at launch, so that all machines share one file"),
+        title="Rank of this machine, from 0? (launch: set by --machine-rank)",
+        default=always(0, "set at launch, so that all machines share one file"),
         check=readers.machine_rank,
         applies=conditions.several,
         asked=conditions.never,
@@ -334,7 +334,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="same_network",
-        title="Do the machines reach one another directly?",
+        title="Do the machines reach each other directly?",
         kind="choose",
         options=yes_no("same network", "over the internet or a tunnel"),
         default=always(True, "the usual case"),
@@ -354,10 +354,10 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="xla_fsdp_v2",
-        title="Use the SPMD form of PyTorch/XLA's FSDP?",
+        title="For Accelerate: the SPMD form of PyTorch/XLA's FSDP?",
         kind="choose",
         options=yes_no("FSDP v2", "FSDP v1"),
-        default=always(False, "v1 needs no change of the script"),
+        default=always(False, "shardkit trains with SPMD in either case"),
         applies=conditions.tpu_fsdp,
         asked=conditions.never,
         when="advanced; TPU with FSDP",
@@ -367,17 +367,17 @@ QUESTIONS: tuple[Question, ...] = (
         title="Recompute activations in backward on the TPU?",
         kind="choose",
         options=yes_no("much less memory, more compute", "activations are kept"),
-        default=always(False, "fastest, where the activations fit"),
+        default=always(False, "fastest, if the activations fit"),
         applies=conditions.tpu_fsdp,
         asked=conditions.never,
         when="advanced; TPU with FSDP",
     ),
     Question(
         key="downcast_bf16",
-        title="On the TPU, compute both double and float in bf16?",
+        title="On the TPU, keep every float in bf16, parameters too?",
         kind="choose",
-        options=yes_no("fastest", "double is computed in fp32"),
-        default=always(False, "double keeps more digits"),
+        options=yes_no("half the memory", "parameters and optimizer state stay in fp32"),
+        default=always(False, "small updates are not lost"),
         applies=conditions.tpu,
         asked=conditions.never,
         when="advanced; TPU",
@@ -393,9 +393,9 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="tpu_use_sudo",
-        title="Do commands on the TPU's machines need sudo?",
+        title="Does training on the TPU's machines need sudo?",
         kind="choose",
-        options=yes_no("commands start with sudo", "commands run as you"),
+        options=yes_no("it is started with sudo", "it runs as you"),
         default=always(False, "the usual case"),
         applies=conditions.pod,
         asked=conditions.never,
@@ -403,7 +403,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="tpu_vm",
-        title="Names of the TPU's machines, with commas? (none: all)",
+        title="Names of the TPU's machines, comma-separated? (none: all)",
         default=always([], "all of them"),
         check=readers.names,
         applies=conditions.pod,
@@ -412,7 +412,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="tpu_env",
-        title="Variables for the TPU's machines? (NAME=value, with commas)",
+        title="Environment variables for the TPU's machines? (NAME=value, comma-separated)",
         default=always([], "none needed"),
         check=readers.pairs,
         applies=conditions.tpu,
@@ -421,7 +421,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         key="commands",
-        title="Commands before training on the TPU's machines? (with semicolons)",
+        title="Commands before training on the TPU's machines? (separated by semicolons)",
         default=always([], "none needed"),
         check=readers.commands,
         applies=conditions.pod,

@@ -1,4 +1,4 @@
-"""Typed text -> an answer. Each raises ValueError where it cannot be one: `what is wrong (got ...); what to do.`"""
+"""Typed text -> an answer. Each reader raises ValueError: `what is wrong (got ...); what to do.`"""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def in_range(typed: str, low: int, high: int | None) -> int:
 
 
 def whole_number(low: int, high: int | None = None) -> Callable[[Situation, str], int]:
-    """Reads a whole number within bounds that depend on nothing."""
+    """A reader of integers within fixed bounds."""
 
     def check(s: Situation, typed: str) -> int:
         return in_range(typed, low, high)
@@ -33,7 +33,7 @@ def whole_number(low: int, high: int | None = None) -> Callable[[Situation, str]
 
 
 def optional_number(s: Situation, typed: str) -> int | None:
-    """A number from 0, or none."""
+    """An integer from 0, or none."""
     return None if typed.lower() in NONE_WORDS else in_range(typed, 0, None)
 
 
@@ -43,7 +43,7 @@ def optional_text(s: Situation, typed: str) -> str | None:
 
 
 def model(s: Situation, typed: str) -> str | None:
-    """The name of a model, by its form alone: instant. None: without one."""
+    """A model specification, checked by its form only; None: no model."""
     if typed.lower() in {*NONE_WORDS, "skip"}:
         return None
     if sources.has_form(typed, s.folder):
@@ -52,17 +52,17 @@ def model(s: Situation, typed: str) -> str | None:
 
 
 def machines(s: Situation, typed: str) -> int:
-    """How many machines."""
+    """The number of machines."""
     return in_range(typed, 2 if s.where == SEVERAL else 1, 4096)
 
 
 def machine_rank(s: Situation, typed: str) -> int:
-    """This machine's number; the word "launch" leaves it to the launch command."""
+    """This machine's rank; "launch" leaves it to the launch command."""
     return 0 if typed.lower() in {"launch", *NONE_WORDS} else in_range(typed, 0, s.machines - 1)
 
 
 def processes_per_machine(s: Situation, typed: str) -> int:
-    """How many processes on each machine; on GPUs of this machine not more than there are."""
+    """Processes per machine; on this machine's GPUs, at most one per GPU."""
     number = in_range(typed, 1, 4096)
     if s.where == HERE and not s.on_cpu and number > s.gpus:
         raise ValueError(f"more than the GPUs of this machine (got {number}); give 1 to {s.gpus}, or choose its CPU.")
@@ -77,7 +77,7 @@ def gpu_memory(s: Situation, typed: str) -> str:
 
 
 def address(s: Situation, typed: str) -> str | None:
-    """A host, or host:port; None: given at launch."""
+    """A host, or host:port; None: set at launch."""
     if typed.lower() in NONE_WORDS:
         return None
     host, port = split_address(typed)
@@ -89,7 +89,7 @@ def address(s: Situation, typed: str) -> str | None:
 
 
 def split_address(address: str) -> tuple[str, int | None]:
-    """("node-a", 29500) of "node-a:29500"; the port is None where none is given. IPv6 with a port is bracketed."""
+    """("node-a", 29500) from "node-a:29500"; the port may be None. IPv6 with a port is in brackets."""
     if address.startswith("["):
         host, _, rest = address[1:].partition("]")
         return host, _port(rest[1:]) if rest.startswith(":") else None
@@ -106,7 +106,7 @@ def _port(text: str) -> int:
 
 
 def classes(s: Situation, typed: str) -> list[str]:
-    """Names of classes with commas; of the model's where it is known."""
+    """Comma-separated class names; only the model's classes if they are known."""
     names = [] if typed.lower() in NONE_WORDS else read_names(typed)
     wrong = [name for name in names if not name.isidentifier()]
     if wrong:
@@ -119,7 +119,7 @@ def classes(s: Situation, typed: str) -> list[str]:
 
 
 def pairs(s: Situation, typed: str) -> list[str]:
-    """NAME=value, with commas."""
+    """Comma-separated NAME=value pairs."""
     found = names(s, typed)
     wrong = [pair for pair in found if not pair.partition("=")[0].isidentifier() or "=" not in pair]
     if wrong:
@@ -128,12 +128,12 @@ def pairs(s: Situation, typed: str) -> list[str]:
 
 
 def names(s: Situation, typed: str) -> list[Any]:
-    """Words with commas."""
+    """Comma-separated words."""
     return [] if typed.lower() in NONE_WORDS else read_names(typed)
 
 
 def commands(s: Situation, typed: str) -> list[str]:
-    """Commands with semicolons."""
+    """Commands separated by semicolons."""
     return [] if typed.lower() in NONE_WORDS else [part.strip() for part in typed.split(";") if part.strip()]
 
 

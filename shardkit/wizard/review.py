@@ -1,4 +1,4 @@
-"""The last screen: the file as it will be, with warnings beside its lines; save it, or change something first."""
+"""The review: shows the file to be written, with warnings at its lines; save it, or change something first."""
 
 import difflib
 import os
@@ -24,7 +24,7 @@ Choice = Literal["save", "change", "advanced", "elsewhere", "quit"]
 
 @dataclass(frozen=True)
 class Target:
-    """Where the file goes, and what is there now (None: nothing, or nothing worth keeping)."""
+    """The file to write, and its current text (None: a new file)."""
 
     path: Path
     former: str | None = None
@@ -32,7 +32,7 @@ class Target:
 
     @property
     def shown(self) -> str:
-        """The path, as short as it can be said."""
+        """The path, relative to the working folder if possible."""
         try:
             return f"./{self.path.resolve().relative_to(Path.cwd())}"
         except ValueError:
@@ -40,7 +40,7 @@ class Target:
 
 
 def review(session: Conversation, target: Target) -> Target | None:
-    """Show, change, until it is saved: where it was saved, or None where the person left without."""
+    """Shows the file and applies changes until it is saved. Returns the saved file, or None if the user quit."""
     while True:
         config = to_config(session.situation())
         text = file_text(config, session, target)
@@ -61,14 +61,14 @@ def review(session: Conversation, target: Target) -> Target | None:
 
 
 def file_text(config: Config, session: Conversation, target: Target) -> str:
-    """The file's text: an edited one keeps its own comments and order, a new one has the schema's."""
+    """The file's text: an edited one keeps its comments and order, a new one has the schema's."""
     text = files.dump(config, path=Path(target.shown)) if target.former is None else edit.edited(target.former, config)
     spec = session.given.get("model")
     return text if spec is None else comment.write(text, spec)
 
 
 def save(text: str, target: Target) -> None:
-    """Write the file; one that was there is kept beside it as .bak. A dry run prints it instead."""
+    """Writes the file; an existing one is kept as .bak. A dry run prints it instead."""
     if target.dry_run:
         print(text, end="")
         return
@@ -95,7 +95,7 @@ def _show(session: Conversation, config: Config, text: str, target: Target) -> N
 
 
 def annotated(config: Config) -> str:
-    """The YAML without its comments, each warning under the line that it is about."""
+    """The YAML without comments, with each warning below its line."""
     findings = [*checks.problems(config), *checks.notes(config)]
     lines = []
     for line in files.dump(config, comments=False).splitlines():
@@ -131,14 +131,14 @@ def _choose(session: Conversation, config: Config, target: Target) -> Choice:
 
 
 def _some(names: list[str]) -> str:
-    """A few of the names, those that most people look for first."""
+    """A few of the names, the most common ones first."""
     wanted = ("offload params", "auto wrap policy", "compile", "seed")
     first = [name for name in wanted if name in names] or names[:3]
     return ", ".join([*first, "..."] if len(names) > len(first) else first)
 
 
 def _listed(session: Conversation, advanced: bool) -> list[Question]:
-    """The questions that a menu offers: those on the way, or the others that apply."""
+    """The questions of a menu: those asked before the review, or the others that apply."""
     settled = session.situation()
     return [
         question
@@ -148,7 +148,7 @@ def _listed(session: Conversation, advanced: bool) -> list[Question]:
 
 
 def _menu(session: Conversation, title: str, advanced: bool) -> None:
-    """Ask questions by name until the person is done."""
+    """Asks questions by name until the user is done."""
     chosen = None
     every = object()
     while True:
@@ -193,7 +193,7 @@ def _overwrites(session: Conversation, path: Path) -> bool:
 
 
 def why_not_writable(path: Path) -> str:
-    """What keeps a file from being written there, or ""; looked at before the first question is asked."""
+    """Why a file cannot be written there, or ""; checked before the first question."""
     if path.is_dir():
         return f"{path}: is a folder; name a file in it."
     if not path.parent.is_dir():

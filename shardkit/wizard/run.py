@@ -1,4 +1,4 @@
-"""`shardkit config` with a person at the keyboard: from the first question to the saved file."""
+"""Interactive `shardkit config`: from the first question to the saved file."""
 
 import shutil
 import sys
@@ -24,13 +24,13 @@ from shardkit.wizard.situation import Situation
 
 @dataclass(frozen=True)
 class WizardOptions:
-    """What the command line hands to the wizard."""
+    """The wizard's command-line options."""
 
     model: str | None = None
-    """Where the model is described: module:function, a config.json, safetensors; None: asked, or left out."""
+    """The model: module:function, a config.json, safetensors; None: asked for, or no model."""
 
     output: Path | None = None
-    """Where the file goes; None: shardkit.yaml in `folder`."""
+    """The file to write; None: shardkit.yaml in `folder`."""
 
     force: bool = False
     """Start over even where the file exists (the old one is kept as .bak)."""
@@ -39,22 +39,22 @@ class WizardOptions:
     """Show the file and write nothing."""
 
     user: bool = False
-    """Save as this user's file for all projects instead of in the folder."""
+    """Save as the user's file for all projects instead of in the folder."""
 
     plain: bool = False
     """Numbered lines and plain input: no redraw, no colour, ASCII."""
 
     no_input: bool = False
-    """Never ask; where something would have to be asked, name the flags."""
+    """Never ask; raise an error with the flags to use instead."""
 
     folder: Path = field(default_factory=Path.cwd)
     """The project's folder."""
 
 
 def run_wizard(options: WizardOptions) -> int:
-    """Ask, review, save; the exit code: 0 saved or left on purpose, 130 stopped with Ctrl-C.
+    """Asks, reviews, saves; returns the exit code: 0 saved or quit, 130 stopped with Ctrl-C.
 
-    Raises UsageError where nobody can be asked: no terminal, CI, or no_input.
+    Raises UsageError where questions are not possible: no terminal, CI, or no_input.
     """
     plain = options.plain or env.is_true("SHARDKIT_PLAIN") or env.get("TERM") in (None, "", "dumb")
     _check_that_somebody_answers(options, plain)
@@ -62,11 +62,11 @@ def run_wizard(options: WizardOptions) -> int:
 
 
 class _Left(Exception):
-    """The person wants nothing done."""
+    """The user quit without changes."""
 
 
 def converse(options: WizardOptions, prompter: Prompter, hardware: Hardware | None = None) -> int:
-    """The whole conversation, on any prompter; on this machine unless another's hardware is given."""
+    """The whole session, with any prompter; for the detected hardware unless other hardware is given."""
     path = options.output or (files.user_path() if options.user else options.folder / "shardkit.yaml")
     if not options.user:
         check_writable(path)
@@ -83,7 +83,7 @@ def converse(options: WizardOptions, prompter: Prompter, hardware: Hardware | No
     except _Left:
         saved = None
     if saved is None:
-        more = "; the next run offers your answers again" if draft.find(path) else ""
+        more = "; the next run offers to resume" if draft.find(path) else ""
         print(f"Nothing was written{more}.", file=sys.stderr)
         return 0
     draft.discard()
@@ -116,14 +116,14 @@ def _prompter(plain: bool) -> Prompter:
 
 @dataclass(frozen=True)
 class _Begun:
-    """The session with what is known before the first question, and where its file goes."""
+    """The session before the first question, and its file."""
 
     session: Conversation
     target: Target
     is_resumed: bool
-    """Whether the answers are those of a stopped run."""
+    """Whether the answers come from a stopped run."""
     is_complete: bool
-    """Whether a file has all answers: it is edited in the review."""
+    """Whether all answers come from a file, which is edited in the review."""
 
 
 def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Hardware) -> _Begun:
@@ -143,7 +143,7 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
 
 
 def _read_named_model(session: Conversation, is_edited: bool) -> None:
-    """Read the model that the command line, the file or the stopped run names; say at once where it cannot be."""
+    """Reads the model given on the command line, in the file or by the stopped run; reports an error at once."""
     try:
         found = read_model(session)
         if found:
@@ -163,19 +163,19 @@ def _greet(prompter: Prompter, s: Situation, path: Path, options: WizardOptions)
 
 
 def _resumed(prompter: Prompter, path: Path) -> dict[str, Any]:
-    """The answers of a stopped run, if there are any and the person wants them."""
+    """The answers of a stopped run, if there are any and the user wants them."""
     found = draft.find(path)
     if found is None:
         return {}
-    options = (Option(True, "resume", found.text(time.time())), Option(False, "start anew", "forgets these answers"))
-    if _choose(prompter, Prompt("The last run was stopped before it saved. Resume?"), options, True):
+    options = (Option(True, "resume", found.text(time.time())), Option(False, "start over", "discards these answers"))
+    if _choose(prompter, Prompt("The last run was stopped before saving. Resume?"), options, True):
         return found.given
     draft.discard()
     return {}
 
 
 def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str | None, Config | None]:
-    """The text and configuration of a file that is to be edited; None and None for a new one."""
+    """Text and configuration of the file to edit; None and None for a new one."""
     if not path.is_file() or options.force:
         return None, None
     try:
@@ -185,10 +185,10 @@ def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str
         choices: tuple[Option, ...] = (Option("over", "start over", f"the old one is kept as {path.name}.bak"),)
         title = f"{path.name} exists, and cannot be read."
     else:
-        choices = (Option("edit", "edit it", "opens the review with its answers; its comments stay"),)
+        choices = (Option("edit", "edit it", "opens the review with its answers; keeps its comments"),)
         choices += (Option("over", "start over", f"the old one is kept as {path.name}.bak"),)
         title = f"{path.name} exists ({_in_words(config)}). What now?"
-    choices += (Option("stop", "leave it as it is", "--output PATH writes another file"),)
+    choices += (Option("stop", "keep it and quit", "--output PATH writes another file"),)
     chosen = _choose(prompter, Prompt(title), choices, choices[0].value)
     if chosen == "stop":
         raise _Left
@@ -196,7 +196,7 @@ def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str
 
 
 def _from_accelerate(prompter: Prompter, path: Path, options: WizardOptions) -> Config | None:
-    """The configuration of an Accelerate file in the folder, where there is none of ours and the person wants it."""
+    """The configuration of an Accelerate file in the folder, if there is no shardkit file and the user accepts it."""
     here = [options.folder / name for name in files.ACCELERATE_NAMES if (options.folder / name).is_file()]
     found = here[0] if here else files.accelerates_own()
     if found is None or path.exists() or options.force:
@@ -207,7 +207,7 @@ def _from_accelerate(prompter: Prompter, path: Path, options: WizardOptions) -> 
         return None
     choices = (
         Option(True, "start from it", "opens the review with its answers; the file itself is not changed"),
-        Option(False, "start anew", "all questions are asked; the file itself is not changed"),
+        Option(False, "start over", "all questions are asked; the file itself is not changed"),
     )
     title = f"{found.name if here else found} is an Accelerate file ({_in_words(config)}). Start from it?"
     return config if _choose(prompter, Prompt(title), choices, True) else None
@@ -219,7 +219,7 @@ def _in_words(config: Config) -> str:
 
 
 def _choose(prompter: Prompter, prompt: Prompt, options: tuple[Option, ...], default: Any) -> Any:
-    """As the prompter's, where there is nothing to go back to."""
+    """As the prompter's `choose`, without a previous question."""
     while True:
         try:
             return prompter.choose(prompt, options, default)

@@ -1,4 +1,4 @@
-"""What is known when a question is about to be asked: the hardware, the model, the answers so far."""
+"""The situation of a question: the hardware, the model, the answers so far."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ HERE, CPU, ELSEWHERE, SEVERAL, SLURM, TPU = "here", "cpu", "elsewhere", "several
 
 @dataclass(frozen=True)
 class Situation:
-    """The world of one question. `answers` holds the settled answer of every question before it that applies."""
+    """What is known when a question is asked. `answers`: the settled answers of all earlier questions that apply."""
 
     hardware: Hardware
     model: ModelDescription | None = None
     answers: Mapping[str, Any] = field(default_factory=dict)
     base: Config = field(default_factory=Config)
     has_base: bool = False
-    """Whether `base` was given, by a file or flags: what it says is then always a possible answer."""
+    """Whether `base` was given by a file or flags: its values are then always possible answers."""
     folder: Path = field(default_factory=Path.cwd)
 
     @property
     def is_in_slurm_job(self) -> bool:
-        """Whether SLURM started this shell, so that the machines are known."""
+        """Whether this shell runs in a SLURM job, so that the machines are known."""
         return self.hardware.scheduler is not None and self.hardware.scheduler.name == "SLURM"
 
     @property
@@ -37,13 +37,13 @@ class Situation:
 
     @property
     def devices_text(self) -> str:
-        """What this machine trains on, in words."""
+        """This machine's devices as text."""
         names = sorted({device.name for device in self.hardware.devices})
         return f"{self.gpus} x {', '.join(names)}" if self.gpus else f"CPU only, {self.hardware.cores} cores"
 
     @property
     def planned_device(self) -> str | None:
-        """The GPU of other machines as `shardkit plan --device` takes it; None where it is found here or not known."""
+        """The other machines' GPU as `shardkit plan --device` takes it; None if it is detected here or unknown."""
         chosen = self.answers.get("gpu")
         return {"other": self.answers.get("gpu_memory"), "unknown": None}.get(str(chosen), chosen)
 
@@ -75,7 +75,7 @@ class Situation:
 
     @property
     def strategy(self) -> ShardingStrategy | None:
-        """The strategy in force; None where there is nothing to split."""
+        """The chosen strategy; None for a single process."""
         name = self.answers.get("fsdp.sharding_strategy")
         return ShardingStrategy(name) if name else None
 
@@ -86,5 +86,5 @@ class Situation:
 
     @property
     def has_class_names(self) -> bool:
-        """Whether the model's class names are those of the training script: not where only sizes are known."""
+        """Whether the model's class names are those of the training script: False if only sizes are known."""
         return self.model is not None and self.model.has_class_names and not is_by_sizes(self.model.spec)

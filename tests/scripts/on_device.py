@@ -2,7 +2,8 @@
 
     python on_device.py ORDER.json RESULT.json
 
-The order: `device` (cpu or cuda), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`, `export`.
+The order: `device` (cpu or cuda), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`, `export`. With
+`gloo` the ranks, each alone with the first device as on a machine of its own, meet through gloo, and split each batch.
 """
 
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit import Accelerator
@@ -19,7 +21,10 @@ from tests import models
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
-    accelerator = Accelerator(config={"num_processes": 1, "use_cpu": order["device"] == "cpu", **order["config"]})
+    if order.get("gloo"):
+        dist.init_process_group("gloo")
+    world = {"num_processes": dist.get_world_size() if order.get("gloo") else 1, "use_cpu": order["device"] == "cpu"}
+    accelerator = Accelerator(config={**world, **order["config"]})
     torch.manual_seed(0)
     model = models.Gpt(width=64, layers=4, dropout=order.get("dropout", 0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
@@ -43,7 +48,8 @@ def main() -> None:
 
 
 def _step(accelerator: Any, model: Any, optimizer: Any, step: int, result: dict[str, Any]) -> None:
-    tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step)).to(accelerator.device)
+    tokens = torch.randint(0, 19, (8, 33), generator=torch.Generator().manual_seed(step))
+    tokens = tokens[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
     with accelerator.autocast():
         loss = models.next_token_loss(model, tokens)
     accelerator.backward(loss)

@@ -1,0 +1,224 @@
+"""PyTorch/XLA: TPUs, and the CPU as several devices to try it out. The only file that imports torch_xla.
+
+One process drives all devices of its machine (SPMD): a tensor has its whole shape, and lies spread over a mesh of all
+devices of all machines. What a script computes is recorded, and runs when `flush` is called or a value is asked for.
+
+torch_xla 2.9 goes with torch 2.9: what this file and its callers use of torch, that version has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from shardkit import env
+from shardkit.config import xla as settings
+from shardkit.config.meaning import given_sizes
+from shardkit.config.schema import Config
+from shardkit.errors import ConfigError, MachineError, UsageError
+
+REPLICATE, SHARD = "replicate", "shard"
+BATCH = (REPLICATE, SHARD)
+"""The axes of the mesh over which a batch is split: both."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """All devices of the run, as this process sees them: one, under this name."""
+
+    device: torch.device
+    mesh: Any
+    replicate: int
+    shard: int
+    processes: int
+
+    @property
+    def count(self) -> int:
+        """Of all machines together."""
+        return self.replicate * self.shard
+
+
+_started: list[Devices] = []
+"""The devices, once they are started: for good, as long as the process lives. A later start may arrange them anew."""
+
+
+def is_started() -> bool:
+    """Whether this process computes on XLA devices."""
+    return bool(_started)
+
+
+def devices() -> Devices:
+    """What `start` has started."""
+    return _started[0]
+
+
+def start(config: Config, processes: int) -> Devices:
+    """The devices of the run, this process driving those of its machine. Every process of the run must call it.
+
+    Raises MachineError where torch_xla is missing or of another version than torch, or where these processes are not
+    the machines of one TPU; ConfigError where the configuration asks for what PyTorch/XLA has no counterpart for.
+    """
+    if problem := settings.installed_problem():
+        raise MachineError(problem)
+    if problems := settings.problems(config):
+        raise ConfigError(problems)
+    if not _started:
+        env.update(settings.variables(config, env.copy()))
+    runtime = import_module("torch_xla.runtime")
+    runtime.use_spmd()
+    device, count = import_module("torch_xla").device(), runtime.global_runtime_device_count()
+    if runtime.process_count() != processes:
+        raise MachineError(
+            f"distributed_type XLA: the devices are those of {runtime.process_count()} machines (got {processes} "
+            "launched); launch one process on each machine of the TPU, and no other."
+        )
+    replicate, shard = _sizes(config, count, processes)
+    numpy = import_module("numpy")
+    mesh = import_module("torch_xla.distributed.spmd").Mesh(numpy.arange(count), (replicate, shard), BATCH)
+    _started[:] = [Devices(device, mesh, replicate, shard, processes)]
+    return _started[0]
+
+
+def _sizes(config: Config, count: int, processes: int) -> tuple[int, int]:
+    if not settings.shards(config):
+        return count, 1
+    if not config.fsdp.sharding_strategy.is_hybrid:
+        return 1, count
+    sizes = given_sizes(config.shardkit.mesh, count, count // processes)
+    return sizes.replicate, sizes.shard
+
+
+def flush() -> None:
+    """Runs what is recorded so far; nothing without XLA. The end of a step: else its record would grow for ever."""
+    if _started:
+        import_module("torch_xla").sync()
+
+
+def is_xla(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies on XLA devices."""
+    return tensor.device.type == "xla"
+
+
+def shard_spec(shape: Sequence[int]) -> tuple[Any, ...]:
+    """How a parameter of this shape, or what an optimizer keeps of it, is spread: along its longest dim. XLA pads what
+    does not divide."""
+    longest = max(range(len(shape)), key=lambda dim: shape[dim], default=None)
+    return tuple(SHARD if dim == longest else None for dim in range(len(shape)))
+
+
+def batch_spec(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """How a tensor whose dim 0 is the batch is spread; None where that does not divide over the devices."""
+    if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.shape[0] % _batch_parts():
+        return None
+    return (BATCH, *[None] * (tensor.dim() - 1))
+
+
+def _batch_parts() -> int:
+    """Into how many parts this process's share of a batch is split: one a device of its own."""
+    return devices().count // devices().processes
+
+
+def spread_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """A batch from host memory on the devices, each with its part of dim 0; where that does not divide, the whole on
+    each, which computes the same. On several machines each gives its own part of the global batch; UsageError where
+    it does not divide over the machine's devices."""
+    spec, here = batch_spec(tensor), devices()
+    if spec is None and here.processes > 1 and tensor.dim():
+        raise UsageError(
+            f"data: on several TPU machines a batch is split over the devices of each (got {tensor.shape[0]} samples "
+            f"for {_batch_parts()} devices); choose a batch size that they divide, and drop_last=True."
+        )
+    return _send_part(tensor, spec) if spec is not None and here.processes > 1 else send(tensor, spec)
+
+
+def lay_out(tensor: torch.Tensor, spec: tuple[Any, ...]) -> None:
+    """Spread a tensor that is on the devices, in place; values stay."""
+    spmd = import_module("torch_xla.distributed.spmd")
+    if layout_of(tensor):
+        spmd.clear_sharding(tensor)
+    spmd.mark_sharding(tensor, devices().mesh, spec)
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """How a tensor is spread, in XLA's words; empty where nothing has been said of it."""
+    return str(import_module("_XLAC")._get_xla_sharding_spec(tensor))
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether the devices have parts of it."""
+    return layout_of(tensor) not in ("", "{replicated}")
+
+
+def send(host: torch.Tensor, spec: tuple[Any, ...] | None) -> torch.Tensor:
+    """A tensor in host memory, the same on all machines, on the devices; None: the whole on each. It is copied when it
+    is first used, so that no device gets more than its part."""
+    sent = host.to(devices().device)
+    if spec is not None:
+        lay_out(sent, spec)
+    return sent
+
+
+def _send_part(host: torch.Tensor, spec: tuple[Any, ...]) -> torch.Tensor:
+    """This machine's part of a batch; the tensor is that of all machines."""
+    wanted = import_module("torch_xla.distributed.spmd").ShardingSpec(devices().mesh, spec, minibatch=True)
+    (sent,) = import_module("torch_xla.core.xla_model").send_cpu_data_to_device([host], devices().device, wanted)
+    return sent
+
+
+def like(host: torch.Tensor, example: torch.Tensor | None) -> torch.Tensor:
+    """A tensor in host memory on the devices, spread as a parameter of its shape is."""
+    fits = example is not None and is_xla(example) and example.shape == host.shape and is_spread(example)
+    return send(host, shard_spec(host.shape) if fits else None)
+
+
+def replace_(tensor: torch.Tensor, host: torch.Tensor) -> None:
+    """Gives a tensor on the devices (itself, and no alias of it) the values of one in host memory of its shape and
+    dtype. Its layout stays, which `copy_` would lose."""
+    _replace(tensor, like(host, tensor))
+
+
+def spread_again_(tensor: torch.Tensor) -> None:
+    """Spreads a parameter whose layout a `copy_` from host memory has lost, in place, by way of host memory."""
+    _replace(tensor, send(tensor.detach().cpu(), shard_spec(tensor.shape)))
+
+
+def _replace(tensor: torch.Tensor, by: torch.Tensor) -> None:
+    with torch.no_grad():
+        import_module("_XLAC")._replace_xla_tensor(tensor, by)
+
+
+def optimization_barrier(module: torch.nn.Module) -> None:
+    """Keeps the compiler from fusing the module's backward with what is around it."""
+    import_module("torch_xla.distributed.spmd.xla_sharding").apply_backward_optimization_barrier(module)
+
+
+def checkpoint(function: Any, *args: Any) -> Any:
+    """torch's activation checkpointing, with what keeps XLA from computing once what is to be computed twice."""
+    return import_module("torch_xla.utils.checkpoint").checkpoint(function, *args)
+
+
+def seed(number: int) -> None:
+    """Seeds the generator of the devices; nothing without XLA."""
+    if _started:
+        import_module("torch_xla").manual_seed(number % 2**63)
+
+
+def random_state() -> torch.Tensor:
+    """Where the generator of the devices stands: eight bytes."""
+    number = import_module("torch_xla.core.xla_model").get_rng_state()
+    return torch.tensor(list(int(number).to_bytes(8, "little")), dtype=torch.uint8)
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """What `random_state` gave."""
+    import_module("torch_xla.core.xla_model").set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
+
+
+def name_of_hardware() -> str:
+    """The kind of device, such as TPU v4; XLA's own word where it says no more."""
+    (first, *_) = import_module("torch_xla.runtime").global_runtime_device_attributes()
+    return str(first.get("device_kind") or str(first["name"]).split(":")[0])

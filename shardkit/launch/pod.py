@@ -1,0 +1,93 @@
+"""A launch on the machines of a TPU pod from anywhere: one `gcloud ... ssh` for each machine, all at once.
+
+    commands(config, ...)     the command lines, a machine each
+    run(lines)                until all have ended; the first that fails ends the others
+
+Every machine runs `shardkit launch` with its own number, from a folder of the same name: script and configuration must
+be there. `main_process_ip` is the address that machine 0 has inside the pod.
+"""
+
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardkit.config.schema import Config
+from shardkit.errors import MachineError, RankFailure
+
+POLL_S = 0.2
+STOP_S = 30.0
+"""How long the other machines' commands have to end, after one has failed."""
+
+
+def problems(config: Config) -> list[str]:
+    """What is missing for a launch on a pod."""
+    found = []
+    if not config.tpu_name and not config.tpu_vm:
+        found.append("launch: tpu_use_cluster needs the name of the TPU (got none); write tpu_name.")
+    if config.tpu_vm and len(config.tpu_vm) != config.num_machines:
+        found.append(
+            f"launch: tpu_vm names {len(config.tpu_vm)} machines (got num_machines {config.num_machines}); name each."
+        )
+    wrong = [line for line in config.tpu_env if "=" not in line]
+    if wrong:
+        found.append(f"launch: tpu_env: not NAME=value (got {wrong[0]}); correct it.")
+    if config.command_file and not Path(config.command_file).is_file():
+        found.append(f"launch: command_file: there is no such file (got {config.command_file}); correct the path.")
+    return found
+
+
+def commands(config: Config, launch: Sequence[str], folder: Path) -> list[list[str]]:
+    """A command line for each machine, in their order. `launch`: the arguments of `shardkit launch` that all share,
+    the script last; `folder`: where they mean something."""
+    return [_command(config, number, _there(config, number, launch, folder)) for number in range(config.num_machines)]
+
+
+def _command(config: Config, number: int, there: str) -> list[str]:
+    target = config.tpu_vm[number] if config.tpu_vm else str(config.tpu_name)
+    line = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", target]
+    line += [] if config.tpu_zone is None else ["--zone", config.tpu_zone]
+    line += [] if config.tpu_vm else ["--worker", str(number)]
+    return [*line, "--command", there]
+
+
+def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> str:
+    """What one machine runs: the variables and commands that the configuration names, then its part of the launch."""
+    from_file = Path(config.command_file).read_text().splitlines() if config.command_file else []
+    before = [line.strip() for line in [*from_file, *config.commands] if line.strip()]
+    own = ["--set", "tpu_use_cluster=false", "--machine-rank", str(number)]
+    training = shlex.join(["python3", "-m", "shardkit", "launch", *own, *launch])
+    sudo = ["sudo -E " + training] if config.tpu_use_sudo else [training]
+    exports = [f"export {shlex.quote(line)}" for line in config.tpu_env]
+    return " && ".join([f"cd {shlex.quote(str(folder))}", *exports, *before, *sudo])
+
+
+def run(lines: Sequence[Sequence[str]]) -> None:
+    """Starts all commands, and returns when all have ended well. Raises MachineError where gcloud is missing,
+    RankFailure where a command failed; the others are ended then."""
+    if shutil.which(lines[0][0]) is None:
+        raise MachineError(
+            f"launch: tpu_use_cluster needs {lines[0][0]}, which is not installed; install it, or run "
+            "`shardkit launch` with tpu_use_cluster: false on each machine of the pod (--dry-run shows the commands)."
+        )
+    running = [subprocess.Popen(line) for line in lines]
+    try:
+        while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
+            time.sleep(POLL_S)
+    finally:
+        for one in running:
+            if one.poll() is None:
+                one.terminate()
+        for one in running:
+            try:
+                one.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                one.kill()
+    failed = [(number, one.returncode) for number, one in enumerate(running) if one.returncode]
+    if failed:
+        number, code = next(((n, c) for n, c in failed if c > 0), failed[0])
+        raise RankFailure(
+            f"launch: the command of machine {number} failed (got exit code {code}); see its output.", abs(code)
+        )

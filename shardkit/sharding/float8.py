@@ -1,0 +1,133 @@
+"""Linear layers in 8 bits (`mixed_precision: fp8`, `mxfp8`), with the kernels of torchao.
+
+Inside of the model's blocks, products of matrices are taken in fp8 where both dims divide by what the kernels need;
+everything else, the head included, stays in bf16, and parameters in fp32. `fp8` has one scale a tensor, and under FSDP
+weights are gathered in fp8 too; `mxfp8` has a scale for each 32 numbers, and weights are gathered in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardkit.config.hardware import EIGHT_BITS
+from shardkit.distributed import accelerators
+from shardkit.errors import ModelError
+from shardkit.log import get_logger
+
+log = get_logger(__name__)
+
+Kind = Literal["fp8", "mxfp8"]
+MULTIPLE = {"fp8": 16, "mxfp8": 32}
+"""What the dims of a matrix must divide by: torch._scaled_mm's alignment; the numbers that share a scale."""
+MODULES = {"fp8": "torchao.float8", "mxfp8": "torchao.prototype.moe_training.mxfp8_linear"}
+
+
+EMULATES = False
+"""Whether products are taken with the same rounding and without the kernels, on any device. Only tests set it."""
+
+
+def problem(kind: Kind, device: torch.device) -> str | None:
+    """Why this rank cannot compute in it, in words; None where it can. Nothing else is computed instead."""
+    if EMULATES:
+        return missing(kind)
+    found, needed = accelerators.capability(device), EIGHT_BITS[kind]
+    if found is None or found[0] + found[1] / 10 < needed:
+        has = device.type if found is None else f"{accelerators.name_of(device)}, {found[0]}.{found[1]}"
+        return f"mixed_precision: {kind} needs a GPU of compute capability {needed} (got {has}); write bf16."
+    return missing(kind)
+
+
+def missing(kind: Kind) -> str | None:
+    """What is not installed for it, in words; None where nothing is missing."""
+    if find_spec("torchao") is None:
+        return f"mixed_precision: {kind} needs the package torchao, which is not installed; pip install torchao."
+    try:
+        import_module(MODULES[kind])
+    except ImportError as error:
+        return f"mixed_precision: {kind} needs another torchao (got {error}); install the newest, or write bf16."
+    return None
+
+
+def convert(blocks: Iterable[nn.Module], kind: Kind) -> list[nn.Linear]:
+    """Let the Linear layers of the blocks multiply in 8 bits, in place: modules, names and parameters stay. Those that
+    do.
+
+    Raises ModelError where no layer can.
+    """
+    linears = {id(module): module for block in blocks for module in block.modules() if type(module) is nn.Linear}
+    chosen = [module for module in linears.values() if _fits(module, MULTIPLE[kind])]
+    if not chosen:
+        raise ModelError(
+            f"mixed_precision: {kind}: no block has a Linear layer whose dims divide by {MULTIPLE[kind]} (got "
+            f"{len(linears)} layers); write bf16."
+        )
+    change = _changed_to_fp8 if kind == "fp8" else _changed_to_mxfp8
+    for module in chosen:
+        change(module)
+    log.info("mixed precision: %d of %d Linear layers of blocks multiply in %s.", len(chosen), len(linears), kind)
+    return chosen
+
+
+def _fits(module: nn.Linear, multiple: int) -> bool:
+    return module.in_features % multiple == 0 and module.out_features % multiple == 0
+
+
+def _changed_to_fp8(module: nn.Linear) -> None:
+    """As torchao's convert_to_float8_training, which puts other modules in the place of these."""
+    float8 = import_module(MODULES["fp8"])
+    kind: Any = import_module("torchao.float8.float8_linear").Float8Linear
+    made = kind.from_float(module, config=float8.Float8LinearConfig(emulate=EMULATES))
+    module.__class__ = kind
+    for name, value in vars(made).items():
+        if name not in vars(module):
+            setattr(module, name, value)
+
+
+def _changed_to_mxfp8(module: nn.Linear) -> None:
+    choices = import_module("torchao.quantization.quantize_.common.kernel_preference").KernelPreference
+    scales = import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
+    multiply = import_module(MODULES["mxfp8"])._to_mxfp8_then_scaled_mm
+    product = partial(
+        multiply,
+        kernel_preference=choices.EMULATED if EMULATES else choices.AUTO,
+        scale_calculation_mode=scales.RCEIL,
+    )
+    module.forward = partial(_forward, module, product)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, product: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """(..., in_features) -> (..., out_features)."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        output = product(x.to(dtype), module.weight.to(dtype))
+    else:
+        output = product(x, module.weight)
+    return output if module.bias is None else output + module.bias.to(output.dtype)
+
+
+def gather_in_fp8(model: nn.Module) -> int:
+    """From now on FSDP gathers the sharded weights of layers in fp8 in 8 bits, instead of the compute dtype; how many.
+
+    To be called when all parameters have their values. Weights that the ranks cannot split evenly are left out.
+    """
+    from shardkit.sharding import fsdp_unit
+
+    kind = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+    layers = {id(module.weight): module for module in model.modules() if hasattr(module, "linear_mm_config")}
+    chosen = [p for p in fsdp_unit.parameters_of(model) if id(p.sharded_param) in layers and _is_even(p.sharded_param)]
+    for parameter in chosen:
+        layer: Any = layers[id(parameter.sharded_param)]
+        dtype = layer.config.cast_config_weight.target_dtype
+        fsdp_unit.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
+    return len(chosen)
+
+
+def _is_even(weight: Any) -> bool:
+    return weight.shape[0] % weight.device_mesh.size(weight.device_mesh.ndim - 1) == 0

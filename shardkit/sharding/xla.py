@@ -1,0 +1,104 @@
+"""A model on XLA devices: its parameters spread over them, and what each unit gives split along the batch.
+
+The units and what is done with them are those of torch_xla's SpmdFullyShardedDataParallel; but the model is changed in
+place, without a wrapper in its names, ties between parameters stay, and models can also be replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardkit.config import xla as settings
+from shardkit.config.schema import Config
+from shardkit.distributed import xla
+from shardkit.sharding import activation, hooks, parameters
+from shardkit.sharding.units import Units
+
+
+def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: Config) -> None:
+    """The model, which has all its values in host memory, on the devices, in place. Its parameters are new ones.
+
+    Every process of the run must call it, with equal values.
+    """
+    replicated = {id(p) for p in units.replicated.values()}
+    _move(model, replicated if settings.shards(config) else {id(p) for p in model.parameters()})
+    if settings.recomputes(config):
+        activation.change_blocks(model, blocks, _recompute, config.shardkit.recompute_every)
+    if not settings.shards(config):
+        return
+    for unit in units.units:
+        unit.module.register_forward_hook(_split_outputs)
+        if unit.fqn:  # the root's outputs may be of any class, which torch's hook for whole backwards refuses
+            xla.optimization_barrier(unit.module)
+    model.register_load_state_dict_post_hook(_spread_what_was_loaded)
+    vars(model)["_shardkit_spread"] = [p for p in model.parameters() if xla.is_spread(p)]
+
+
+def _move(model: nn.Module, replicated: set[int]) -> None:
+    """Parameters and buffers onto the devices; all parameters but these are spread. One that has several names keeps
+    them."""
+    made: dict[int, Any] = {}
+
+    def moved(tensor: Any) -> Any:
+        if id(tensor) not in made:
+            made[id(tensor)] = _on_devices(tensor, is_spread=id(tensor) not in replicated)
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for mine in (module._parameters, module._buffers):
+            for name, tensor in mine.items():
+                if tensor is not None:
+                    mine[name] = moved(tensor)
+
+
+def _on_devices(tensor: torch.Tensor, is_spread: bool) -> torch.Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return xla.send(tensor, None)
+    spec = xla.shard_spec(tensor.shape) if is_spread and tensor.dim() else None
+    new = nn.Parameter(xla.send(tensor.detach(), spec), tensor.requires_grad)
+    parameters.carry_over(parameters.attributes_of(tensor), new)
+    for hook in parameters.post_accumulate_hooks_of(tensor):
+        hooks.hook_whether_trained(new, hook)
+    for gradient_hook in (tensor._backward_hooks or {}).values():  # gradients are whole here, as such hooks want them
+        new.register_hook(gradient_hook)
+    return new
+
+
+def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
+    """Says of what a unit gives that it is split along the batch, so that the compiler gathers the unit's parameters
+    and not its activations."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and xla.is_xla(leaf) and (spec := xla.batch_spec(leaf)) is not None:
+            xla.lay_out(leaf, spec)
+
+
+def _spread_what_was_loaded(model: nn.Module, _: Any) -> None:
+    """`load_state_dict` copies whole values, and with them their layout."""
+    for parameter in vars(model)["_shardkit_spread"]:
+        xla.spread_again_(parameter)
+
+
+def _recompute(block: nn.Module) -> None:
+    """Let the block keep only its inputs, and compute again in backward."""
+    forward = block.forward
+
+    @wraps(forward)
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        names, given = list(kwargs), [*args, *kwargs.values()]
+        is_trained = any(isinstance(one, torch.Tensor) and one.requires_grad for one in given)
+        if not (torch.is_grad_enabled() and is_trained):  # a block whose inputs have no gradient: nothing to begin at
+            return forward(*args, **kwargs)
+
+        def whole(_: nn.Module, *values: Any) -> Any:
+            return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+        return xla.checkpoint(MethodType(whole, block), *given)
+
+    block.forward = recomputing

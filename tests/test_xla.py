@@ -1,0 +1,307 @@
+"""PyTorch/XLA: what it does of a configuration, the commands for TPUs, and training on four devices that share the CPU.
+
+The last need torch_xla with its own torch (`make test-xla`), and are skipped with the reason where that is missing.
+Losses are compared with those of plain torch in one process, which the same environment has too.
+"""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.cli.main import run as command_line
+from shardkit.config import xla
+from shardkit.config.schema import Config
+from shardkit.errors import MachineError, RankFailure
+from shardkit.launch import pod
+from tests.printed import ROOT
+
+ON_XLA = [
+    pytest.mark.xla,
+    pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed here: make test-xla"),
+]
+
+
+def config(**settings: Any) -> Config:
+    return Config.model_validate({"distributed_type": "XLA", "xla": True, **settings})
+
+
+# ---- what a configuration says ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"fsdp_config": {"fsdp_sharding_strategy": 2}},
+            "SHARD_GRAD_OP); write one of FULL_SHARD, HYBRID_SHARD, NO_SH",
+        ),
+        ({"fsdp_config": {"fsdp_sharding_strategy": 5}}, "(got HYBRID_SHARD_ZERO2); write one of FULL_SHARD"),
+        ({"fsdp_config": {"fsdp_reshard_after_forward": False}}, "fsdp_reshard_after_forward: the compiler decides"),
+        ({"fsdp_config": {"fsdp_offload_params": True}}, "fsdp_offload_params: parameters stay on the devices"),
+        ({"mixed_precision": "fp16"}, "not for TPUs (got fp16); write bf16."),
+        ({"shardkit": {"precision": {"reduce_dtype": "bf16"}}}, "reduce_dtype: the compiler reduces gradients"),
+        ({"shardkit": {"compile": True}}, "XLA compiles every step by itself"),
+        ({"shardkit": {"recompute": "operators"}}, "only whole blocks are computed again (got operators)"),
+        ({"shardkit": {"ddp": {"comm_hook": "bf16"}}}, "gradients are sent as they are (got bf16)"),
+        (
+            {"xla_fsdp_settings": {"flatten_parameters": True}},
+            "flatten_parameters is a setting of one process a device",
+        ),
+        ({"xla_fsdp_settings": {"compute_dtype": "float16"}}, "(got 'float16'); write bfloat16."),
+        (
+            {"xla_fsdp_settings": {"compute_dtype": "float32"}, "mixed_precision": "bf16"},
+            "compute_dtype says float32 and mixed_precision bf16 (got both)",
+        ),
+    ],
+)
+def test_settings_without_a_counterpart_are_named(settings, says):
+    (text,) = xla.problems(config(**settings))
+    assert text.startswith("distributed_type XLA: ") and says in text
+    assert not xla.problems(Config.model_validate({**settings, "xla_fsdp_settings": {}}))
+
+
+def test_what_has_a_counterpart_passes():
+    from shardkit.config.meaning import dtypes
+
+    for strategy in (1, 3, 4):
+        assert not xla.problems(config(fsdp_config={"fsdp_sharding_strategy": strategy}))
+    assert xla.shards(config()) and not xla.shards(config(xla=False))
+    assert not xla.shards(config(fsdp_config={"fsdp_sharding_strategy": 3}))
+    assert not xla.problems(config(xla=False, fsdp_config={"fsdp_sharding_strategy": 2}))
+    assert dtypes(config(xla_fsdp_settings={"compute_dtype": "torch.bfloat16"})).param == "bf16"
+    assert dtypes(config(xla_fsdp_settings={"compute_dtype": "float32"})).param is None
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_xla", "says"),
+    [
+        ("2.9.0", "2.9.0", None),
+        ("2.9.1+cpu", "2.9.0", None),
+        ("2.13.0", None, "needs the package torch_xla, which is not installed; pip install 'shardkit[tpu]'"),
+        ("2.13.0", "2.9.0", "(got torch_xla 2.9.0 and torch 2.13.0)"),
+        (None, "2.9.0", "(got torch_xla 2.9.0 and torch None)"),
+    ],
+)
+def test_what_is_not_installed_is_said_with_what_to_install(torch, torch_xla, says):
+    found = xla.versions_problem(torch, torch_xla)
+    assert found is None if says is None else says in str(found)
+
+
+def test_what_torch_xla_reads_of_the_environment():
+    on_cpu = config(use_cpu=True, num_processes=4, downcast_bf16=True)
+    assert xla.variables(on_cpu, {}) == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_DOWNCAST_BF16": "1"}
+    assert xla.variables(config(), {}) == {"PJRT_DEVICE": "TPU"}
+    assert xla.variables(config(), {"PJRT_DEVICE": "CPU"}) == {}
+    assert xla.variables(config(use_cpu=True), {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}) == {}
+
+
+# ---- pods ----
+
+POD = {"tpu_use_cluster": True, "tpu_name": "pod", "tpu_zone": "us-east5-a", "num_machines": 2, "num_processes": 8}
+POD |= {"main_process_ip": "10.0.0.2", "tpu_env": ["XLA_FLAGS=--a --b"], "commands": ["pip install -r needs.txt"]}
+
+
+@pytest.mark.requirement("A10")
+def test_a_pod_is_started_by_one_command_a_machine(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").touch()
+    keys = {"distributed_type": "XLA", "xla": True, **POD}
+    (tmp_path / "pod.yaml").write_text(json.dumps(keys))
+    monkeypatch.chdir(tmp_path)
+    asked = [
+        "launch",
+        "--config",
+        "pod.yaml",
+        "--mixed-precision",
+        "bf16",
+        "--dry-run",
+        "--json",
+        "train.py",
+        "--lr",
+        "1",
+    ]
+    assert command_line(asked) == 0
+    first, second = json.loads(capsys.readouterr().out)["commands"]
+    head = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "us-east5-a", "--worker"]
+    assert first[:-3] == head and (first[-3], second[-3]) == ("0", "1")
+    assert first[-2:] == [
+        "--command",
+        f"cd {tmp_path} && export 'XLA_FLAGS=--a --b' && pip install -r needs.txt && python3 -m shardkit launch --set "
+        "tpu_use_cluster=false --machine-rank 0 --config pod.yaml --set mixed_precision=bf16 train.py --lr 1",
+    ]
+    assert second[-1] == first[-1].replace("--machine-rank 0", "--machine-rank 1")
+
+
+def test_names_of_machines_sudo_and_a_file_of_commands(tmp_path):
+    (tmp_path / "before.sh").write_text("a\n\nb\n")
+    found = config(**POD | {"tpu_vm": ["x", "y"], "tpu_use_sudo": True, "command_file": str(tmp_path / "before.sh")})
+    assert not pod.problems(found)
+    first, second = pod.commands(found, ["train.py"], tmp_path)
+    assert first[5] == "x" and second[5] == "y" and "--worker" not in first
+    assert "&& a && b && pip install -r needs.txt && sudo -E python3 -m shardkit launch" in first[-1]
+
+
+def test_what_a_pod_lacks_is_said_at_once():
+    text = "\n".join(pod.problems(config(tpu_vm=["x"], num_machines=2, tpu_env=["A"], command_file="no.sh")))
+    for part in ("tpu_vm names 1 machines (got num_machines 2)", "not NAME=value (got A)", "no such file (got no.sh)"):
+        assert part in text
+    assert "needs the name of the TPU (got none); write tpu_name." in pod.problems(config())[0]
+
+
+def test_the_commands_of_a_pod_run_at_once_and_end_together(tmp_path, monkeypatch):
+    with pytest.raises(MachineError, match="needs no-such-gcloud, which is not installed"):
+        pod.run([["no-such-gcloud"]])
+    script = tmp_path / "gcloud"
+    script.write_text('#!/bin/sh\necho "$@" >> told-$1\nsleep $2\nexit $3\n')
+    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    pod.run([["gcloud", "a", "0", "0"], ["gcloud", "b", "0.5", "0"]])
+    assert (tmp_path / "told-a").exists() and (tmp_path / "told-b").exists()
+    with pytest.raises(RankFailure, match=r"machine 1 failed \(got exit code 3\)"):
+        pod.run([["gcloud", "a", "60", "0"], ["gcloud", "b", "0", "3"]])
+
+
+# ---- training on four devices ----
+
+DEVICES = {"distributed_type": "XLA", "xla": True, "use_cpu": True, "num_processes": 4}
+ALONE = {"distributed_type": "NO", "use_cpu": True}
+
+
+def run(folder: Path, config: dict[str, Any], **order: Any) -> dict[str, Any]:
+    """What one process reports that trained in this way."""
+    number = len([*folder.glob("order-*.json")])
+    asked, answer = folder / f"order-{number}.json", folder / f"answer-{number}.json"
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in order.items()}
+    asked.write_text(json.dumps({"config": config, **given}))
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "scripts" / "on_xla.py", asked, answer],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(answer.read_text())
+
+
+def reference(steps: int = 4, micro_batches: int = 1) -> list[float]:
+    """The losses of a plain loop in one process: what tests/scripts/on_xla.py trains, in torch's own words."""
+    import torch
+
+    from tests import models
+    from tests.scripts.on_xla import Tokens
+
+    torch.manual_seed(0)
+    model = models.Gpt(width=16, layers=2, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+    batches = iter(torch.utils.data.DataLoader(Tokens(), batch_size=8))
+    losses = []
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            loss = models.next_token_loss(model, next(batches))
+            (loss / micro_batches).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def on_xla(*values: Any) -> Any:
+    return pytest.param(*values, marks=ON_XLA)
+
+
+WAYS = {
+    "full": ({}, {}),
+    "size": ({"fsdp_config": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}}, {}),
+    "no_wrap": ({"fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}}, {}),
+    "recomputed": ({"xla_fsdp_grad_ckpt": True}, {}),
+    "whole": ({"xla": False}, {}),
+    "hybrid": ({"fsdp_config": {"fsdp_sharding_strategy": 4}, "shardkit": {"mesh": {"shard_size": 2}}}, {}),
+    "accumulated": ({}, {"accumulate": 2, "steps": 3}),
+}
+
+
+@pytest.mark.requirement("A10")
+@pytest.mark.parametrize("way", [on_xla(name) for name in WAYS])
+def test_training_on_four_devices_equals_plain_torch(tmp_path, way):
+    settings, order = WAYS[way]
+    found = run(tmp_path, {**DEVICES, **settings}, **order)
+    assert found["losses"] == pytest.approx(reference(order.get("steps", 4), order.get("accumulate", 1)), abs=1e-4)
+    assert (found["device"], found["num_processes"], found["type"]) == ("xla:0", 1, "XLA")
+    assert found["is_tied"]
+    is_sharded = way != "whole"
+    assert all(("devices=" in layout) == is_sharded for layout in found["spread"]["parameters"])
+    assert all(is_spread == is_sharded for is_spread in found["spread"]["state"])
+
+
+@pytest.mark.parametrize("settings", [on_xla({}), on_xla({"downcast_bf16": True})])
+def test_training_in_bf16_is_near(tmp_path, settings):
+    found = run(tmp_path, {**DEVICES, "mixed_precision": "bf16", **settings})
+    assert found["losses"] != pytest.approx(reference(), abs=1e-5)
+    assert found["losses"] == pytest.approx(reference(), abs=0.2)
+
+
+@pytest.mark.requirement("A10")
+@pytest.mark.parametrize("way", [on_xla("blocking"), on_xla("beside")])
+def test_a_state_goes_from_the_devices_to_a_process_and_back(tmp_path, way):
+    """One format: six steps, of which the first three and the last three are trained on other kinds of devices."""
+    saving = {"save" if way == "blocking" else "save_beside": tmp_path / "state"}
+    losses = reference(6)
+    first = run(tmp_path, DEVICES, steps=3, **saving, export=tmp_path / "model")
+    rest = run(tmp_path, ALONE, steps=3, load=tmp_path / "state", save=tmp_path / "back")
+    assert first["losses"] + rest["losses"] == pytest.approx(losses, abs=1e-4)
+    back = run(tmp_path, DEVICES, steps=2, load=tmp_path / "back")
+    assert back["losses"] == pytest.approx(reference(8)[6:], abs=1e-4)
+    assert all("devices=" in layout for layout in back["spread"]["parameters"]) and all(back["spread"]["state"])
+    again = run(tmp_path, DEVICES, steps=0, load=tmp_path / "state", load_whole=True)
+    assert again["sum"] == first["sum"]
+    assert all("devices=" in layout for layout in again["spread"]["parameters"])
+
+
+def launch(folder: Path, steps: int, *arguments: str) -> dict[int, float]:
+    """The losses that the template prints, by step, where it goes on with what is in the folder."""
+    command = [sys.executable, "-m", "shardkit", "launch", "--resume", "auto", *arguments]
+    command += [str(ROOT / "templates" / "train.py"), "--steps", str(steps), "--log-every", "1", "--save-every", "2"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--global-batch", "8"], capture_output=True, text=True, timeout=280, cwd=folder, env=variables
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"step +(\d+)  loss ([\d.]+)", done.stdout)
+    return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.mark.requirement("A10")
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_launch_trains_the_template_from_devices_to_gloo_ranks_and_back(tmp_path, _):
+    tpu = ("--config", str(ROOT / "templates" / "tpu.yaml"), "--cpu", "-n", "4", "--mixed-precision", "no")
+    ranks = ("--set", "distributed_type=MULTI_CPU", "-n", "2", "--cpu")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    found = launch(parts, 2, *tpu) | launch(parts, 4, *ranks) | launch(parts, 6, *tpu)
+    assert [*found] == [1, 2, 3, 4, 5, 6] and found == pytest.approx(launch(whole, 6, *ranks), abs=2e-3)
+    assert (parts / "runs" / "gpt" / "export").is_dir()
+
+
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_another_number_of_devices_is_refused(tmp_path, _):
+    code = "from shardkit import Accelerator; Accelerator(config={'distributed_type': 'XLA', 'num_processes': 3})"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=variables)
+    assert done.returncode != 0
+    assert (
+        "num_processes: 3 asked for (got 2 XLA devices); on a TPU it is the number of all its devices." in done.stderr
+    )
