@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.functional import softplus
 
 from tests.loops.net import Net, adam, evaluate, loss_of, started
 from tests.loops.run import Run, loop
@@ -76,6 +78,35 @@ def two_optimizers_in_windows(run: Run) -> None:
             run.backward(loss)
             run.step(first, second)
             run.see_mean(loss)
+
+
+class Part(nn.Sequential):
+    """A unit."""
+
+
+@loop(accumulation=2)
+def adversaries_in_windows(run: Run) -> None:
+    """The second loss reaches the first optimizer's parameters after its step: zero_grad drops these gradients."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(Part(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 6))
+    judge = nn.Sequential(Part(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 1))
+    maker, judge, makes, judges = run.prepare(maker, judge, adam(maker.parameters()), adam(judge.parameters()))
+    for micro in range(8):
+        true = run.batch(micro).float() / 11
+        with run.accumulate(maker, judge):
+            made = maker(true.flip(-1))
+            loss = softplus(judge(made.detach())).mean() + softplus(-judge(true)).mean()
+            run.backward(loss)
+            if not run.is_plain or run.is_step:
+                judges.step()
+                judges.zero_grad()
+            other = softplus(-judge(made)).mean()
+            run.backward(other)
+            if not run.is_plain or run.is_step:
+                makes.step()
+                makes.zero_grad()
+                judges.zero_grad()
+            run.see_mean(loss + other)
 
 
 def _schedule(optimizer: Any) -> Any:
