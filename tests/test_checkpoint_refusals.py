@@ -88,6 +88,9 @@ def name_odd_folders(project):
         run[0].save_model(run[1], None)
     with pytest.raises(CheckpointError, match=r"a folder of checkpoints; name one of them, such as .*step-00000001"):
         run[0].load_state(project / "run")
+    run[0].save_state(project / "own" / "best")
+    with pytest.raises(CheckpointError, match=r"a folder of checkpoints; name one of them, such as .*best"):
+        run[0].load_state(project / "own")
     (project / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"failed: a file; give another name: .*notes\.txt"):
         run[0].save_state(project / "notes.txt")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import disk, folder, retention, save_model, state
+from shardkit.checkpoint import disk, folder, locate, retention, save_model, state
 from shardkit.cli import checkpoint_text
 from shardkit.cli.main import EXIT_UNREAD, run
 from shardkit.cli.progress import Progress
 from shardkit.distributed import control
-from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_MACHINE
+from shardkit.errors import EXIT_CHECK_FAILED, EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_MACHINE, CheckpointError
 from tests.checkpoints import build, save, train
 
 KINDS = {"sharded": 4, "full": 8}
@@ -85,6 +85,24 @@ def test_list_names_every_step_and_what_is_wrong(project, tmp_path, capsys):
     ]
     assert "index.json: missing" in rows[0]["problem"]
     assert "DAMAGED" in called(capsys, "list", root)
+
+
+def test_checkpoints_with_names_of_the_script_are_listed_and_verified(tmp_path, capsys):
+    live = build("single")
+    for step, name in enumerate(("epoch-0", "best", "step-00000002")):
+        train(live, 1, first=step)
+        save(live, tmp_path / name, step, "full")
+        if name == "best":
+            lines = called(capsys, "list", tmp_path).splitlines()
+            assert [line.split()[-1] for line in lines[1:]] == ["epoch-0", "best"]
+            text = called(capsys, "verify", tmp_path)
+            assert f"{tmp_path / 'epoch-0'}: whole" in text and f"{tmp_path / 'best'}: whole" in text
+            with pytest.raises(CheckpointError, match=r"its checkpoints are not named by step \(epoch-0, best\)"):
+                locate.checkpoint(tmp_path)
+    lines = called(capsys, "list", tmp_path).splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == ["complete", "epoch-0", "best"], (
+        "a name where it is not the step"
+    )
 
 
 def test_inspect_finds_the_newest_and_tells_what_is_in_it(project, capsys):

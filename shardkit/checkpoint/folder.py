@@ -86,6 +86,21 @@ def _in_store(root: Url) -> list[Url]:
     return [root / name for name in listed | ({latest} if latest else set()) if manifest.is_here(root / name)]
 
 
+def named_otherwise(root: Place) -> list[Place]:
+    """Whole checkpoints in a folder whose names are the script's own (`save_state("out/best")`), oldest first. Links do
+    not count."""
+    if isinstance(root, Url):
+        paths: list[Place] = [root / name for name in objects.names(root)]
+    else:
+        paths = [path for path in root.iterdir() if not path.is_symlink()] if root.is_dir() else []
+    found = []
+    for path in paths:
+        if not (path.name.startswith(".") or STEP.fullmatch(path.name)) and manifest.is_here(path):
+            with suppress(CheckpointError):
+                found.append((manifest.read(path).created_utc, path.name, path))
+    return [path for _, _, path in sorted(found)]
+
+
 def candidates(root: Place) -> list[FoundCheckpoint]:
     """As `steps`, in the order in which a resume tries them: the one committed last first, whatever its step.
 

@@ -23,6 +23,9 @@ def series(path: Place) -> Place:
         raise CheckpointError(f"checkpoint: {path}: one checkpoint; give the folder of a run, which may hold several.")
     if not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
         raise CheckpointError(f"checkpoint: {path}: no such folder; give a project folder or a folder of checkpoints.")
+    if others := folder.named_otherwise(path):
+        names = ", ".join(other.name for other in others)
+        raise CheckpointError(f"checkpoint: {path}: its checkpoints are not named by step ({names}); give one of them.")
     raise CheckpointError(f"checkpoint: {path}: no step-* folder in it, nor in its {SERIES}; give the folder of a run.")
 
 
@@ -48,11 +51,15 @@ def checkpoint(path: Place) -> Checkpoint:
 
 
 def checkpoints(path: Place) -> list[Place]:
-    """The checkpoint at a path alone, or all of a folder of them, oldest first."""
+    """The checkpoint at a path alone, or all of a folder of them: those named by step, oldest first, then others."""
     with _in_words(path):
         if _is_checkpoint(path):
             return [path]
-        return [found.path for found in reversed(folder.steps(series(path)))]
+        others = folder.named_otherwise(path)
+        if others and not folder.steps(path):
+            return others
+        root = series(path)
+        return [*(found.path for found in reversed(folder.steps(root))), *folder.named_otherwise(root)]
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def _row(path: Place) -> dict[str, Any]:
 
     named = folder.STEP.fullmatch(path.name)
     row: dict[str, Any] = {"step": int(named[1]) if named else None, "path": str(path)}
+    row["name"] = None if named else path.name
     row |= {"pinned": retention.is_pinned(path), "problem": None}
     try:
         record = folder.inspect(path)

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
 
 
 def row(row: dict[str, Any]) -> str:
+    """One checkpoint of a list; its name where that is not its step."""
     if row["problem"]:
         return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
     marks = [name for name in ("latest", "pinned") if row[name]]
     facts = f"{row['kind']:<7}  {count(row['world_size'], 'rank'):>9}  {sizes.in_words(row['bytes']):>9}  {date(row)}"
-    return "  ".join([f"step {row['step']:>8}", facts, ", ".join(["complete", *marks])])
+    name = [] if row["name"] is None else [row["name"]]
+    return "  ".join([f"step {row['step']:>8}", facts, ", ".join(["complete", *marks]), *name])
 
 
 def facts(facts: dict[str, Any]) -> list[str]:

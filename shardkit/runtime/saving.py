@@ -356,8 +356,9 @@ def _refuse_series(path: Place, session: SaveSession) -> None:
     def look() -> str | None:
         if session.control.rank != 0 or manifest.is_here(path):
             return None
-        found = folder.steps(path) or folder.steps(path / locate.SERIES)
-        return str(found[0].path) if found else None
+        found = [one.path for one in folder.steps(path) or folder.steps(path / locate.SERIES)]
+        newest = found[:1] or folder.named_otherwise(path)[-1:]
+        return str(newest[0]) if newest else None
 
     attempt = session.control.attempt(look, answer=lambda newest: newest, judge=lambda answers: answers[0])
     if attempt.failure:
