@@ -118,7 +118,7 @@ def test_3_a_default_is_shown_whole(folder, size):
         terminal.press(ENTER)
         terminal.wait_for("Wrapping:")
         terminal.press("s" + ENTER)
-        terminal.wait_for("Smallest unit")
+        terminal.wait_for("Minimum parameters")
         terminal.wait_for("Enter takes 100,000,000: FSDP's usual value")
     finally:
         terminal.close()
@@ -517,5 +517,5 @@ def test_11_every_plan_in_order_in_a_fresh_folder_is_as_printed(page, folder, ca
 def test_11_there_is_an_install_section_and_claims_have_a_date():
     text = (Path(__file__).parent.parent / "README.md").read_text()
     assert "## Install" in text and "pip install ." in text
-    section = text.partition("## Beside the others")[2]
+    section = text.partition("## Comparison")[2]
     assert section.startswith("\n\nAs of November 2026") and "LitData" in section
