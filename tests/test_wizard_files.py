@@ -88,7 +88,7 @@ def test_every_file_loads_and_says_what_was_answered(sample):
     assert files.read_text(files.dump(config)).config == config
     assert files.read_text(files.dump(config, comments=False)).config == config
     assert config.num_processes == situation.world_size
-    ranks = situation.machines if situation.on_tpu else situation.world_size  # on TPUs a rank drives its machine's devices
+    ranks = situation.machines if situation.on_tpu else situation.world_size  # one rank drives them all
     assert launch_spec(config, "train.py").world_size == ranks
     kept = {key: value for key, value in situation.answers.items() if key in answers}
     assert kept == answers, "an answer that was possible is not in the file"
