@@ -29,6 +29,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accumulation = accumulation
         self._stepper: Stepper = PlainStep(optimizer)
         self._final_at = NEVER
+        self._has_used_gradients = False
         self._stepped_at = NEVER
         self._has_stepped = False
 
@@ -92,14 +93,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self._has_stepped and closure is None:
             self._has_stepped = True
             self._warn_without_gradients()
-        self._stepped_at, self._final_at = self._accumulation.gradient_moment, NEVER
+        self._has_used_gradients, self._stepped_at = True, self._accumulation.gradient_moment
+        self._final_at = NEVER
         self._accumulation.note_step(self.optimizer, self.step_was_skipped)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, from any place in the loop; does nothing while the window still needs them: until this
-        optimizer has stepped in it."""
-        if self._stepped_at == self._accumulation.gradient_moment or not self._accumulation.is_open():
+        """Drops the gradients, from any place in the loop; does nothing while the window still needs them: from its
+        first backward until this optimizer steps. Gradients of an earlier step are never needed."""
+        has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
+        if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
+            self._has_used_gradients = False
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:
