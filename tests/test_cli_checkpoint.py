@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import disk, folder, locate, retention, save_model, state
+from shardkit.checkpoint import disk, folder, locate, manifest, retention, save_model, state
 from shardkit.cli import checkpoint_text
 from shardkit.cli.main import EXIT_UNREAD, run
 from shardkit.cli.progress import Progress
@@ -103,6 +103,27 @@ def test_checkpoints_with_names_of_the_script_are_listed_and_verified(tmp_path, 
     assert [line.split()[-1] for line in lines[1:]] == ["complete", "epoch-0", "best"], (
         "a name where it is not the step"
     )
+
+
+def test_a_project_with_another_checkpoint_in_it_is_listed_by_its_steps(project, tmp_path, capsys, monkeypatch):
+    root = copied(project, tmp_path)
+    save(build("single"), tmp_path / "best", 1, "full")
+    save(build("single"), root / "best", 1, "full")
+    monkeypatch.setattr(manifest, "is_here", refusing("closed", manifest.is_here))
+    (root / "closed").mkdir()
+    lines = called(capsys, "list", tmp_path).splitlines()
+    assert lines[0] == f"{root}: 3 checkpoints" and lines[3].endswith("best")
+
+
+def refusing(name, look):
+    """As `look`, but for a folder of this name, which may not be read."""
+
+    def looked(path):
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path)
+
+    return looked
 
 
 def test_inspect_finds_the_newest_and_tells_what_is_in_it(project, capsys):

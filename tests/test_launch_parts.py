@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -363,6 +365,14 @@ def test_folders_for_logs_are_private_and_what_stands_in_the_way_is_told(tmp_pat
     says = r"log folder given cannot be written \(No space left on device\); give another one with --logs DIR"
     with pytest.raises(MachineError, match=says), folders.writable(Path("given")):
         folders.write(tmp_path / "given" / "config.yaml", "x")
+
+
+def test_launches_of_one_second_have_logs_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "runs/now")
+    with ThreadPoolExecutor(8) as several:
+        made = list(several.map(folders.make_log_dir, [None] * 32))
+    assert len(set(made)) == 32
 
 
 def test_the_temporary_folders_of_killed_launches_are_removed_by_the_next_one(tmp_path, monkeypatch):

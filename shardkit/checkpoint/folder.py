@@ -95,9 +95,16 @@ def named_otherwise(root: Place) -> list[Place]:
         paths = [path for path in root.iterdir() if not path.is_symlink()] if root.is_dir() else []
     found = []
     for path in paths:
-        if not (path.name.startswith(".") or STEP.fullmatch(path.name)) and manifest.is_here(path):
-            with suppress(CheckpointError):
+        if path.name.startswith(".") or STEP.fullmatch(path.name):
+            continue
+        try:
+            if manifest.is_here(path):
                 found.append((manifest.read(path).created_utc, path.name, path))
+        except CheckpointError:
+            continue
+        except OSError:
+            if isinstance(root, Url):  # the store does not answer; a folder that may not be read is nobody's concern
+                raise
     return [path for _, _, path in sorted(found)]
 
 

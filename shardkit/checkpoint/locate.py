@@ -16,17 +16,27 @@ SERIES = "checkpoints"
 
 def series(path: Place) -> Place:
     """The folder of step folders: the path itself, or its `checkpoints`."""
-    for candidate in (path, path / SERIES):
-        if folder.steps(candidate):
-            return candidate
+    root = _with_steps(path)
+    if root is None:
+        raise _none_at(path, folder.named_otherwise(path))
+    return root
+
+
+def _with_steps(path: Place) -> Place | None:
+    return next((one for one in (path, path / SERIES) if folder.steps(one)), None)
+
+
+def _none_at(path: Place, others: list[Place]) -> CheckpointError:
+    """Why a path is no folder of step folders; `others` are the checkpoints in it that are not named by step."""
     if _is_checkpoint(path):
-        raise CheckpointError(f"checkpoint: {path}: one checkpoint; give the folder of a run, which may hold several.")
-    if not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
-        raise CheckpointError(f"checkpoint: {path}: no such folder; give a project folder or a folder of checkpoints.")
-    if others := folder.named_otherwise(path):
-        names = ", ".join(other.name for other in others)
-        raise CheckpointError(f"checkpoint: {path}: its checkpoints are not named by step ({names}); give one of them.")
-    raise CheckpointError(f"checkpoint: {path}: no step-* folder in it, nor in its {SERIES}; give the folder of a run.")
+        what = "one checkpoint; give the folder of a run, which may hold several"
+    elif not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
+        what = "no such folder; give a project folder or a folder of checkpoints"
+    elif others:
+        what = f"its checkpoints are not named by step ({', '.join(other.name for other in others)}); give one of them"
+    else:
+        what = f"no step-* folder in it, nor in its {SERIES}; give the folder of a run"
+    return CheckpointError(f"checkpoint: {path}: {what}.")
 
 
 def _is_checkpoint(path: Place) -> bool:
@@ -55,11 +65,11 @@ def checkpoints(path: Place) -> list[Place]:
     with _in_words(path):
         if _is_checkpoint(path):
             return [path]
-        others = folder.named_otherwise(path)
-        if others and not folder.steps(path):
-            return others
-        root = series(path)
-        return [*(found.path for found in reversed(folder.steps(root))), *folder.named_otherwise(root)]
+        root = _with_steps(path) or path
+        found = [*(one.path for one in reversed(folder.steps(root))), *folder.named_otherwise(root)]
+        if not found:
+            raise _none_at(path, [])
+        return found
 
 
 @contextmanager

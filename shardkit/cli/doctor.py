@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardkit.cli import HELP
+from shardkit.cli import HELP, options
 
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
@@ -25,19 +25,13 @@ PATIENCE_S = {"meet_timeout_s": 120.0, "hang_timeout_s": 60.0, "process_group_ti
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Option("--config", help="The YAML; else it is looked for.")] = None,
-    processes: Annotated[
-        str | None, typer.Option("-n", "--num-processes", metavar="N", help="Ranks, over all machines together.")
-    ] = None,
-    machines: Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")] = None,
-    machine_rank: Annotated[
-        str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")
-    ] = None,
-    main: Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")] = None,
+    config: options.ConfigFile = None,
+    processes: options.Processes = None,
+    machines: options.Machines = None,
+    machine_rank: options.MachineRank = None,
+    main: options.Main = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Try the CPU and gloo.")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
-    ] = None,
+    settings: options.Settings = None,
     folder: Annotated[
         Path, typer.Option("--folder", help="Where checkpoints and logs will be: its disk is tried.")
     ] = Path("."),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from shardkit.cli import HELP
+from shardkit.cli import HELP, options
 from shardkit.errors import ConfigError, UsageError
 
 
@@ -27,18 +27,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 
 @app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False, **HELP})
 def launch(
-    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)] = None,
-    module: Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="The YAML; else it is looked for.")] = None,
-    processes: Annotated[
-        str | None,
-        typer.Option("-n", "--num-processes", metavar="N", help="Number of ranks, over all machines together."),
-    ] = None,
-    machines: Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")] = None,
-    machine_rank: Annotated[
-        str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")
-    ] = None,
-    main: Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")] = None,
+    script: options.Script = None,
+    module: options.Module = None,
+    config: options.ConfigFile = None,
+    processes: options.Processes = None,
+    machines: options.Machines = None,
+    machine_rank: options.MachineRank = None,
+    main: options.Main = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")] = False,
     mixed_precision: Annotated[
         str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16, bf16, fp8 or mxfp8.")
@@ -50,9 +45,7 @@ def launch(
         Path | None,
         typer.Option("--fsdp-config", help="JSON or YAML with FSDP settings in the Trainer's words."),
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
-    ] = None,
+    settings: options.Settings = None,
     resume: Annotated[
         str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path or URL of one.")
     ] = None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardkit.cli import HELP
+from shardkit.cli import HELP, options
 from shardkit.cli.launch import LaunchCommand
 from shardkit.errors import ShardkitError
 
@@ -18,19 +18,15 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 
 @app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False, **HELP})
 def submit(
-    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)] = None,
+    script: options.Script = None,
     to: Annotated[
         str, typer.Option("--to", metavar="ENGINE", help="slurm, kubeflow, jobset, skypilot, ray or ssh.")
     ] = "",
-    module: Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="The YAML; else it is looked for.")] = None,
-    processes: Annotated[
-        str | None, typer.Option("-n", "--num-processes", metavar="N", help="Number of ranks, over all machines.")
-    ] = None,
-    machines: Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given several times.")
-    ] = None,
+    module: options.Module = None,
+    config: options.ConfigFile = None,
+    processes: options.Processes = None,
+    machines: options.Machines = None,
+    settings: options.Settings = None,
     name: Annotated[str | None, typer.Option(help="Name of the job; by default the script's.")] = None,
     time: Annotated[str | None, typer.Option(help="Longest run: 4h, 90m, 1d12h or 1-12:00:00.")] = None,
     cpus: Annotated[

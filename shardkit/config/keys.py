@@ -80,10 +80,14 @@ def names_in(section: Path) -> dict[str, Path]:
     return found | {other: found[name] for other, name in SYNONYMS.get(block, {}).items()}
 
 
+def flat_name(name: str) -> Path | None:
+    """The path in Python of an fsdp_ key without its block, as in Accelerate's flat files; None if it is none."""
+    return names_in(("fsdp",)).get(name) if name.startswith("fsdp_") else None
+
+
 def resolve_name(dotted: str) -> Path | None:
-    """The path in Python of a setting given in either spelling, or mixed; None if there is none. An fsdp_ key needs no
-    block name, as in Accelerate's flat files."""
-    if dotted.strip().startswith("fsdp_") and (flat := names_in(("fsdp",)).get(dotted.strip())):
+    """The path in Python of a setting given in either spelling, or mixed; None if there is none."""
+    if flat := flat_name(dotted.strip()):
         return flat
     path: Path = ()
     for part in dotted.strip().split("."):

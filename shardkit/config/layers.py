@@ -11,7 +11,7 @@ import yaml
 
 from shardkit import env
 from shardkit.config import accelerate_keys, document
-from shardkit.config.keys import Path, all_keys, names_in, resolve_name, sections, suggestion, whole_name
+from shardkit.config.keys import Path, all_keys, flat_name, names_in, resolve_name, sections, suggestion, whole_name
 from shardkit.errors import ConfigError
 
 Kind = Literal["default", "hardware", "file", "environment", "flag", "code"]
@@ -168,8 +168,8 @@ def _read_section(layer: Layer, node: yaml.Node, path: Path, name: str, written:
 
 def _outside(section: Path, key: str) -> Path | None:
     """Keys accepted outside of their block: fsdp_ keys at the top level, and XLA keys inside fsdp_config."""
-    if section == () and key.startswith("fsdp_"):
-        return names_in(("fsdp",)).get(key)
+    if section == ():
+        return flat_name(key)
     if section == ("fsdp",) and (key == "xla" or key.startswith("xla_")):
         return names_in(()).get(key)
     return None

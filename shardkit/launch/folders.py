@@ -33,9 +33,11 @@ def make_log_dir(configured: str | None) -> Path:
     for number in range(1, 1000):
         path = Path(stem if number == 1 else f"{stem}-{number}")
         with writable(path):
-            if not path.exists():
+            try:
                 path.mkdir(PRIVATE, parents=True)
-                return path
+            except FileExistsError:  # another launch of this second has it
+                continue
+            return path
     raise MachineError(f"launch: {stem}: no free name for the logs; give --logs DIR.")
 
 

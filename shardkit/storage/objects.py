@@ -99,13 +99,15 @@ def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int =
                 raise failure(url, what, error) from error
             if number == tries:
                 raise NoAnswer(number_of(error), f"{what} failed {tries} times ({words(error)})", str(url)) from error
-            pause = PAUSE_S * 2 ** (number - 1)
-            logger.warning(
-                "storage: %s: %s failed (%s); try %d of %d in %.1f s.",
-                *(url, what, words(error), number + 1, tries, pause),
-            )
-            time.sleep(pause)
+            wait_after(number, f"{url}: {what} failed ({words(error)})", tries)
     raise AssertionError("unreachable: the last try returns or raises")
+
+
+def wait_after(number: int, trouble: str, tries: int = TRIES) -> None:
+    """After a try that failed, the first one being 1: say so, and wait, each time for twice as long."""
+    pause = PAUSE_S * 2 ** (number - 1)
+    logger.warning("storage: %s; try %d of %d in %.1f s.", trouble, number + 1, tries, pause)
+    time.sleep(pause)
 
 
 def refusal(url: Url, what: str, error: Exception) -> OSError | None:

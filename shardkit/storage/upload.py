@@ -1,12 +1,10 @@
 """A large object, written in parts with bounded memory: there once all of it was written, or not at all."""
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from shardkit.log import get_logger
 from shardkit.storage import objects
 from shardkit.storage.url import Url
 
@@ -14,7 +12,6 @@ from shardkit.storage.url import Url
 PART_BYTES = 16 << 20
 PARTS = 9_000
 
-logger = get_logger(__name__)
 Result = TypeVar("Result")
 
 
@@ -76,9 +73,5 @@ def again(write: Callable[[], Result]) -> Result:
         except PermissionError:
             raise
         except OSError as error:
-            pause = objects.PAUSE_S * 2 ** (number - 1)
-            logger.warning(
-                "storage: %s; again from the start, try %d of %d in %.1f s.", error, number + 1, objects.TRIES, pause
-            )
-            time.sleep(pause)
+            objects.wait_after(number, f"{error}; again from the start")
     return write()
