@@ -39,17 +39,17 @@ BY_DEFAULT_METHOD = {
 
 def problems(source: str) -> Iterator[str]:
     """What is wrong with a file, with the line."""
-    tree = ast.parse(source)
-    names = _imported(tree)
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(source))]
+    names = _imported(nodes)
+    for node in nodes:
         for text in _problems_of(node, names, source):
             yield f"{getattr(node, 'lineno', 0)}: {text}"
 
 
-def _imported(tree: ast.AST) -> dict[str, str]:
+def _imported(nodes: list[ast.AST]) -> dict[str, str]:
     """What each imported name stands for."""
-    names = {}
-    for node in ast.walk(tree):
+    names: dict[str, str] = {}
+    for node in nodes:
         for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names[one.asname or one.name] = f"{module}{one.name}"
