@@ -24,27 +24,22 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from benchmarks import gpu_words, interleaved
+from benchmarks.gpu_measured import BILLION, OVER, SMALL, Failed, Options, TimeIsUp, measured, run
 from shardkit.config import hardware
 from shardkit.plan import devices
 
-ROOT = Path(__file__).parent.parent
-BILLION = {"layers": 22, "hidden": 2048, "heads": 16, "vocab": 32000, "seq": 2048, "batch": 4, "steps": 10}
-SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "batch": 2, "steps": 2}
 # What the project promises of the step: elapsed time of hand-written FSDP2.
 STEP_GOAL = 1.02
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Cannot allocate memory", "SIGKILL")
-OVER = "its share of the minutes is over"
 # Of the plan: what stands in `shardkit plan --set` and in the order of the run that is measured.
 PLANNED: list[dict[str, Any]] = [
     {"strategy": 1},
@@ -58,36 +53,6 @@ PLANNED: list[dict[str, Any]] = [
     {"strategy": 1, "seq": 8192, "batch": 1, "checkpointing": True},
 ]
 Found = Iterator[dict[str, Any]]
-
-
-class Failed(Exception):
-    """A measurement that did not end well; what its process said last."""
-
-
-class TimeIsUp(Failed):
-    """The section has had its share of the minutes."""
-
-
-@dataclass
-class Options:
-    """What is measured, how, and until when (by time.monotonic)."""
-
-    device: str = "cuda"
-    rounds: int = 3
-    small: bool = False
-    minutes: float = 19.0
-    only: list[str] = field(default_factory=list)
-    output: Path | None = None
-    table: Path | None = None
-    until: float = float("inf")
-
-    @property
-    def left_s(self) -> float:
-        """Seconds that the section has. Raises TimeIsUp where there is not one."""
-        left = self.until - time.monotonic()
-        if left < 1:
-            raise TimeIsUp(OVER)
-        return left
 
 
 def main() -> None:
@@ -146,42 +111,7 @@ def _write(options: Options, result: dict[str, Any]) -> None:
         options.table.write_text(gpu_words.table(result))
 
 
-# ---- one measurement ----
-
-
-def measured(options: Options, task: str, contestant: str, **changes: Any) -> dict[str, Any]:
-    """The result of one process. Failed, with its last lines, where it does not end well or in time."""
-    shape = SMALL if options.small else BILLION
-    order = {"task": task, "contestant": contestant, "device": options.device, **shape, **changes}
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "order.json"), Path(folder, "result.json")
-        asked.write_text(json.dumps(order))
-        done = _run(options, [sys.executable, "-m", "benchmarks.gpu_rank", str(asked), str(answer)])
-        if not answer.exists():
-            killed = "SIGKILL " if done.returncode == -signal.SIGKILL else ""
-            raise Failed(f"{killed}{done.stderr.strip()[-2000:]} (exit code {done.returncode})")
-        return json.loads(answer.read_text())
-
-
-def _run(options: Options, command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """The command, with the processes that it starts, for as long as the section has."""
-    left_s = options.left_s
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=printed, stderr=errors, text=True, cwd=ROOT, start_new_session=True)
-        try:
-            process.wait(left_s)
-        except subprocess.TimeoutExpired:
-            raise TimeIsUp(f"{_text(printed)}\n{OVER}") from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        return subprocess.CompletedProcess(command, process.returncode, _text(printed), _text(errors))
-
-
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()
+# ---- sections ----
 
 
 def contestants(options: Options) -> Iterator[str]:
@@ -191,14 +121,11 @@ def contestants(options: Options) -> Iterator[str]:
         yield "accelerate"
 
 
-# ---- sections ----
-
-
 def tests(options: Options) -> Found:
     """The tests that need a GPU; none of them is to be skipped."""
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]
     try:
-        done = _run(options, [*command, "tests/test_gpu.py"])
+        done = run(options, [*command, "tests/test_gpu.py"])
     except TimeIsUp as error:
         yield _outcomes(str(error))
         raise Failed(OVER) from None
@@ -306,7 +233,7 @@ def _planned(options: Options, order: dict[str, Any]) -> dict[str, Any]:
     command += ["--strategy", str(order["strategy"])]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
-    done = _run(options, command)
+    done = run(options, command)
     if done.returncode not in (0, 1):  # 1: it does not fit
         raise Failed(done.stderr[-2000:] + done.stdout[-2000:])
     rows = json.loads(done.stdout)["strategies"]
@@ -404,4 +331,5 @@ SECTIONS: dict[str, tuple[Callable[[Options], Found], float]] = {
 }
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started ends with it
     main()
