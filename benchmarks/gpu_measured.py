@@ -65,7 +65,10 @@ def run(options: Options, command: list[str]) -> "subprocess.CompletedProcess[st
     """The command, with the processes that it starts, for as long as the section has."""
     left_s = options.left_s
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=printed, stderr=errors, text=True, cwd=ROOT, start_new_session=True)
+        wide = {**os.environ, "COLUMNS": "250"}  # or pytest cuts its reasons
+        process = subprocess.Popen(
+            command, stdout=printed, stderr=errors, text=True, cwd=ROOT, env=wide, start_new_session=True
+        )
         try:
             process.wait(left_s)
         except subprocess.TimeoutExpired:

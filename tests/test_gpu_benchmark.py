@@ -11,6 +11,7 @@ import pytest
 from benchmarks import gpu, gpu_words
 
 ROOT = Path(__file__).parent.parent
+LONG = "test_with_a_name_that_leaves_pytest_no_room_for_the_reason_why_it_is_skipped"
 
 
 def begins(options):
@@ -68,16 +69,15 @@ def test_the_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path):
     (tmp_path / "test_three.py").write_text(
         "import pytest\n\ndef test_one(): pass\n\n"
         "@pytest.mark.parametrize('a', [1])\ndef test_two(a): assert a == 2\n\n"
-        "@pytest.mark.skip(reason='no (CUDA) device')\ndef test_three(): pass\n"
+        f"@pytest.mark.skip(reason='no (CUDA) device')\ndef {LONG}(): pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, tmp_path], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    found = gpu._outcomes(done.stdout)
-    assert found == {"passed": 1, "not_passed": ["test_two[1]"], "skipped": {"test_three": "no (CUDA) device"}}
+    found = gpu._outcomes(gpu.run(gpu.Options(), [*command, str(tmp_path)]).stdout)
+    assert found == {"passed": 1, "not_passed": ["test_two[1]"], "skipped": {LONG: "no (CUDA) device"}}
     assert list(gpu_words.lines("tests", found)) == [
         "1 passed, 1 failed, 1 skipped",
         "failed: test_two[1]",
-        "skipped: test_three: no (CUDA) device",
+        f"skipped: {LONG}: no (CUDA) device",
     ]
 
 
