@@ -58,7 +58,7 @@ Found = Iterator[dict[str, Any]]
 def main() -> None:
     """Measure what is asked for, print it, write JSON and a table."""
     options = _options()
-    result: dict[str, Any] = {**interleaved.surroundings(), "device": options.device, "small": options.small}
+    result: dict[str, Any] = {**interleaved.surroundings(), **described(options), "small": options.small}
     names = options.only or list(SECTIONS)
     for name, until in zip(names, _ends(names, options.minutes), strict=True):
         print(f"{name.upper()}", flush=True)
@@ -89,6 +89,21 @@ def _ends(names: list[str], minutes: float) -> Iterator[float]:
     began, weights = time.monotonic(), [SECTIONS[name][1] for name in names]
     for number in range(len(names)):
         yield began + 60 * minutes * sum(weights[: number + 1]) / sum(weights)
+
+
+def described(options: Options) -> dict[str, Any]:
+    """The device, its name and CUDA's version. Ends the program where torch cannot use it."""
+    device = options.device
+    code = f"import json, torch; torch.zeros(1, device={device!r}); module = torch.get_device_module({device!r}); "
+    code += "name = getattr(module, 'get_device_name', lambda: None)(); print(json.dumps([name, torch.version.cuda]))"
+    done = run(options, [sys.executable, "-c", code])
+    if done.returncode:
+        sys.exit(
+            f"benchmarks.gpu: torch cannot use the device {device} (got {gpu_words.last_line(done.stderr)}); run it "
+            "where there is one, or try it with --small --device cpu."
+        )
+    name, cuda = json.loads(done.stdout)
+    return {"device": device, "device_name": name, "cuda": cuda}
 
 
 def measured_section(name: str, options: Options) -> Found:

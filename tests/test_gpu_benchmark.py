@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu, gpu_words
 
@@ -44,18 +45,25 @@ def test_a_section_that_fails_keeps_what_it_has_and_the_others_go_on(tmp_path, m
     began = time.monotonic()
     with pytest.raises(SystemExit) as stop:
         gpu.main()
-    assert stop.value.code == 1 and time.monotonic() - began < 60
+    assert stop.value.code == 1 and time.monotonic() - began < 280
     found = json.loads(output.read_text())
     assert found["steps"]["failed"].endswith("by hand does not start") and found["steps"]["shardkit"] == {"a": 1.0}
     assert found["plan"]["rows"] and "KeyError: 'peak_bytes'" in found["plan"]["failed"]
     assert found["largest"]["on the device"]["layers"] == 3
-    assert found["largest"]["ended_early"] == f"began\n\n{gpu.OVER}"
+    assert found["largest"]["ended_early"].endswith(gpu.OVER)
     assert "failed" not in found["waits"]
     said = capsys.readouterr().out
     assert "  failed: RuntimeError: by hand does not start" in said
     assert "  strategy 1: not measured (OutOfMemoryError)\n  failed: KeyError: 'peak_bytes'" in said
     assert f"3 layers) and more\n  ended early: {gpu.OVER}" in said
     assert "| waits | within the goal: no more often than by hand |" in table.read_text()
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="the device that is missing elsewhere is here")
+def test_without_its_device_nothing_is_begun(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "xpu"])
+    with pytest.raises(SystemExit, match=r"benchmarks.gpu: torch cannot use the device xpu \(got .*XPU.*\); run it"):
+        gpu.main()
 
 
 def test_what_ends_early_leaves_its_minutes_to_the_next(monkeypatch):
