@@ -398,7 +398,7 @@ def test_output_that_nobody_reads_is_no_failure(project, monkeypatch, capsys):
             assert run(["checkpoint", *map(str, line)]) == code
     with output_nobody_reads() as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(checkpoint_text, "facts", lambda facts: ["x" * 100_000])
+        monkeypatch.setattr(checkpoint_text, "facts", lambda facts: ["x" * 1_000_000])
         assert run(["checkpoint", "inspect", str(steps)]) == EXIT_UNREAD
     assert not capsys.readouterr().err
 
