@@ -96,7 +96,7 @@ def test_checkpoints_with_names_of_the_script_are_listed_and_verified(tmp_path, 
             lines = called(capsys, "list", tmp_path).splitlines()
             assert [line.split()[-1] for line in lines[1:]] == ["epoch-0", "best"]
             text = called(capsys, "verify", tmp_path)
-            assert f"{tmp_path / 'epoch-0'}: whole" in text and f"{tmp_path / 'best'}: whole" in text
+            assert f"{tmp_path / 'epoch-0'}: valid" in text and f"{tmp_path / 'best'}: valid" in text
             with pytest.raises(CheckpointError, match=r"its checkpoints are not named by step \(epoch-0, best\)"):
                 locate.checkpoint(tmp_path)
     lines = called(capsys, "list", tmp_path).splitlines()
@@ -139,7 +139,7 @@ def test_inspect_finds_the_newest_and_tells_what_is_in_it(project, capsys):
 
 
 def test_verify_names_what_is_damaged(project, tmp_path, capsys):
-    assert called(capsys, "verify", project).count(": whole (") == 2
+    assert called(capsys, "verify", project).count(": valid (") == 2
     root = copied(project, tmp_path)
     damaged = root / "step-00000004" / "optim" / "r00001-of-00002.safetensors"
     flip(damaged)
