@@ -115,7 +115,7 @@ def test_a_run_that_would_not_start_fails_before_any_rank(capsys, tmp_path, monk
     assert command_line.run(["doctor", *flags, "--json"]) == 4
     out, said = capsys.readouterr()
     assert json.loads(out)["ok"] is False
-    assert "the ranks are not tried" in said
+    assert "the ranks are not tested" in said
     assert any("is not known here" in one["found"] for one in json.loads(out)["findings"])
     assert not list(tmp_path.iterdir())
 
