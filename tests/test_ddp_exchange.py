@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import Accelerator
-from shardkit.runtime import saving
+from shardkit.runtime import loading
 from tests.test_accelerator import loop, parts, plain, weights_of
 
 
@@ -49,7 +49,7 @@ def power_sgd_after_a_load(folder: str) -> dict[str, Any]:
     """Weights after a loop that loads what it has saved, in the process that trained on and in a new Accelerator."""
     found: dict[str, Any] = {"told": []}
     config = config_of(comm_hook="power_sgd", power_sgd_start_step=2)
-    warning, saving.logger.warning = saving.logger.warning, lambda text, *values: found["told"].append(text % values)
+    warning, loading.logger.warning = loading.logger.warning, lambda text, *values: found["told"].append(text % values)
     try:
         for name in ("goes on", "new"):
             accelerator = Accelerator(config=config)
@@ -63,7 +63,7 @@ def power_sgd_after_a_load(folder: str) -> dict[str, Any]:
             train(accelerator, model, optimizer, loader)
             found[name] = weights_of(model)
     finally:
-        saving.logger.warning = warning
+        loading.logger.warning = warning
     return found
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardkit.checkpoint import manifest
 from shardkit.distributed import named_barrier
 from shardkit.errors import CheckpointError, CheckpointSaveError
-from shardkit.runtime import saving
+from shardkit.runtime import loading, saving
 from tests import forked
 from tests.test_checkpoint_facade import run_of, train
 
@@ -37,7 +37,7 @@ CALLS = {
     "save_state": (CheckpointSaveError, lambda run, folder: run[0].save_state(folder / "one")),
     "save_model": (CheckpointSaveError, lambda run, folder: run[0].save_model(run[1], folder / "export")),
     "load_state": (CheckpointError, lambda run, folder: run[0].load_state(folder / "there")),
-    "resume": (CheckpointError, lambda run, folder: saving.resume(run[0]._run)),
+    "resume": (CheckpointError, lambda run, folder: loading.resume(run[0]._run)),
 }
 
 

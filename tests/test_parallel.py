@@ -17,7 +17,7 @@ from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ConfigError, MachineError, ModelError
-from shardkit.sharding import fsdp_unit
+from shardkit.sharding import fsdp_internals
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
@@ -61,7 +61,7 @@ def held(strategy: int) -> dict[str, Any]:
     loss = models.next_token_loss(model, tokens())
     gathered = sum(p.numel() for p in unwrapped(model).blocks.parameters() if not isinstance(p, DTensor))
     for block in unwrapped(model).blocks:
-        gathered += sum(p._unsharded_param.untyped_storage().nbytes() // 4 for p in fsdp_unit.parameters_of(block))
+        gathered += sum(p._unsharded_param.untyped_storage().nbytes() // 4 for p in fsdp_internals.parameters_of(block))
     loss.backward()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.step()
@@ -688,8 +688,8 @@ def test_a_torch_without_all_of_fsdp2_is_refused():
 def test_a_torch_that_nobody_has_tried_is_said_once(caplog):
     caplog.set_level("WARNING", "shardkit")
     for version in ("2.11.0", "2.15.1+cu132", "2.15.0a0+git1234"):
-        fsdp_unit.warn_of_newer(version)
+        fsdp_internals.warn_of_newer(version)
     assert not caplog.text
     for _ in range(2):
-        fsdp_unit.warn_of_newer("2.16.0.dev20261101+cpu")
+        fsdp_internals.warn_of_newer("2.16.0.dev20261101+cpu")
     assert caplog.text.count("torch 2.16.0.dev20261101+cpu is newer than any that shardkit was tested with") == 1

@@ -12,37 +12,33 @@
             scheduler.step()
             optimizer.zero_grad()
 
-A facade: each method delegates to the module that does the work. The same script is correct on one process and on many:
-a window of micro-batches gives the gradient that one process would compute for the same global batch.
+A facade: each method delegates to the module that does the work. Methods of one topic are in base classes:
+`training_step`, `checkpointing`, `communication`, `process_control`, `topology`. The same script is correct on one
+process and on many: a window of micro-batches gives the gradient that one process would compute for the same global
+batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile as profiler
-from torch.utils.hooks import RemovableHandle
 
 from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
 from shardkit.data import loader as data
-from shardkit.data import padding
 from shardkit.data.loader import PreparedLoader
-from shardkit.distributed import buffers, collectives, process, progress
+from shardkit.distributed import process
 from shardkit.distributed.seed import set_seed
-from shardkit.distributed.tensors import is_fsdp, unwrapped
+from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.optim import clip
 from shardkit.runtime import (
-    hooks,
     measure,
-    objects,
     prepare,
     settings,
     settings_objects,
@@ -51,18 +47,17 @@ from shardkit.runtime import (
     summary,
     unsupported,
 )
-from shardkit.runtime.accumulate import Counters
+from shardkit.runtime.checkpointing import Checkpointing
+from shardkit.runtime.communication import Communication
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.process_control import ProcessControl
 from shardkit.runtime.project import ProjectConfiguration, problem_of, project_of
 from shardkit.runtime.run import Loops, Run
 from shardkit.runtime.state import State
-from shardkit.runtime.topology import Topology
-from shardkit.sharding import gradient_sync, precision
-from shardkit.sharding import mesh as layout
+from shardkit.runtime.training_step import TrainingStep
+from shardkit.sharding import precision
 from shardkit.sharding.mesh import build_mesh
-from shardkit.storage.url import Url
 from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
 
@@ -71,7 +66,7 @@ __all__ = ["Accelerator", "ProjectConfiguration"]
 log = get_logger(__name__)
 
 
-class Accelerator(ProcessControl, Topology):
+class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
     """The run on this rank: its configuration, its rank and world size, and the prepared objects.
 
     The configuration is `config` (a Config, a dict with the YAML's keys, or a path), else the launcher's, else the file
@@ -222,18 +217,6 @@ class Accelerator(ProcessControl, Topology):
         compiled = model.module if isinstance(model, DistributedDataParallel) else model
         return compiled if keep_torch_compile else inner
 
-    def register_for_checkpointing(self, *registered: Any) -> None:
-        """Adds objects to save_state and load_state. Each needs state_dict() -> JSON values or tensors, and
-        load_state_dict(state). State that differs between ranks is saved per rank, and loads only on the same number of
-        ranks."""
-        bad = [o for o in registered if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
-        if bad:
-            kinds = ", ".join(type(one).__name__ for one in bad)
-            raise UsageError(
-                f"register_for_checkpointing: no state_dict and load_state_dict (got {kinds}); give the class both."
-            )
-        self._run.registered.extend(registered)
-
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
         """The loader; its next iteration skips the first `num_batches` batches of the epoch."""
         return data.skip_first_batches(loader, num_batches)
@@ -258,122 +241,7 @@ class Accelerator(ProcessControl, Topology):
         """As `free_memory`."""
         return self.free_memory(*released)
 
-    # ---- a training step ----
-
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Context of one micro-batch, from forward to zero_grad. Optimizer, scheduler and zero_grad act only in the
-        last micro-batch of a window. The last batch of the loader ends a window early, with the correct mean."""
-        with self._run.accumulation.micro_batch(models or self._run.models):
-            yield
-
-    def register_forward_method(self, model: nn.Module, *names: str) -> None:
-        """Makes these methods of a prepared model callable like its forward: parameters are gathered for them.
-
-        Not needed for methods that only call submodules: those can be called from anywhere.
-        """
-        for name in names:
-            if not callable(getattr(model, name, None)):
-                raise UsageError(f"register_forward_method: {type(model).__name__} has no method {name}.")
-            if is_fsdp(model):
-                from shardkit.sharding import fsdp_unit
-
-                fsdp_unit.enter_by(model, name)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward does not reduce gradients. Under FSDP every rank then holds unsharded gradients until the
-        next backward outside. `accumulate` gives the same sums with sharded gradients."""
-        return gradient_sync.gradient_sync([model], enabled=False)
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward reduces gradients, also for forwards that ran under `no_sync`."""
-        return gradient_sync.gradient_sync([model], enabled=True)
-
-    def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> AbstractContextManager[None]:
-        """Does nothing: prepared loaders give every rank the same number of batches, regardless of `even_batches`;
-        `prepare` raises where that is impossible."""
-        return nullcontext()
-
-    def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
-        """Computes the gradients of the loss, divided by the number of micro-batches per step, and scaled under
-        fp16."""
-        self._run.accumulation.backward(loss, **arguments)
-
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """The global norm of the gradients before clipping, a plain tensor; clips them to `max_norm` in place.
-
-        Before the last micro-batch of a window it returns 0 and changes nothing. Collective.
-        """
-        chosen = self._parameters(parameters)
-        if not self.sync_gradients:
-            return torch.zeros((), device=self.device)
-        self._make_final(chosen)
-        return clip.clip_grad_norm_(chosen, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
-        chosen = self._parameters(parameters)
-        if self.sync_gradients:
-            self._make_final(chosen)
-            clip.clamp_gradients_(chosen, clip_value)
-
-    def maybe_context_parallel(self, *_: Any, **arguments: Any) -> AbstractContextManager[None]:
-        """Does nothing: shardkit has no context parallelism."""
-        return nullcontext()
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model is spread over several devices (Transformers' device_map), and so cannot be trained on
-        several ranks."""
-        return len(set(getattr(model, "hf_device_map", {}).values())) > 1
-
-    def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
-        """Removes fp16's loss scale from the gradients of one optimizer, or of all; does nothing while accumulating."""
-        for one in self._run.optimizers if optimizer is None else [optimizer]:
-            if self.sync_gradients:
-                one.make_gradients_final()
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because fp16 gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._run.optimizers)
-
-    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager:
-        """The autocast context of a prepared model's forward, for other code under DDP or in one process. Under FSDP it
-        does nothing, since units cast their inputs. A handler with `enabled=False` disables autocast inside."""
-        if autocast_handler is not None and not autocast_handler.enabled:
-            return torch.autocast(self.device.type, enabled=False)
-        return precision.autocast(self._run.config, self.device)
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this micro-batch is the last of its window, so that optimizers step."""
-        return self._run.accumulation.sync_gradients
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step; a new value applies from the next window on."""
-        return self._run.accumulation.steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        settings.check_accumulation(steps)
-        self._run.accumulation.steps = steps
-
-    @property
-    def counters(self) -> Counters:
-        """Optimizer steps, micro-batches since the last one, and samples so far."""
-        return self._run.accumulation.counters
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler under fp16, else None."""
-        return self._run.accumulation.scaler
-
-    # ---- data ----
+    # ---- settings ----
 
     @property
     def split_batches(self) -> bool:
@@ -410,109 +278,17 @@ class Accelerator(ProcessControl, Topology):
         """True: save_state saves the position in the data."""
         return True
 
-    # ---- saving and loading ----
-
-    def save_state(
-        self,
-        output_dir: str | Path | None = None,
-        safe_serialization: bool = True,
-        *,
-        blocking: bool | None = None,
-    ) -> Path | Url:
-        """Saves the training state and returns its folder: `output_dir`, else a new folder in the project, named by
-        step.
-
-        With `blocking` False (default: `shardkit.checkpoint.blocking`) training continues while the files are written;
-        the next optimizer step may wait until its state is copied. If such a save fails, the next save or
-        `end_training` raises. Collective. Raises CheckpointSaveError on all ranks; earlier checkpoints stay intact.
-        """
-        unsupported.refuse_pickle(safe_serialization)
-        from shardkit.runtime import saving
-
-        return saving.save_state(self._run, output_dir, blocking=blocking)
-
-    def register_save_state_pre_hook(self, hook: hooks.SaveHook) -> RemovableHandle:
-        """Every save_state calls `hook(models, weights, output_dir)` on every rank before it captures the state. Files
-        that the hook writes into `output_dir` are committed with the checkpoint. A model whose entry the hook removes
-        from `weights` is not saved again (rank 0's list counts). The handle's `remove()` unregisters it. See
-        `runtime/state_hooks.py`."""
-        return hooks.register(self._run.hooks.at_save, hook, "register_save_state_pre_hook")
-
-    def register_load_state_pre_hook(self, hook: hooks.LoadHook) -> RemovableHandle:
-        """Every load calls `hook(models, input_dir)` on every rank after the checkpoint is verified and before it is
-        loaded. A model that the hook removes from `models` is not loaded again. The handle's `remove()` unregisters
-        it."""
-        return hooks.register(self._run.hooks.at_load, hook, "register_load_state_pre_hook")
-
-    def load_state(
-        self, input_dir: str | Path | None = None, *, data_position: bool = True, strict: bool = True
-    ) -> Path | Url:
-        """Restores a training state and returns its folder: `input_dir`, else the project's newest valid one.
-        Collective.
-
-        Raises CheckpointError on all ranks with the state unchanged, or StateIncomplete if reading failed half-way."""
-        from shardkit.runtime import saving
-
-        return saving.load_state(self._run, input_dir, data_position=data_position, strict=strict)
-
-    def resume(self) -> bool:
-        """Restores the checkpoint that `shardkit launch --resume` selects; returns whether it did. Collective.
-
-        Call it after `prepare`. never (the default): nothing is loaded; auto: the project's newest valid checkpoint, if
-        there is one; a path: that checkpoint. Without this call nothing is resumed.
-        """
-        return step_boundary.resume(self._run)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | Path,
-        max_shard_size: str | int | None = None,
-        dtype: str | torch.dtype | None = None,
-        safe_serialization: bool = True,
-    ) -> None:
-        """Writes the full model as safetensors that plain torch and Transformers can open. Collective."""
-        unsupported.refuse_pickle(safe_serialization)
-        from shardkit.runtime import saving
-
-        size = self._run.config.shardkit.checkpoint.max_shard_size if max_shard_size is None else max_shard_size
-        saving.save_model(self._run, model, save_directory, size, dtype)
-
-    def get_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
-        """The model's full state dict on rank 0; other ranks may get an empty one. Collective."""
-        from shardkit.checkpoint import state
-
-        return state.whole_tensors(model)
-
-    def save(self, obj: Any, f: str | Path, safe_serialization: bool = True) -> None:
-        """Rank 0 writes a dict of tensors as safetensors, or JSON values as JSON. Collective where tensors are
-        sharded."""
-        unsupported.refuse_pickle(safe_serialization)
-        whole = objects.prepared(obj)
-        if self.is_main_process:
-            objects.save(whole, f)
-
     @property
     def config(self) -> Config:
         """The effective configuration."""
         return self._run.config
 
     @property
-    def project_dir(self) -> str | None:
-        """The project folder."""
-        return self._run.project.project_dir
+    def fp8_backend(self) -> str | None:
+        """AO (torchao) where Linear layers are computed in 8 bits, else None."""
+        return "AO" if eight_bits(self.config) else None
 
-    @property
-    def logging_dir(self) -> str | None:
-        """The log folder: the project folder unless another one is set."""
-        return self._run.project.logging_dir
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """The project folder and how its checkpoints are named."""
-        return self._run.project
-
-    # ---- trackers ----
+    # ---- trackers, profile, end ----
 
     def init_trackers(
         self,
@@ -555,122 +331,7 @@ class Accelerator(ProcessControl, Topology):
 
         return profiling.traced(self._run, profile_handler)
 
-    # ---- collectives ----
-
-    def gather(self, tensor: Any) -> Any:
-        """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective."""
-        self._run.accumulation.note_meeting()
-        return collectives.gather(tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the padding of the loader's last batch; objects that are not tensors as one list.
-        Collective."""
-        self._run.accumulation.note_meeting()
-        return collectives.gather_real(
-            input_data, padding.real_samples(self._run.loaders, input_data, use_gather_object), use_gather_object
-        )
-
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
-        self._run.accumulation.note_meeting()
-        return collectives.reduce(tensor, reduction, scale)
-
-    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """One rank's tensors, on every rank. Collective."""
-        return collectives.broadcast(tensor, from_process)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along `dim` to the longest of all ranks. Collective."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Sets a flag that `check_trigger` sees on all ranks, for instance to stop early."""
-        self._run.is_triggered = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has set the flag; resets it on all ranks. Collective."""
-        found = self._run.process.control.any(self._run.is_triggered)
-        self._run.is_triggered = self._run.is_triggered and not found
-        return found
-
-    def reduce_buffers(self, model: nn.Module, reduction: buffers.Reduction = "mean") -> list[str]:
-        """Makes buffers equal that each rank's forward has updated locally (running statistics, codebooks), and returns
-        their names. "mean": the mean over ranks; "rank0", and always for integers: rank 0's value. Collective."""
-        return buffers.reduce_buffers(model, reduction)
-
-    # ---- for the launcher ----
-
-    def pause(self, phase: str = "pause") -> AbstractContextManager[None]:
-        """Context without the launcher's hang detection, for slow work: generation, an evaluation, a download. `phase`
-        names it in the launcher's table. Not collective: other ranks that wait for this one in a collective still time
-        out after `process_group_timeout_s`."""
-        return progress.paused(phase, self.counters.step)
-
-    def progress(self, phase: str = "at work") -> None:
-        """Reports progress: the launcher restarts its `hang_timeout_s` clock. Call it now and then in long work of the
-        script; it costs microseconds. Not collective."""
-        progress.post(phase, self.counters.step)
-
     def end_training(self) -> None:
         """Finishes trackers, waits for all ranks and for a save in flight, then destroys the process group; under
         `launch --measure` reports the memory used. The last call of a script. Collective."""
         step_boundary.end(self._run)
-
-    # ---- ranks and mesh: see also `Topology` ----
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether there is more than one rank."""
-        return self.use_distributed
-
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The ranks as (replicate, shard), or (shard); None where nothing is sharded."""
-        return self._run.mesh
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether models are sharded by FSDP2, whose parameters are DTensors."""
-        return self.is_fsdp2
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Index of the model replica that this rank belongs to."""
-        return layout.replica_of(self._run.mesh, self.process_index)
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Index of this rank's shard within its replica."""
-        return layout.part_of(self._run.mesh)
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """0: shardkit has no tensor parallelism."""
-        return 0
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """0: shardkit has no pipeline parallelism."""
-        return 0
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """0: shardkit has no context parallelism."""
-        return 0
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this rank should write files that the script saves itself; `save_model` is called by all ranks."""
-        return self.is_main_process
-
-    @property
-    def fp8_backend(self) -> str | None:
-        """AO (torchao) where Linear layers are computed in 8 bits, else None."""
-        return "AO" if eight_bits(self.config) else None
-
-    def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return prepare.own_parameters(self._run, parameters)
-
-    def _make_final(self, parameters: list[torch.Tensor]) -> None:
-        for optimizer in prepare.optimizers_of(self._run, parameters):
-            optimizer.make_gradients_final()

@@ -75,17 +75,17 @@ def resume(run: Run) -> bool:
     wanted = run.config.shardkit.checkpoint.resume
     if wanted == "never":
         return False
-    from shardkit.runtime import saving
+    from shardkit.runtime import loading, saving
 
     if wanted != "auto":
-        saving.load_state(run, wanted)
+        loading.load_state(run, wanted)
         return True
     if not names_checkpoints(run):
         raise UsageError(
             "resume: auto needs a project folder to look in (got none); give Accelerator a "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), or name a checkpoint."
         )
-    found = saving.resume(run)
+    found = loading.resume(run)
     if not found and run.process.is_main:
         log.info("checkpoint.resume: no checkpoint yet in %s; this run trains from the start.", saving.root_of(run))
     return found

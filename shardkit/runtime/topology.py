@@ -1,9 +1,11 @@
 """Rank, world size and device: the properties that `Accelerator` and `accelerator.state` share."""
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.config.schema import DistributedType
 from shardkit.runtime.run import Run
+from shardkit.sharding import mesh as layout
 
 
 class Place:
@@ -92,3 +94,43 @@ class Topology(Place):
     def parallelism_config(self) -> None:
         """None: see `torch_device_mesh`; the mesh is set by fsdp_sharding_strategy and shardkit.mesh."""
         return
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.use_distributed
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The ranks as (replicate, shard), or (shard); None where nothing is sharded."""
+        return self._run.mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether models are sharded by FSDP2, whose parameters are DTensors."""
+        return self.is_fsdp2
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of the model replica that this rank belongs to."""
+        return layout.replica_of(self._run.mesh, self.process_index)
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Index of this rank's shard within its replica."""
+        return layout.part_of(self._run.mesh)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: shardkit has no tensor parallelism."""
+        return 0
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """0: shardkit has no pipeline parallelism."""
+        return 0
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: shardkit has no context parallelism."""
+        return 0

@@ -117,15 +117,17 @@ def gather_in_fp8(model: nn.Module) -> int:
 
     To be called when all parameters have their values. Weights that the ranks cannot split evenly are left out.
     """
-    from shardkit.sharding import fsdp_unit
+    from shardkit.sharding import fsdp_internals
 
     kind = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
     layers = {id(module.weight): module for module in model.modules() if hasattr(module, "linear_mm_config")}
-    chosen = [p for p in fsdp_unit.parameters_of(model) if id(p.sharded_param) in layers and _is_even(p.sharded_param)]
+    chosen = [
+        p for p in fsdp_internals.parameters_of(model) if id(p.sharded_param) in layers and _is_even(p.sharded_param)
+    ]
     for parameter in chosen:
         layer: Any = layers[id(parameter.sharded_param)]
         dtype = layer.config.cast_config_weight.target_dtype
-        fsdp_unit.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
+        fsdp_internals.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
     return len(chosen)
 
 

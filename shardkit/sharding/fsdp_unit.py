@@ -1,25 +1,25 @@
-"""FSDP2's units, made to behave like plain modules wherever a loop looks at them or calls them.
+"""FSDP2 units that behave like plain modules in any training loop.
 
-torch's own behaviour suits one loop: forward, backward, step. Here, for every loop:
+torch's units are made for one loop: forward, backward, step. What differs here:
 
 - After any forward the module's parameters are the sharded ones. torch leaves the root (under strategies 2 and 5 every
-  unit) gathered until a backward comes; whoever looks at the parameters meanwhile, or runs a forward after they have
-  changed, gets stale ones. Here gathered values that a backward may need are kept aside ("parked"), and used by
-  backward only.
+  unit) gathered until a backward comes; code that reads the parameters in between, or runs a forward after they have
+  changed, gets stale values. Here the gathered values that a backward may need are kept separately ("parked"), and
+  only backward uses them.
 - A unit may be entered through any of its modules: `model.embed(x)`, `model.loss(x)`, `peft_model.generate(...)`.
-- Gradients are reduced whatever forward returned: torch relies on hooks on the output's tensors.
-- A gradient of a gradient may be taken: parameters stay until the last backward.
-- What was gathered and reduced is recorded, so that ranks which used different modules are found (`trace.py`).
+- Gradients are reduced for any output of forward, also one without tensors; torch relies on hooks on the output's
+  tensors.
+- Second-order gradients work: parameters stay gathered until the last backward.
+- What was gathered and reduced is recorded, so that ranks that used different modules are detected (`trace.py`).
 
-This is the only file that uses private parts of FSDP2. Read and tested on torch 2.11, 2.13 and 2.15; a newer torch is
-warned of.
+Only the files `fsdp_unit`, `fsdp_internals` and `fsdp_recovery` use private parts of FSDP2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, update_wrapper
+from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -32,46 +32,35 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit.errors import UsageError
-from shardkit.log import get_logger
+from shardkit.sharding.fsdp_internals import (
+    groups_of,
+    has_gradient,
+    is_gathered_once,
+    root_of,
+    states_of,
+    warn_of_newer,
+)
+from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated, without_views
 from shardkit.sharding.trace import Trace, attach
 
-# The newest torch whose private parts were read; `make test-newest` runs the tests on it.
-NEWEST = (2, 15)
-
-log = get_logger(__name__)
-
-
-@cache
-def warn_of_newer(version: str) -> None:
-    """Says, once, that nobody has tried this version of torch."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) > NEWEST:
-        log.warning(
-            "FSDP: torch %s is newer than any that shardkit was tested with (2.11 to %d.%d); compare a short run with "
-            "strategy NO_SHARD, or use torch %d.%d.",
-            version,
-            *NEWEST,
-            *NEWEST,
-        )
-
 
 @dataclass
 class _Pass:
-    """What all units of a model share about the backward under way."""
+    """State of the current backward, shared by all units of a model."""
 
     trace: Trace = field(default_factory=Trace)
     keeps_graph: bool = False
     """This backward builds a graph of itself (create_graph=True)."""
     is_second_due: bool = False
-    """A graph of gradients exists: nothing is freed or reduced before the backward that uses it is over."""
+    """A graph of gradients exists: nothing is freed or reduced until the backward that uses it has ended."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called at the end of each backward, when the units' gradients are reduced."""
 
 
 class UnitState(FSDPState):
-    """FSDP2's state of a unit. Made of torch's own by `adopt`; the hooks that torch registered before stay in place."""
+    """FSDP2's state of a unit. `adopt` changes the class of torch's object; hooks that torch has registered stay."""
 
     _pass: _Pass
 
@@ -86,15 +75,15 @@ class UnitState(FSDPState):
     def _root_post_backward_final_callback(self) -> None:
         if self._pass.keeps_graph:
             self._pass.keeps_graph, self._pass.is_second_due = False, True
-            self._begin_anew()
+            self._begin_second_backward()
             return
         self._pass.is_second_due = False
         super()._root_post_backward_final_callback()
         for call in self._pass.at_end:
             call()
 
-    def _begin_anew(self) -> None:
-        """The pass that built the graph of gradients is over; the parameters stay gathered for the next one."""
+    def _begin_second_backward(self) -> None:
+        """The backward that built the graph of gradients has ended; parameters stay gathered for the next one."""
         for state in self._state_ctx.all_states:
             state._training_state = TrainingState.IDLE
             for group in groups_of(state):
@@ -108,7 +97,7 @@ class UnitState(FSDPState):
 
 
 class UnitGroup(FSDPParamGroup):
-    """FSDP2's parameters of a unit. Made of torch's own by `adopt`."""
+    """FSDP2's parameter group of a unit. `adopt` changes the class of torch's object."""
 
     _state: UnitState
     _number: int
@@ -127,14 +116,14 @@ class UnitGroup(FSDPParamGroup):
         return super().pre_forward(module, args, kwargs)
 
     def _refuse_foreign_values(self) -> None:
-        """What the gathered parameters would silently take the place of."""
+        """Refuses other values in the place of a sharded parameter: the gathered ones would replace them."""
         for parameter in self.fsdp_params:
             info = parameter._module_info
             if info.module._parameters.get(info.param_name) is not parameter.sharded_param:
                 raise UsageError(
-                    f"forward: {parameter._param_fqn or info.param_name} is not what prepare put there (got "
-                    "torch.func.functional_call, or a new parameter, which puts other values in the place of sharded "
-                    "parameters); set values by p.data = ..., or use strategy NO_SHARD."
+                    f"forward: {parameter._param_fqn or info.param_name} is not the parameter that prepare put there "
+                    "(got another one, or torch.func.functional_call); set values by p.data = ..., or use "
+                    "strategy NO_SHARD."
                 )
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
@@ -180,7 +169,7 @@ class UnitGroup(FSDPParamGroup):
                 self._on_gathered(parameter)
 
     def _park(self) -> None:
-        """Keep the gathered values for backward, and show the sharded parameters meanwhile."""
+        """Keeps the gathered values for backward; the module shows its sharded parameters until then."""
         for parameter in self.fsdp_params:
             parameter._setattr_on_modules(parameter.sharded_param)
             parameter.sharded_state = ShardedState.SHARDED
@@ -203,11 +192,11 @@ class UnitGroup(FSDPParamGroup):
         if torch.is_grad_enabled() or self._state._pass.is_second_due:
             return  # a later backward still needs the parameters; its end calls this again
         if self.reduce_grads and not getattr(self, "reduce_scatter_unused_params", False):
-            self._state._pass.trace.add(self._number, *map(_has_gradient, self.fsdp_params))
+            self._state._pass.trace.add(self._number, *map(has_gradient, self.fsdp_params))
         super().post_backward()
 
     def _init_mp_dtypes(self) -> None:
-        """A unit that is frozen whole may be trained later; torch takes dtypes from trainable parameters alone."""
+        """torch takes the dtypes from trainable parameters only, but a wholly frozen unit may be trained later."""
         super()._init_mp_dtypes()
         if getattr(self, "_orig_dtype", self) is None and self.fsdp_params:  # from torch 2.15 on there is none
             first = next((p for p in self.fsdp_params if p.orig_dtype.is_floating_point), self.fsdp_params[0])
@@ -215,7 +204,7 @@ class UnitGroup(FSDPParamGroup):
 
 
 def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda parameter: None) -> Trace:
-    """Let the units of a sharded model behave as this file says; what they will have done.
+    """Makes the units of a sharded model behave as described above; returns the trace of what they gather and reduce.
 
     `on_gathered` is called for each parameter when it is gathered for the first time.
     """
@@ -233,7 +222,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda pa
 
 
 class _Once:
-    """Calls a function with each parameter that it has not seen, and has its gradient end in a reduction."""
+    """Calls a function with each parameter it has not seen yet, and makes sure that its gradient is reduced."""
 
     def __init__(self, state: UnitState, then: Callable[[FSDPParam], None]) -> None:
         self._state, self._then = state, then
@@ -250,14 +239,14 @@ class _Once:
 
 
 def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
-    """The last thing that is done to a sharded model: its root is known, and its units can be entered anywhere.
+    """The last step of sharding a model: sets its root, and lets its units be entered through any of their modules.
 
-    torch takes the first unit that runs forward for the root. Nothing is changed inside of `compiled` modules.
+    torch takes the first unit that runs forward as the root. Modules inside `compiled` ones are not changed.
     """
-    root = _root_of(model)
+    root = root_of(model)
     root._lazy_init()
-    model.register_forward_pre_hook(lambda module, args: _recover_if_broken_off(root), prepend=True)
-    model.register_forward_hook(lambda module, args, output: _recover_if_raised(root), always_call=True)
+    model.register_forward_pre_hook(lambda module, args: recover_if_broken_off(root), prepend=True)
+    model.register_forward_hook(lambda module, args, output: recover_if_raised(root), always_call=True)
     for state in states_of(model):
         for group in groups_of(state):
             if group._reshard_after_forward:
@@ -270,15 +259,15 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
 
 
 def enter_by(model: nn.Module, name: str) -> None:
-    """Let a method of the model enter its unit, as forward does: for methods that use the model's own parameters."""
+    """Makes a method of the model gather the unit's parameters as forward does."""
     (state,) = [one for one in states_of(model) if model in one._modules]
     if groups_of(state) and not isinstance(getattr(model, name), _Entry):
         setattr(model, name, _Entry(model, state, name))
 
 
 class _Entry:
-    """A method of a module inside a unit, its forward above all. It enters the unit where nothing around it has: a
-    call such as `model.embed(x)` finds the module's parameters gathered, and its gradients are reduced."""
+    """Wraps a method (usually forward) of a module inside a unit. It enters the unit if no caller has: in a call such
+    as `model.embed(x)` the module's parameters are gathered, and its gradients are reduced."""
 
     def __init__(self, module: nn.Module, state: UnitState, name: str = "forward") -> None:
         self._module, self._state, self._name, self._forward = module, state, name, getattr(module, name)
@@ -293,10 +282,10 @@ class _Entry:
             output = without_views(self._forward(*args, **kwargs))
             return self._state._post_forward(self._module, args, output)
         finally:
-            _recover_if_raised(self._state)
+            recover_if_raised(self._state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is no part of the unit: it has the method of its class."""
+        """A copy of the module is not part of the unit, so it gets the method of its class."""
         copied = memo.get(id(self._module))
         return self if copied is None else MethodType(getattr(type(self._module), self._name), copied)
 
@@ -317,111 +306,9 @@ def _modules_of_unit(state: Any) -> Iterator[nn.Module]:
     return iter({id(module): module for head in heads for module in below(head)}.values())
 
 
-def _recover_if_broken_off(root: Any) -> None:
-    """Before a forward: a pass that an exception ended, which the script caught, has left the units in the middle."""
-    if is_in_backward():
-        return
-    if root._training_state != TrainingState.IDLE or root._state_ctx.post_backward_final_callback_queued:
-        _recover(root)
-
-
-def _recover_if_raised(state: Any) -> None:
-    """After a forward: torch's own hook has not run where the forward raised."""
-    if state._training_state == TrainingState.FORWARD:
-        _recover(state)
-
-
-def _recover(state: Any) -> None:
-    """All units of the model as before the pass that was broken off; its gradients are lost, as its results are."""
-    context, shared = state._state_ctx, state._comm_ctx
-    for one in context.all_states:
-        one._training_state = TrainingState.IDLE
-        for group in groups_of(one):
-            _wait_for_gather(group)
-            group._training_state = TrainingState.IDLE
-            group._post_forward_indices.clear()
-            _forget_gradients(group)
-            group._to_sharded()
-    shared.post_forward_order.clear()
-    shared.all_gather_state = None
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
-    context.manual_backward_finalization_active = None  # read by torch 2.15
-    state._pass.keeps_graph = state._pass.is_second_due = False
-
-
-def _forget_gradients(group: Any) -> None:
-    """Those that are not reduced yet, or reduced in part."""
-    group._partial_reduce_output = None
-    for parameter in group.fsdp_params:
-        if is_gathered_once(parameter):
-            parameter._unsharded_param.grad = None
-        if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14, beside the gradient itself
-            parameter.unsharded_accumulated_grad = None
-    if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
-        group._set_unsharded_grad_dtypes(defer_upcast=False)
-        group._partial_reduce_output_layout.clear()
-        group._post_backward_pending = False
-
-
-def _wait_for_gather(group: Any) -> None:
-    """A gather that was begun ends on every rank, also where nobody waits for its values."""
-    result, group._all_gather_result = group._all_gather_result, None
-    work = getattr(result, "all_gather_work", None)
-    if work is not None and hasattr(work, "wait"):
-        work.wait()
-
-
 def at_end_of_backward(model: nn.Module, parameters: Iterable[nn.Parameter], call: Callable[[], None]) -> None:
-    """Call this at the end of each backward through the model or one of these parameters, which are in no unit."""
-    root = _root_of(model)
+    """Calls `call` at the end of each backward through the model or through `parameters`, which are in no unit."""
+    root = root_of(model)
     root._pass.at_end.append(call)
     for parameter in parameters:
         hook_weakly(parameter, root._gradient_arrived)
-
-
-def _root_of(model: nn.Module) -> Any:
-    return model._get_fsdp_state()  # type: ignore[operator]
-
-
-def states_of(model: nn.Module) -> list[Any]:
-    """The states of all units, each once, the outer before the inner."""
-    found = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    return list(dict.fromkeys(found))
-
-
-def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of a unit: one, or none where it manages nothing. (Before torch 2.13: another attribute.)"""
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-
-
-def groups_of_model(model: nn.Module) -> list[Any]:
-    """The parameter groups of all units; none of a model that is not sharded."""
-    return [group for state in states_of(model) for group in groups_of(state)]
-
-
-def parameters_of(model: nn.Module) -> Iterator[FSDPParam]:
-    """What FSDP2 knows of each parameter that it manages."""
-    for group in groups_of_model(model):
-        yield from group.fsdp_params
-
-
-def gather_by(parameter: FSDPParam, around: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """From now on the parameter is gathered as the tensor that `around` puts around this rank's part says, by torch's
-    `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
-    sharded: Any = parameter.sharded_param
-    sharded._local_tensor = around(sharded._local_tensor)
-    parameter._init_extensions()
-
-
-def is_gathered_once(parameter: FSDPParam) -> bool:
-    """Whether its gathered form exists; the memory behind it may be freed."""
-    return hasattr(parameter, "_unsharded_param")
-
-
-def _has_gradient(parameter: FSDPParam) -> bool:
-    if not is_gathered_once(parameter):
-        return False
-    return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None

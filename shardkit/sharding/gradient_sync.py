@@ -222,9 +222,9 @@ def _groups_of(model: nn.Module) -> list[Any]:
     """The parameter groups of the model's units, if it has any."""
     if not any(map(is_fsdp, model.modules())):
         return []
-    from shardkit.sharding import fsdp_unit
+    from shardkit.sharding import fsdp_internals
 
-    return fsdp_unit.groups_of_model(model)
+    return fsdp_internals.groups_of_model(model)
 
 
 @contextmanager

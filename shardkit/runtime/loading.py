@@ -1,0 +1,103 @@
+"""load_state and resume of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from shardkit.checkpoint import folder, locate, manifest, paths, read
+from shardkit.checkpoint.read import LoadedState
+from shardkit.distributed import progress
+from shardkit.errors import CheckpointError
+from shardkit.log import get_logger
+from shardkit.runtime import in_url
+from shardkit.runtime.run import Run
+from shardkit.runtime.save_session import SaveSession
+from shardkit.runtime.saving import live_of, met, root_of, wait
+from shardkit.sharding import ddp_hooks
+from shardkit.storage.url import Place
+
+logger = get_logger(__name__)
+
+
+def load_state(run: Run, path: str | Path | None = None, *, data_position: bool = True, strict: bool = True) -> Place:
+    """Loads `path`, else the project's newest valid checkpoint; returns its folder.
+
+    Collective. CheckpointError on all ranks, with the state unchanged, where it is damaged or does not fit.
+    """
+    run.is_resumed = True
+    if path is None:
+        root = root_of(run)
+        found = _load_newest(run, "load_state", root, data_position=data_position, strict=strict)
+        if found is None:
+            raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
+        return found
+    place = paths.named(path, "load_state")
+    session = _begin_load(run, "load_state")
+    in_url.refuse_load(run, place)
+    _refuse_series(place, session)
+    how = _how(run, session, data_position, strict)
+    return _loaded(run, session, read.load(live_of(run), place, session.control, **how))
+
+
+def resume(run: Run) -> bool:
+    """Whether the project's newest valid checkpoint was loaded; False where none was ever saved. Collective.
+
+    CheckpointError where all of them are damaged: never a fresh start then.
+    """
+    run.is_resumed = True
+    return _load_newest(run, "resume", root_of(run)) is not None
+
+
+def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
+    session = _begin_load(run, call)
+    in_url.refuse_load(run, root)
+    how = _how(run, session, data_position, strict)
+    loaded = read.load_newest(live_of(run), root, session.control, **how)
+    return None if loaded is None else _loaded(run, session, loaded)
+
+
+def _how(run: Run, session: SaveSession, data_position: bool, strict: bool) -> dict[str, Any]:
+    verify = run.config.shardkit.checkpoint.verify
+    return {"verify": verify, "strict": strict, "data_position": data_position, "unfinished": session.unfinished}
+
+
+def _begin_load(run: Run, call: str) -> SaveSession:
+    session = met(run, call, "load")
+    wait(run)
+    return session
+
+
+def _refuse_series(path: Place, session: SaveSession) -> None:
+    """CheckpointError where `path` is a folder of checkpoints, or the project folder around it."""
+
+    def look() -> str | None:
+        if session.control.rank != 0 or manifest.is_here(path):
+            return None
+        found = [one.path for one in folder.steps(path) or folder.steps(path / locate.SERIES)]
+        newest = found[:1] or folder.named_otherwise(path)[-1:]
+        return str(newest[0]) if newest else None
+
+    attempt = session.control.attempt(look, answer=lambda newest: newest, judge=lambda answers: answers[0])
+    if attempt.failure:
+        raise CheckpointError(f"checkpoint: {path}: {attempt.failure}.")
+    newest = attempt.verdict
+    if newest is not None:
+        raise CheckpointError(f"checkpoint: {path}: a folder of checkpoints; name one of them, such as {newest}.")
+
+
+def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
+    record = loaded.checkpoint.manifest
+    session.parent, session.last = record.save_id, None  # later saves of this run are a new series of steps
+    for optimizer in run.optimizers:
+        optimizer.optimizer.zero_grad()
+    has_forgotten = [ddp_hooks.forget_rests(model) for model in run.models]
+    if any(has_forgotten) and run.process.rank == 0:
+        logger.warning(
+            "checkpoint: what PowerSGD has left out of gradients is in no checkpoint; gradients are sent whole for the "
+            "next %d steps (shardkit.ddp.power_sgd_start_step), and PowerSGD starts again after that.",
+            run.config.shardkit.ddp.power_sgd_start_step,
+        )
+    run.loads += 1
+    progress.post("data", record.step)
+    if run.process.rank == 0:
+        logger.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
+    return loaded.checkpoint.path

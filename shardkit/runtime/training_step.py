@@ -1,0 +1,141 @@
+"""One training step: accumulation windows, backward, clipping."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.distributed.tensors import is_fsdp
+from shardkit.errors import UsageError
+from shardkit.optim import clip
+from shardkit.runtime import prepare, settings
+from shardkit.runtime.accumulate import Counters
+from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.runtime.topology import Topology
+from shardkit.sharding import gradient_sync, precision
+
+
+class TrainingStep(Topology):
+    """Methods of a training step, between the forward of a micro-batch and `zero_grad`."""
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Context of one micro-batch, from forward to zero_grad. Optimizer, scheduler and zero_grad act only in the
+        last micro-batch of a window. The last batch of the loader ends a window early, with the correct mean."""
+        with self._run.accumulation.micro_batch(models or self._run.models):
+            yield
+
+    def register_forward_method(self, model: nn.Module, *names: str) -> None:
+        """Makes these methods of a prepared model callable like its forward: parameters are gathered for them.
+
+        Not needed for methods that only call submodules: those can be called from anywhere.
+        """
+        for name in names:
+            if not callable(getattr(model, name, None)):
+                raise UsageError(f"register_forward_method: {type(model).__name__} has no method {name}.")
+            if is_fsdp(model):
+                from shardkit.sharding import fsdp_unit
+
+                fsdp_unit.enter_by(model, name)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward does not reduce gradients. Under FSDP every rank then holds unsharded gradients until the
+        next backward outside. `accumulate` gives the same sums with sharded gradients."""
+        return gradient_sync.gradient_sync([model], enabled=False)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward reduces gradients, also for forwards that ran under `no_sync`."""
+        return gradient_sync.gradient_sync([model], enabled=True)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Does nothing: prepared loaders give every rank the same number of batches, regardless of `even_batches`;
+        `prepare` raises where that is impossible."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
+        """Computes the gradients of the loss, divided by the number of micro-batches per step, and scaled under
+        fp16."""
+        self._run.accumulation.backward(loss, **arguments)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """The global norm of the gradients before clipping, a plain tensor; clips them to `max_norm` in place.
+
+        Before the last micro-batch of a window it returns 0 and changes nothing. Collective.
+        """
+        chosen = self._parameters(parameters)
+        if not self.sync_gradients:
+            return torch.zeros((), device=self.device)
+        self._make_final(chosen)
+        return clip.clip_grad_norm_(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
+        chosen = self._parameters(parameters)
+        if self.sync_gradients:
+            self._make_final(chosen)
+            clip.clamp_gradients_(chosen, clip_value)
+
+    def maybe_context_parallel(self, *_: Any, **arguments: Any) -> AbstractContextManager[None]:
+        """Does nothing: shardkit has no context parallelism."""
+        return nullcontext()
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model is spread over several devices (Transformers' device_map), and so cannot be trained on
+        several ranks."""
+        return len(set(getattr(model, "hf_device_map", {}).values())) > 1
+
+    def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
+        """Removes fp16's loss scale from the gradients of one optimizer, or of all; does nothing while accumulating."""
+        for one in self._run.optimizers if optimizer is None else [optimizer]:
+            if self.sync_gradients:
+                one.make_gradients_final()
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because fp16 gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._run.optimizers)
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager:
+        """The autocast context of a prepared model's forward, for other code under DDP or in one process. Under FSDP it
+        does nothing, since units cast their inputs. A handler with `enabled=False` disables autocast inside."""
+        if autocast_handler is not None and not autocast_handler.enabled:
+            return torch.autocast(self.device.type, enabled=False)
+        return precision.autocast(self._run.config, self.device)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch is the last of its window, so that optimizers step."""
+        return self._run.accumulation.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; a new value applies from the next window on."""
+        return self._run.accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        settings.check_accumulation(steps)
+        self._run.accumulation.steps = steps
+
+    @property
+    def counters(self) -> Counters:
+        """Optimizer steps, micro-batches since the last one, and samples so far."""
+        return self._run.accumulation.counters
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler under fp16, else None."""
+        return self._run.accumulation.scaler
+
+    def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return prepare.own_parameters(self._run, parameters)
+
+    def _make_final(self, parameters: list[torch.Tensor]) -> None:
+        for optimizer in prepare.optimizers_of(self._run, parameters):
+            optimizer.make_gradients_final()

@@ -1,0 +1,84 @@
+"""Where torch keeps what FSDP2 knows of a sharded model: units, parameter groups, parameters.
+
+Attributes that differ between versions of torch are read here. Tested on torch 2.11, 2.13 and 2.15; a newer one is
+warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from shardkit.log import get_logger
+
+# The newest torch whose private parts were read; `make test-newest` runs the tests on it.
+NEWEST = (2, 15)
+
+log = get_logger(__name__)
+
+
+@cache
+def warn_of_newer(version: str) -> None:
+    """Warns once that this version of torch is newer than the tested ones."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) > NEWEST:
+        log.warning(
+            "FSDP: torch %s is newer than any that shardkit was tested with (2.11 to %d.%d); compare a short run with "
+            "strategy NO_SHARD, or use torch %d.%d.",
+            version,
+            *NEWEST,
+            *NEWEST,
+        )
+
+
+def root_of(model: nn.Module) -> Any:
+    return model._get_fsdp_state()  # type: ignore[operator]
+
+
+def states_of(model: nn.Module) -> list[Any]:
+    """The states of all units, each once, the outer before the inner."""
+    found = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(found))
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a unit: one, or none where it manages nothing. (Before torch 2.13: another attribute.)"""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def groups_of_model(model: nn.Module) -> list[Any]:
+    """The parameter groups of all units; none of a model that is not sharded."""
+    return [group for state in states_of(model) for group in groups_of(state)]
+
+
+def parameters_of(model: nn.Module) -> Iterator[FSDPParam]:
+    """FSDP2's record of each parameter that it manages."""
+    for group in groups_of_model(model):
+        yield from group.fsdp_params
+
+
+def gather_by(parameter: FSDPParam, around: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replaces this rank's shard by a tensor subclass made by `around`, whose `fsdp_pre_all_gather` and
+    `fsdp_post_all_gather` then decide how the parameter is gathered."""
+    sharded: Any = parameter.sharded_param
+    sharded._local_tensor = around(sharded._local_tensor)
+    parameter._init_extensions()
+
+
+def is_gathered_once(parameter: FSDPParam) -> bool:
+    """Whether its gathered tensor exists; its memory may be freed."""
+    return hasattr(parameter, "_unsharded_param")
+
+
+def has_gradient(parameter: FSDPParam) -> bool:
+    if not is_gathered_once(parameter):
+        return False
+    return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None

@@ -1,0 +1,63 @@
+"""FSDP2's units after a pass that did not end: an exception in forward or backward that the script caught."""
+
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from shardkit.sharding.fsdp_internals import groups_of, is_gathered_once
+from shardkit.sharding.hooks import is_in_backward
+
+
+def recover_if_broken_off(root: Any) -> None:
+    """Called before a forward: resets the units if an exception ended the last forward or backward."""
+    if is_in_backward():
+        return
+    if root._training_state != TrainingState.IDLE or root._state_ctx.post_backward_final_callback_queued:
+        _recover(root)
+
+
+def recover_if_raised(state: Any) -> None:
+    """Called after a forward: resets the units if it raised; torch's post-forward hook has not run then."""
+    if state._training_state == TrainingState.FORWARD:
+        _recover(state)
+
+
+def _recover(state: Any) -> None:
+    """Resets all units of the model to their state between steps. Gradients that are not reduced yet are dropped."""
+    context, shared = state._state_ctx, state._comm_ctx
+    for one in context.all_states:
+        one._training_state = TrainingState.IDLE
+        for group in groups_of(one):
+            _wait_for_gather(group)
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            _forget_gradients(group)
+            group._to_sharded()
+    shared.post_forward_order.clear()
+    shared.all_gather_state = None
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    context.manual_backward_finalization_active = None  # read by torch 2.15
+    state._pass.keeps_graph = state._pass.is_second_due = False
+
+
+def _forget_gradients(group: Any) -> None:
+    """Drops gradients that are not reduced yet, or only within the shard group."""
+    group._partial_reduce_output = None
+    for parameter in group.fsdp_params:
+        if is_gathered_once(parameter):
+            parameter._unsharded_param.grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14, beside the gradient itself
+            parameter.unsharded_accumulated_grad = None
+    if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+        group._partial_reduce_output_layout.clear()
+        group._post_backward_pending = False
+
+
+def _wait_for_gather(group: Any) -> None:
+    """Waits for an all-gather in flight: it was started on every rank."""
+    result, group._all_gather_result = group._all_gather_result, None
+    work = getattr(result, "all_gather_work", None)
+    if work is not None and hasattr(work, "wait"):
+        work.wait()
