@@ -49,7 +49,7 @@ test-compat: .venv/.compat
 	$(BIN)/python -m pytest -m compat
 
 test-families: .venv/.ready
-	$(BIN)/python -m pytest -m families
+	$(BIN)/python -m pytest -m families tests/test_families.py
 
 test-slurm: .venv/.ready
 	$(BIN)/python -m pytest -m slurm tests/test_slurm.py
