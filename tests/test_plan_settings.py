@@ -60,7 +60,11 @@ EFFECTS: dict[str, dict[str, str]] = {
     "num_processes": {"num_processes": "4"},
     "downcast_bf16": {"distributed_type": "XLA", "downcast_bf16": "true"},
     "xla": {"distributed_type": "XLA", "xla": "true"},
-    "xla_fsdp_settings": {"distributed_type": "XLA", "xla_fsdp_settings": "{compute_dtype: bfloat16}"},
+    "xla_fsdp_settings": {
+        "distributed_type": "XLA",
+        "mixed_precision": "no",
+        "xla_fsdp_settings": "{compute_dtype: bfloat16}",
+    },
     "xla_fsdp_grad_ckpt": {"distributed_type": "XLA", "xla_fsdp_grad_ckpt": "true"},
     "use_cpu": {"use_cpu": "true", "fsdp_config.fsdp_offload_params": "true"},
     "fsdp.sharding_strategy": {"fsdp_config.fsdp_sharding_strategy": "2"},

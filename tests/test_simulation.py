@@ -333,7 +333,7 @@ def test_flags_of_simulations_need_one(tmp_path):
     done = plan("--model", TINY, "--exact", "--batch", "a:b", "--optimizer", "a:c", folder=tmp_path)
     assert done.returncode == 2
     for flag in ("--exact", "--batch", "--optimizer a:c"):
-        assert f"{flag}: it is for simulations (got no --simulate); add --simulate." in done.stderr
+        assert f"{flag}: only used in simulations (got no --simulate); add --simulate." in done.stderr
 
 
 def measurement(folder: Path, rank: int, peak: int) -> None:
