@@ -293,6 +293,54 @@ def test_wrong_flags_say_what_to_do(capsys, arguments, text):
     assert text in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--memory", "0GiB"), "--memory: not a size (got '0GiB')"),
+        (("--device", "0GiB"), "--device: unknown (got '0GiB')"),
+        (("--strategy", "all"), "--strategy all: only used in simulations (got no --simulate); add --simulate."),
+        (("--measured", "nothing", "--json"), "--measured nothing: no measurement found"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(capsys, arguments, text):
+    code, err = refused(capsys, "--model", SMALL, "--world", "2", *arguments)
+    assert code == 2
+    assert text in err
+
+
+@pytest.mark.parametrize("question", ["max-batch", "min-gpus"])
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "NO"])
+def test_searches_name_what_is_configured(capsys, question, kind):
+    asked = ("--world", "2", "--batch-size", "1", "--device", "l4", "--set", f"distributed_type={kind}")
+    data = json.loads(plan(capsys, "--model", SMALL, *asked, "--find", question, "--json"))
+    assert data["chosen"] == "NO_SHARD"
+    assert "NO_SHARD" in data["finding"]["text"]
+
+
+def test_ddp_on_one_rank_is_one_process(capsys):
+    """Without other ranks there are no buckets, and nothing is sent."""
+    rows = [
+        json.loads(plan(capsys, "--model", SMALL, "--world", "1", "--batch-size", "1", "--json", *arguments))
+        for arguments in (("--strategy", "3"), ("--set", "distributed_type=NO"))
+    ]
+    ddp, alone = ({row["number"]: row for row in each["strategies"]}[3] for each in rows)
+    assert ddp["peak"] == alone["peak"]
+    assert ddp["traffic"]["sent_bytes"] == 0
+
+
+def test_ranks_on_the_cpu_are_planned_for_it(capsys):
+    out = plan(capsys, "--model", SMALL, "--world", "2", "--set", "distributed_type=MULTI_CPU")
+    assert "2 ranks, CPU" in out
+
+
+def test_ten_thousand_ranks(capsys):
+    out = plan(
+        capsys, "--model", SMALL, "--world", "10000", "--batch-size", "1", "--device", "h100", "--find", "max-batch"
+    )
+    assert "10,000 ranks on 1,250 machines" in out
+    assert "(FULL_SHARD on 10,000 x" in out
+
+
 def test_a_device_by_its_memory(capsys):
     assert "device of 40GiB" in plan(capsys, "--model", SMALL, "--world", "2", "--device", "40GiB")
     assert "has 94.0 GiB" in plan(capsys, "--model", SMALL, "--world", "2", "--device", "h100", "--memory", "94GiB")

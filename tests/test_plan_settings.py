@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 DERIVED = ("config/schema.py", "config/meaning.py", "config/xla.py", "model/cut.py")
 TRAINING = ("sharding", "runtime", "distributed", "optim", "data", "checkpoint")
 PLAN = ("plan", "cli/plan.py")
-MODEL = "gpt:layers=2,hidden=64,heads=4,vocab=500,seq=32"
+MODEL = "gpt:layers=6,hidden=128,heads=4,vocab=50,seq=32"
 
 # Read in training only, with the reason.
 NOT_IN_THE_PLAN = {

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
     from shardkit.config.schema import Config
     from shardkit.plan.answer import Answer, Finding, PlanRequest, Row
     from shardkit.plan.devices import Device
-
-_EIGHT_BIT_NOTES = (
-    "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
-    "published speed-up of large layers.",
-)
-_POWER_SGD_NOTES = ("power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step.",)
+    from shardkit.plan.measured import Measured
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -87,13 +82,15 @@ def plan(
     from dataclasses import replace
 
     from shardkit.errors import UsageError
+    from shardkit.plan import measured as measured_memory
     from shardkit.plan.activations import Loss
     from shardkit.plan.averages import Ema
     from shardkit.plan.report import render
 
     path = _config_path(config)
-    _check_simulation(simulate, exact, batch, closed_form, optimizer)
-    everything = simulate and (strategy or "").strip().lower() == "all"
+    everything = (strategy or "").strip().lower() == "all"
+    _check_simulation(simulate, exact, batch, closed_form, optimizer, everything)
+    found = None if measured is None else measured_memory.read(measured)
     given = _settings(path, settings or [], None if everything else strategy)
     resolved = _configuration(path, given, world, per_machine)
     if simulate and resolved.mode == "xla" and resolved.downcast_bf16:
@@ -107,9 +104,9 @@ def plan(
     answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
     if plot is not None:
         _save_plot(answer, plot)
-    typer.echo(_json(answer) if as_json else render(answer))
-    if measured is not None and not as_json:
-        typer.echo(f"\n{_comparison(answer, measured)}")
+    typer.echo(_json(answer, found) if as_json else render(answer))
+    if found is not None and not as_json:
+        typer.echo(f"\n{_comparison(answer, found)}")
 
 
 def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
@@ -123,10 +120,13 @@ def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
         raise UsageError(f"{flag}: unknown (got {name!r}); use one of {known}.") from None
 
 
-def _check_simulation(simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str) -> None:
+def _check_simulation(
+    simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str, everything: bool
+) -> None:
     from shardkit.errors import UsageError
 
     flags = {"--exact": exact, "--batch": bool(batch), f"--optimizer {optimizer}": ":" in optimizer}
+    flags["--strategy all"] = everything
     given = [name for name, is_given in flags.items() if is_given and not simulate]
     problems = [f"{name}: only used in simulations (got no --simulate); add --simulate." for name in given]
     if simulate and closed_form:
@@ -189,10 +189,9 @@ def _found(question: str, request: "PlanRequest", how: Simulated | None) -> "Fin
         return search.find(question, request, simulated)
 
 
-def _comparison(answer: "Answer", folder: Path) -> str:
+def _comparison(answer: "Answer", found: "Measured") -> str:
     from shardkit.plan import measured
 
-    found = measured.read(folder)
     text = measured.table(answer.chosen_row, found)
     if found.ranks != answer.request.world_size:
         text += f"\n  The plan is for {answer.request.world_size} ranks: add --world {found.ranks}."
@@ -220,7 +219,7 @@ def beside_the_plan(config: "Config", path: Path | None, folder: Path) -> str:
             f"measured: peak {found.peak_bytes / measured.MIB:,.1f} MiB on rank {found.rank}\nbeside the plan; {hint}"
         )
     request = _request(config, named, None, None, None, "adamw", None, None)
-    return f"{_comparison(_answer(request, None), folder)}\n{hint}"
+    return f"{_comparison(_answer(request, None), measured.read(folder))}\n{hint}"
 
 
 def _config_path(config: Path | None) -> Path | None:
@@ -321,6 +320,7 @@ def _without_class_names(config: "Config") -> "Config":
 def _device(config: "Config", device: str | None, memory: str | None) -> "Device":
     """The named device, else this machine's, else an H100."""
     from shardkit.config.hardware import detect
+    from shardkit.config.schema import DistributedType
     from shardkit.errors import UsageError
     from shardkit.plan import devices
 
@@ -329,7 +329,7 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
         raise UsageError(f"--memory: not a size (got {memory!r}); write 80GiB.")
     if device is not None:
         return devices.find(device, size)
-    if config.use_cpu:
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
         return devices.find("cpu", size)
     here = detect().devices
     return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
@@ -339,12 +339,12 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
     """All possible strategies, the suggestion, and what to change if the configured one does not fit."""
     from dataclasses import replace
 
-    from shardkit.config.meaning import eight_bits
     from shardkit.model.cut import missing_blocks
     from shardkit.plan.answer import (
         Answer,
         check_seq_len,
         configured_strategy,
+        notes_on,
         possible_strategies,
         row,
         undivided,
@@ -372,8 +372,7 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
         notes=(
             *request.description.notes,
             *(remark for remark in remarks if remark),
-            *(_EIGHT_BIT_NOTES if eight_bits(request.config) else ()),
-            *(_POWER_SGD_NOTES if request.config.shardkit.ddp.comm_hook == "power_sgd" else ()),
+            *notes_on(request.config),
             *notes,
         ),
     )
@@ -386,9 +385,11 @@ def _save_plot(answer: "Answer", path: Path) -> None:
     typer.echo(f"wrote {path}", err=True)
 
 
-def _json(answer: "Answer") -> str:
+def _json(answer: "Answer", found: "Measured | None") -> str:
     import json
+    from dataclasses import asdict
 
     from shardkit.plan.answer import to_json
 
-    return json.dumps(to_json(answer), indent=2)
+    measured = {} if found is None else {"measured": asdict(found)}
+    return json.dumps(to_json(answer) | measured, indent=2)

@@ -1,10 +1,12 @@
 """Input and result of `shardkit plan`, as plain values. Report, JSON and chart are made from an Answer; simulated
 memory is stored next to the closed form's (`Row.simulated`)."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardkit.config import xla
+from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
@@ -188,6 +190,21 @@ def undivided(request: PlanRequest) -> str | None:
         f"{name} {parameter.shape} cannot be sharded evenly over {shards:,} ranks on any dim: {parameter.shape[0]:,} "
         f"ranks hold all of it, and gathered parameters are padded."
     )
+
+
+_EIGHT_BITS = (
+    "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
+    "published speed-up of large layers."
+)
+_POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step."
+
+
+def notes_on(config: Config) -> Iterator[str]:
+    """Notes on settings that the plan does not count in full."""
+    if eight_bits(config):
+        yield _EIGHT_BITS
+    if config.shardkit.ddp.comm_hook == "power_sgd":
+        yield _POWER_SGD
 
 
 def possible_strategies(request: PlanRequest) -> list[ShardingStrategy]:

@@ -182,7 +182,9 @@ def _persistent(plan: ShardedSizes) -> Memory:
     """Memory alive during the whole step: shards of parameters and their averages, buffers, optimizer state."""
     everything = [*plan.units, plan.root, plan.replicated]
     return Memory(
-        parameters=sum(unit.parameter_bytes + unit.average_bytes for unit in everything) + plan.buffer_bytes,
+        parameters=sum(unit.parameter_bytes + unit.average_bytes for unit in everything)
+        + plan.buffer_bytes
+        + plan.averaged_buffer_bytes,
         optimizer_state=sum(unit.optimizer_bytes for unit in everything),
     )
 

@@ -159,8 +159,8 @@ def of_hardware(name: str, memory_bytes: int | None) -> Device:
 
 
 def read_bytes(text: str) -> int | None:
-    """80GiB, 80g, 24 GB, 512MiB as bytes; None if it is not a size."""
+    """80GiB, 80g, 24 GB, 512MiB as bytes; None if it is not a size, or is 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
     if not match or match[2] not in _SIZES:
         return None
-    return int(float(match[1]) * _SIZES[match[2]])
+    return int(float(match[1]) * _SIZES[match[2]]) or None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.plan.answer import Finding, PlanRequest, Row, possible_strategies, row
+from shardkit.plan.answer import Finding, PlanRequest, Row, configured_strategy, possible_strategies, row
 from shardkit.plan.closed_form import Memory, with_strategy
 from shardkit.plan.suggest import suggest_from
 
@@ -38,7 +38,7 @@ def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     _check_known("max-batch", evaluate(replace(request, batch_size=1)))
     room = (request.device.memory_bytes or 0) - request.device.reserve_bytes
     largest = _largest(lambda size: evaluate(replace(request, batch_size=size)).memory.peak.total, room, LARGEST_BATCH)
-    where = f"{request.config.fsdp.sharding_strategy.value} on {request.world_size} x {request.device.name}"
+    where = f"{configured_strategy(request.config).value} on {request.world_size:,} x {request.device.name}"
     if largest == 0:
         return Finding("max-batch", None, f"Not even one sequence per rank fits: {where}.")
     return Finding("max-batch", largest, f"Largest micro-batch: {largest} sequences per rank ({where}).")
@@ -117,7 +117,7 @@ class _Worlds:
 def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     """The fewest ranks on which the configured strategy fits; beyond one machine, whole machines only."""
     _check_known("min-gpus", evaluate(request))
-    name = request.config.fsdp.sharding_strategy.value
+    name = configured_strategy(request.config).value
     worlds = _Worlds(request, evaluate)
     found = _fewest(worlds.fits, request.ranks_per_machine)
     if found is None:
@@ -127,7 +127,9 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
         return Finding("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
     machines = -(-found // request.ranks_per_machine)
     plural = "s" if machines > 1 else ""
-    return Finding("min-gpus", found, f"Fewest: {found} x {request.device.name} ({machines} machine{plural}), {name}.")
+    return Finding(
+        "min-gpus", found, f"Fewest: {found:,} x {request.device.name} ({machines} machine{plural}), {name}."
+    )
 
 
 def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:

@@ -75,12 +75,13 @@ class ShardedSizes:
     root: UnitSizes
     replicated: UnitSizes
     buffer_bytes: int
+    averaged_buffer_bytes: int = 0
 
 
 def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
     """Mode and mesh of a configuration for the world size. Raises ConfigError if a given mesh does not fit."""
     mode = config.model_copy(update={"num_processes": world_size}).mode
-    if mode == "single":
+    if mode == "single" or (mode == "ddp" and world_size == 1):
         return Axes("single", 1, 1)
     sizes = mesh_sizes(config, world_size, ranks_per_machine)
     return Axes(mode, sizes.shard, sizes.replicate, mode != "fsdp" or reshards_after_forward(config.fsdp))
@@ -126,12 +127,14 @@ def layout(
         has_trainable = has_trainable or any(p.trainable for _, p in owned[fqn])
         if owned[fqn]:
             units.append(sizes.unit(fqn, owned[fqn], has_trainable, blocks.get(fqn, 0), keeps_dtype[fqn]))
+    buffer_bytes = sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers)
     return ShardedSizes(
         axes=found,
         units=tuple(units),
         root=sizes.unit("", owned[""], True, blocks.get("", 0), early=late),
         replicated=replace(sizes, shards=1).unit("", [(n, parameters[n]) for n in decided.replicated], True, 0),
-        buffer_bytes=sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers),
+        buffer_bytes=buffer_bytes,
+        averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
     )
 
 
