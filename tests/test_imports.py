@@ -14,7 +14,7 @@ PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
         *("activations", "answer", "closed_form", "devices", "optimizers", "unit_sizes"),
-        *("roofline", "search", "suggest", "traffic"),
+        *("averages", "roofline", "search", "suggest", "tpu", "traffic"),
     )
 ]
 

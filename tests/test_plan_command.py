@@ -217,7 +217,7 @@ def test_nothing_fits_is_said():
     assert (
         "92.7 GiB per rank, of which 46.3 are gradients being reduced and 34.3 are gathered units. Use" in fewest.text
     )
-    assert "Not even one sequence a rank fits" in largest.text
+    assert "Not even one sequence per rank fits" in largest.text
 
 
 def test_find_strategy():
@@ -311,7 +311,8 @@ def test_flags_without_a_meaning_are_refused(capsys, arguments, text):
 @pytest.mark.parametrize("question", ["max-batch", "min-gpus"])
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "NO"])
 def test_searches_name_what_is_configured(capsys, question, kind):
-    asked = ("--world", "2", "--batch-size", "1", "--device", "l4", "--set", f"distributed_type={kind}")
+    ranks = "1" if kind == "NO" else "2"
+    asked = ("--world", ranks, "--batch-size", "1", "--device", "l4", "--set", f"distributed_type={kind}")
     data = json.loads(plan(capsys, "--model", SMALL, *asked, "--find", question, "--json"))
     assert data["chosen"] == "NO_SHARD"
     assert "NO_SHARD" in data["finding"]["text"]
