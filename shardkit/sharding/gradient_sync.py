@@ -22,8 +22,8 @@ BUCKET_BYTES = 25 << 20
 
 
 class GradientMean:
-    """Replicated parameters that neither DDP nor FSDP reduces. Their gradients are averaged over the ranks at the end of
-    each backward.
+    """Replicated parameters that neither DDP nor FSDP reduces. Their gradients are averaged over all ranks at the end
+    of each backward.
 
     `may_be_unused`: ranks may use different ones; otherwise the same parameters must have gradients on all ranks.
     """
