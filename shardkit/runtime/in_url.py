@@ -11,7 +11,7 @@ def refuse_save(run: Run, final: Place, kind: str) -> None:
         return
     if run.hooks.at_save:
         raise UsageError(
-            f"save_state: {final}: save hooks write files into a folder, which an object store does not have; save into "
+            f"save_state: {final}: save hooks write files into a folder, which an object store does not have; save to "
             "a folder on a disk, or remove the hooks."
         )
     if kind == "full":
