@@ -120,6 +120,13 @@ def test_a_run_that_would_not_start_fails_before_any_rank(capsys, tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_all_wrong_flags_are_told_at_once(capsys):
+    wrong = ["--main", "x:99999", "--set", "foo", "--set", "mixed_precision=bf17", "--num-machines", "two"]
+    assert command_line.run(["doctor", *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["--main", "--set", "--set mixed_precision", "--set num_machines"]
+
+
 @pytest.mark.slow
 def test_one_machine_with_two_ranks(tmp_path):
     done = subprocess.run(

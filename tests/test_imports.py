@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
-        *("activations", "answer", "closed_form", "devices", "optimizers", "unit_sizes"),
+        *("activations", "answer", "averages", "closed_form", "devices", "optimizers", "unit_sizes"),
         *("roofline", "search", "suggest", "traffic"),
     )
 ]

@@ -288,6 +288,8 @@ def test_accelerate_gets_the_same_settings():
     }
     assert expected.items() <= variables.items()
     assert not any(name.startswith("PARALLELISM") for name in variables)
+    fp8 = environment.accelerate_variables(config(num_processes=8, mixed_precision="fp8"), "cuda")
+    assert (fp8["ACCELERATE_MIXED_PRECISION"], fp8["ACCELERATE_FP8_BACKEND"]) == ("fp8", "AO")
 
 
 @pytest.mark.requirement("A12")

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand
 
 from shardkit.cli import HELP, options
-from shardkit.errors import ConfigError, UsageError
+from shardkit.errors import ConfigError
 
 
 class LaunchCommand(TyperCommand):
@@ -104,17 +104,13 @@ def launch(
         "shardkit.launch.start": start_by,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    problems: list[str] = []
-    for read, argument in (
+    more, problems = flags.read_all(
         (flags.main_settings, main),
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
-        (settings_from, settings),
-    ):
-        try:
-            chosen |= read(argument) if argument else {}  # type: ignore[arg-type]
-        except (ConfigError, UsageError) as error:
-            problems += str(error).splitlines()
+        *((settings_from, [setting]) for setting in settings or []),
+    )
+    chosen |= more
     command = [module, *(script or [])] if module else list(script or [])
     meaning = (accelerates_meaning or "").replace(" ", "").split(",") if accelerates_meaning else []
     problems += _problems_of_compat(as_accelerate, meaning, check)

@@ -39,6 +39,8 @@ def render(job: Job) -> str:
     comments = "\n".join(f"# {line}" for line in head(job, how))
     script, *arguments = job.command
     return f'''{comments}
+import os
+
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -48,6 +50,7 @@ CONFIGURATION = """\\
 {job.configuration.replace(chr(92), chr(92) * 2).replace('"' * 3, chr(92) + '"' * 3)}"""
 
 if __name__ == "__main__":
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers stay in the folder of the script
     TorchTrainer(
         run_script,
         train_loop_config={{
