@@ -167,10 +167,6 @@ def watch_backward(model: nn.Module, then: Callable[[list[torch.Tensor]], None])
     vars(model).setdefault("_shardkit_backward", []).append(EndOfBackward(model.parameters(), then))
 
 
-def _attached(model: nn.Module) -> GradientMean | None:
-    return vars(model).get("_shardkit_gradients")
-
-
 @contextmanager
 def gradient_sync(models: Iterable[nn.Module], enabled: bool) -> Iterator[None]:
     """A context in which backward reduces gradients over the ranks (`enabled`), or only accumulates them locally.
@@ -187,7 +183,7 @@ def gradient_sync(models: Iterable[nn.Module], enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
-    means = _attached(model)
+    means = vars(model).get("_shardkit_gradients")  # see `attach`
     with ExitStack() as stack:
         if means is not None:
             stack.enter_context(_set(means, "sync", enabled))
