@@ -222,7 +222,7 @@ def states_are_shared_and_reset():
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(AttributeError, match="the state was reset"):
         _ = partial.device
-    with pytest.raises(AttributeError, match="make an Accelerator"):
+    with pytest.raises(AttributeError, match="create an Accelerator"):
         _ = accelerator.state.fsdp_plugin
     assert PartialState().num_processes == 2
     return PartialState().process_index
