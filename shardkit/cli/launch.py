@@ -133,9 +133,9 @@ def _problems_of_compat(as_accelerate: bool, meaning: list[str], check: bool) ->
         problems.append(
             f"launch: --as-accelerate is missing (got {', '.join(flags)}); add it, or remove {' and '.join(flags)}."
         )
-    unknown = [word for word in meaning if word not in differences.words()]
+    unknown = [word for word in meaning if word not in differences.choices()]
     if unknown:
-        known = ", ".join(differences.words())
+        known = ", ".join(differences.choices())
         problems.append(f"launch: --accelerates-meaning: unknown value (got {', '.join(unknown)}); use {known}.")
     return problems
 
