@@ -11,6 +11,9 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="The YAML; els
 Processes = Annotated[
     str | None, typer.Option("-n", "--num-processes", metavar="N", help="Number of ranks, over all machines together.")
 ]
+MachinesOrRange = Annotated[
+    str | None, typer.Option("--num-machines", metavar="N", help="Number of machines; MIN:MAX: elastic.")
+]
 Machines = Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")]
 MachineRank = Annotated[str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")]
 Main = Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Machine 0.")]

@@ -162,6 +162,11 @@ def _unsaid(config: Config, origins: dict[str, Origin], path: Path | None) -> li
     if origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
         where = f"{path} does not say it" if path else "no shardkit.yaml is found"
         found.append(f"num_processes: how many ranks, over all machines? ({where}); write it there, or add -n N.")
+    if config.shardkit.launch.min_machines is not None:
+        found.append(
+            "shardkit.launch.min_machines: the engines' jobs have a fixed number of machines, and end with the first "
+            f"that fails (got {config.shardkit.launch.min_machines}); leave it out, or start the launches yourself."
+        )
     if config.mode == "xla":
         where = origins["distributed_type"].where
         found.append(
