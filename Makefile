@@ -14,6 +14,10 @@ WHEELS ?=
 # Where Python cannot make environments (no python3-venv) or has all of these: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
+# Measured beside where they can be had: accelerate; steps in 8 bits.
+GPU_WANTS := accelerate torchao
+# For all sections together; what they have by then is kept.
+GPU_MINUTES ?= 19
 .PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -45,7 +49,7 @@ test-compat: .venv/.compat
 	$(BIN)/python -m pytest -m compat
 
 test-families: .venv/.ready
-	$(BIN)/python -m pytest -m families
+	$(BIN)/python -m pytest -m families tests/test_families.py
 
 test-slurm: .venv/.ready
 	$(BIN)/python -m pytest -m slurm tests/test_slurm.py
@@ -81,13 +85,14 @@ test-xla: .venv-xla/.ready
 
 .venv-gpu/.ready: pyproject.toml
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -c 'import torch' || { echo 'make gpu: torch is not among the packages of $(PYTHON); name a Python that has it and the rest: make gpu GPU_PYTHON=...' >&2; exit 1; }
 	.venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) $(GPU_NEEDS)
+	-for package in $(GPU_WANTS); do .venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) $$package; done
 	touch $@
 
 gpu: export PYTHONPATH := $(CURDIR)
 gpu: $(if $(filter .venv-gpu/%,$(GPU_PYTHON)),.venv-gpu/.ready)
-	$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu.py
-	$(GPU_PYTHON) -m benchmarks.gpu --output gpu.json --table gpu.md
+	$(GPU_PYTHON) -m benchmarks.gpu --minutes $(GPU_MINUTES) --output gpu.json --table gpu.md
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

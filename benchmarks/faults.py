@@ -1,12 +1,13 @@
-"""Faults: what each launcher makes of a rank that raises, is killed, leaves or stops, on one machine and on two.
+"""Faults: what each launcher reports of a rank that raises, is killed, leaves or stops, and of a killed launcher.
 
     python -m benchmarks.faults [--fault raises ...] [--machines 1 2] [--rounds 3] [--limit 60] [--output faults.json]
 
 The same script of plain torch runs under shardkit launch, torchrun and accelerate launch, in turn: 2 CPU ranks a
-machine that all-reduce every 50 ms, and the last rank fails at its 20th step. Two launchers on loopback addresses stand
-for two machines. Seconds are from the fault to the end of the last launcher; "named": the screens of how many launchers
-name the rank and how it failed; "orphans": ranks that are still alive a second later. shardkit's hang timeout is 5 s
-(600 s by default); the others have none but that of the collective (30 minutes with gloo).
+machine that all-reduce every 50 ms, and the last rank fails at its 20th step ("launcher": the last machine's launcher
+is killed then). Two launchers on loopback addresses stand for two machines. Seconds are from the fault to the end of
+the last launcher; "named": how many screens name the rank and how it failed, or the lost machine; "orphans": ranks that
+are still alive a second later. shardkit's hang timeout is 5 s (600 s by default); the others have none but that of the
+collective (30 minutes with gloo).
 """
 
 import argparse
@@ -32,7 +33,9 @@ FAULTS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "leaves": "os._exit(0)",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "launcher": "pass",
 }
+"""What the script of the last rank does; the launcher is killed from outside."""
 SAYS = {"raises": "at fault", "killed": "SIGKILL|-9", "leaves": "exit code 0", "stopped": "STOPPED"}
 RANKS_HERE = 2
 SCRIPT = """import os, pathlib, signal, sys, time, torch, torch.distributed as dist
@@ -98,6 +101,8 @@ def tried(name: str, fault: str, machines: int, limit_s: float) -> Found:
         ]
         try:
             at_s = moment_of(folder / "fault", launchers)
+            if fault == "launcher":
+                launchers[-1].kill()
             ended_s = wait(launchers, at_s + limit_s)
             codes = tuple(launcher.poll() for launcher in launchers)
             time.sleep(1)
@@ -106,7 +111,7 @@ def tried(name: str, fault: str, machines: int, limit_s: float) -> Found:
         finally:
             clean_up(launchers, folder)
         last = machines * RANKS_HERE - 1
-        named = sum(names_it(screen.read_text(errors="replace"), last, fault) for screen in screens)
+        named = sum(names_it(screen.read_text(errors="replace"), last, machines - 1, fault) for screen in screens)
     return Found(None if ended_s is None else ended_s - at_s, codes, named, orphans)
 
 
@@ -150,8 +155,10 @@ def wait(launchers: list[subprocess.Popen], until_s: float) -> float | None:
     return time.time()
 
 
-def names_it(screen: str, rank: int, fault: str) -> bool:
-    """Whether a screen says of this rank, and of no other first, how it failed."""
+def names_it(screen: str, rank: int, machine: int, fault: str) -> bool:
+    """Whether a screen says of this rank, and of no other first, how it failed; or that this machine is lost."""
+    if fault == "launcher":
+        return re.search(rf"lost machine {machine}|failed to send a keep-alive heartbeat", screen) is not None
     ours = re.search(r"rank (\d+) failed first: (.*)|First to stop: rank (\d+)", screen)
     theirs = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(.*)", screen, re.DOTALL)
     if ours:

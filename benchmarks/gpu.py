@@ -1,42 +1,45 @@
-"""What one GPU says of shardkit: speed beside hand-written FSDP2 and accelerate, waits, memory, saving, and the plan.
+"""What one GPU says of shardkit: its tests, speed beside hand-written FSDP2 and accelerate, waits, memory, the plan.
 
-    python -m benchmarks.gpu [--only steps] [--rounds 3] [--output gpu.json] [--table gpu.md] [--small] [--device cpu]
+    python -m benchmarks.gpu [--only steps] [--minutes 19] [--rounds 3] [--output gpu.json] [--table gpu.md]
+                             [--small] [--device cpu]
 
+tests        the tests that need a GPU: tests/test_gpu.py
 steps        seconds a step, tokens a second and MFU of a model of 1.2 billion parameters in bf16, eager and compiled
-eight_bits   seconds a step in fp8 and mxfp8 beside bf16, where the device and torchao have them
 waits        how often a step makes the host wait for the device; goal: no more often than by hand
-largest      the most layers that train, with parameters on the device and in host memory
+plan         planned and measured memory and step time of nine configurations
 checkpoint   seconds to save and to load several GB, and what the loop waits for a save beside it
-plan         planned and measured memory and step time of eight configurations
+eight_bits   seconds a step in fp8 and mxfp8 beside bf16, where the device and torchao have them
+largest      the most layers that train, with parameters on the device and in host memory
 
-Each measurement is a process of its own, and contestants take turns. `--small` and `--device cpu` are for trying the
-benchmark itself: their figures mean nothing.
+Each measurement is a process of its own, and contestants take turns. Every section has its share of the minutes, and
+those that end early leave theirs to the next; one that is cut short, or fails, keeps what it has, and the others go on.
+The JSON is written after each measurement. `--small` and `--device cpu` are for trying the benchmark itself: their
+figures mean nothing.
 """
 
 import argparse
 import json
 import os
+import re
+import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import interleaved
-from shardkit.plan.devices import DEVICES
+from benchmarks import gpu_words, interleaved
+from benchmarks.gpu_measured import BILLION, OVER, SMALL, Failed, Options, TimeIsUp, measured, run
+from shardkit.config import hardware
+from shardkit.plan import devices
 
-GIB = 2**30
-BILLION = {"layers": 22, "hidden": 2048, "heads": 16, "vocab": 32000, "seq": 2048, "batch": 4, "steps": 10}
-SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "batch": 2, "steps": 2}
 # What the project promises of the step: elapsed time of hand-written FSDP2.
 STEP_GOAL = 1.02
-# Of one measurement: the largest model that trains takes a minute or two, a process that hangs takes for ever.
-LONGEST_S = 400
-OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Cannot allocate memory")
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Cannot allocate memory", "SIGKILL")
 # Of the plan: what stands in `shardkit plan --set` and in the order of the run that is measured.
 PLANNED: list[dict[str, Any]] = [
     {"strategy": 1},
@@ -49,93 +52,133 @@ PLANNED: list[dict[str, Any]] = [
     {"strategy": 1, "optimizer": "SGD"},
     {"strategy": 1, "seq": 8192, "batch": 1, "checkpointing": True},
 ]
-
-
-class Failed(Exception):
-    """A measurement that did not end; what its process said last."""
+Found = Iterator[dict[str, Any]]
 
 
 def main() -> None:
     """Measure what is asked for, print it, write JSON and a table."""
     options = _options()
-    result: dict[str, Any] = {**interleaved.surroundings(), "device": options.device}
-    for name in options.only or SECTIONS:
+    result: dict[str, Any] = {**interleaved.surroundings(), "device": options.device, "small": options.small}
+    names = options.only or list(SECTIONS)
+    for name, until in zip(names, _ends(names, options.minutes), strict=True):
         print(f"{name.upper()}", flush=True)
-        try:
-            result[name] = SECTIONS[name](options)
-        except Failed as error:  # the other sections may still be measured
-            result[name] = {"failed": str(error)}
-        for line in _lines(name, result[name]):
+        options.until = until
+        for found in measured_section(name, options):
+            result[name] = found
+            _write(options, result)
+        for line in gpu_words.lines(name, result[name]):
             print(f"  {line}", flush=True)
-        if options.output:
-            interleaved.write(options.output, result)
-    if options.table:
-        done = [(name, line) for name in SECTIONS if name in result for line in _lines(name, result[name])]
-        text = "\n".join(f"| {name} | {line} |" for name, line in done)
-        options.table.write_text(f"| measured | result |\n|---|---|\n{text}\n")
-    if any("failed" in result[name] for name in SECTIONS if name in result):
+    if any("failed" in result[name] for name in names):
         sys.exit(1)
 
 
-def _options() -> argparse.Namespace:
+def _options() -> Options:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", choices=list(SECTIONS), help="repeatable; by default all")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", action="append", choices=list(SECTIONS), default=[], help="repeatable")
+    parser.add_argument("--device", default=Options.device)
+    parser.add_argument("--rounds", type=int, default=Options.rounds)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--minutes", type=float, default=Options.minutes, help="for all sections together")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path)
-    return parser.parse_args()
+    return Options(**vars(parser.parse_args()))
 
 
-# ---- one measurement ----
+def _ends(names: list[str], minutes: float) -> Iterator[float]:
+    """When each section must have ended: they share the minutes by their weights."""
+    began, weights = time.monotonic(), [SECTIONS[name][1] for name in names]
+    for number in range(len(names)):
+        yield began + 60 * minutes * sum(weights[: number + 1]) / sum(weights)
 
 
-def measured(options: argparse.Namespace, task: str, contestant: str, **changes: Any) -> dict[str, Any]:
-    """The result of one process. Failed, with its last lines, where it does not end well."""
-    shape = SMALL if options.small else BILLION
-    order = {"task": task, "contestant": contestant, "device": options.device, **shape, **changes}
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "order.json"), Path(folder, "result.json")
-        asked.write_text(json.dumps(order))
-        command = [sys.executable, "-m", "benchmarks.gpu_rank", str(asked), str(answer)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"no result after {LONGEST_S} s") from None
-        if not answer.exists():
-            killed = "SIGKILL " if done.returncode == -signal.SIGKILL else ""
-            raise Failed(f"{killed}{done.stderr.strip()[-2000:]} (exit code {done.returncode})")
-        return json.loads(answer.read_text())
+def measured_section(name: str, options: Options) -> Found:
+    """What the section has found so far, after each measurement; at last why it failed or ended early, if it did."""
+    found: dict[str, Any] = {}
+    try:
+        for found in SECTIONS[name][0](options):
+            yield found
+    except Failed as error:
+        is_early = isinstance(error, TimeIsUp) and found
+        yield {**found, "ended_early" if is_early else "failed": str(error)}
+    except Exception:  # the other sections are measured all the same
+        yield {**found, "failed": traceback.format_exc()}
 
 
-def contestants(options: argparse.Namespace) -> Iterator[str]:
+def _write(options: Options, result: dict[str, Any]) -> None:
+    if options.output:
+        interleaved.write(options.output, result)
+    if options.table:
+        options.table.write_text(gpu_words.table(result))
+
+
+# ---- sections ----
+
+
+def contestants(options: Options) -> Iterator[str]:
     """Who takes part; accelerate has no FSDP on a CPU."""
     yield from ("shardkit", "by hand")
     if options.device == "cuda" and "accelerate" in interleaved.surroundings()["versions"]:
         yield "accelerate"
 
 
-# ---- sections ----
+def tests(options: Options) -> Found:
+    """The tests that need a GPU; none of them is to be skipped."""
+    command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]
+    try:
+        done = run(options, [*command, "tests/test_gpu.py"])
+    except TimeIsUp as error:
+        yield _outcomes(str(error))
+        raise Failed(OVER) from None
+    found = _outcomes(done.stdout)
+    yield found
+    if done.returncode != 0 or found["not_passed"]:
+        raise Failed(f"{(done.stdout + done.stderr)[-6000:]}\npytest ended with exit code {done.returncode}")
 
 
-def steps(options: argparse.Namespace) -> dict[str, Any]:
-    """Eager and compiled steps, by turns."""
-    return {mode: _steps(options, compiled=mode == "compiled") for mode in ("eager", "compiled")}
+def _outcomes(text: str) -> dict[str, Any]:
+    """What pytest's lines say: how many passed, which did not, and which were skipped and why."""
+    rows = re.findall(r"^\S*::(\S+) (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?", text, re.MULTILINE)
+    kept = {name: outcome for name, outcome, _ in rows}
+    return {
+        "passed": sum(outcome == "PASSED" for outcome in kept.values()),
+        "not_passed": [name for name, outcome in kept.items() if outcome in ("FAILED", "ERROR")],
+        "skipped": {name: reason for name, outcome, reason in rows if outcome == "SKIPPED"},
+    }
 
 
-def _steps(options: argparse.Namespace, compiled: bool) -> dict[str, Any]:
-    last: dict[str, dict[str, Any]] = {}
+def steps(options: Options) -> Found:
+    """Eager and compiled steps, by turns. One that fails is left out of the rounds to come."""
+    names = [(mode, name) for mode in ("eager", "compiled") for name in contestants(options)]
+    wall_s: dict[tuple[str, str], list[float]] = {one: [] for one in names}
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    left_out: dict[str, str] = {}
+    for _, mode_and_name in interleaved.turns([*map(" ".join, names)], options.rounds):
+        mode, _, name = mode_and_name.partition(" ")
+        if mode_and_name in left_out:
+            continue
+        try:
+            last[mode, name] = measured(options, "steps", name, compiled=mode == "compiled")
+            wall_s[mode, name].append(float(last[mode, name]["step_s"]))
+        except TimeIsUp:
+            raise
+        except Failed as error:
+            left_out[mode_and_name] = str(error)
+            wall_s[mode, name].clear()
+        yield {**{mode: _compared(mode, wall_s, last) for mode in ("eager", "compiled")}, "left_out": left_out}
+    if any("shardkit" in name for name in left_out):
+        raise Failed("shardkit did not train")
 
-    def once(name: str) -> float:
-        last[name] = measured(options, "steps", name, compiled=compiled)
-        return float(last[name]["step_s"])
 
-    names = list(contestants(options))
-    wall_s = interleaved.measure({name: partial(once, name) for name in names}, options.rounds)
-    found = interleaved.summary(wall_s, [interleaved.ratio(wall_s, "shardkit", other) for other in names[1:]])
-    speeds = {name: _speed(last[name], statistics.median(wall_s[name])) for name in names}
-    return {**found, "goal": STEP_GOAL, "speed": speeds}
+def _compared(mode: str, wall_s: dict[tuple[str, str], list[float]], last: dict[Any, Any]) -> dict[str, Any]:
+    """Of one mode: spreads, speeds, and ratios over the rounds that both have done."""
+    own = {name: values for (its_mode, name), values in wall_s.items() if its_mode == mode and values}
+    ratios = []
+    for other in own if "shardkit" in own else ():
+        both = min(len(own["shardkit"]), len(own[other]))
+        if other != "shardkit":
+            ratios.append(interleaved.ratio({name: own[name][:both] for name in own}, "shardkit", other))
+    speeds = {name: _speed(last[mode, name], statistics.median(values)) for name, values in own.items()}
+    return {**interleaved.summary(own, ratios), "goal": STEP_GOAL, "speed": speeds}
 
 
 def _speed(result: dict[str, Any], step_s: float) -> dict[str, Any]:
@@ -144,195 +187,149 @@ def _speed(result: dict[str, Any], step_s: float) -> dict[str, Any]:
     order = result["order"]
     tokens_a_s = order["batch"] * order["seq"] / step_s
     operations = 6 * result["parameters"] + 12 * order["layers"] * order["hidden"] * order["seq"]
-    peak = _peak(result.get("device_name", ""))
+    peak = devices.of_hardware(result.get("device_name", ""), None).flops.get("bf16")
     return {"tokens_a_s": tokens_a_s, "mfu": tokens_a_s * operations / peak if peak else None}
 
 
-def _peak(name: str) -> float | None:
-    """The device's peak in bf16, where the plan's table has it."""
-    for device in DEVICES.values():
-        if device.name.split()[0] in name.replace("-", " ").split():
-            return device.flops.get("bf16")
-    return None
-
-
-def eight_bits(options: argparse.Namespace) -> dict[str, Any]:
-    """Compiled steps in fp8 and mxfp8 beside bf16; of what the device or torchao lacks the reason."""
-    found: dict[str, Any] = {}
-    for precision in ("bf16", "fp8", "mxfp8"):
-        try:
-            result = measured(options, "steps", "shardkit", precision=precision, compiled=not options.small)
-            found[precision] = _speed(result, result["step_s"]) | {"step_s": result["step_s"]}
-        except Failed as error:
-            found[precision] = {"reason": str(error).strip().splitlines()[-1]}
-    return found
-
-
-def waits(options: argparse.Namespace) -> dict[str, Any]:
+def waits(options: Options) -> Found:
     """Waits a step, of shardkit and by hand."""
-    return {name: measured(options, "waits", name)["waits"] for name in ("shardkit", "by hand")}
+    found: dict[str, Any] = {}
+    for name in ("shardkit", "by hand"):
+        found[name] = measured(options, "waits", name)["waits"]
+        yield found
 
 
-def largest(options: argparse.Namespace) -> dict[str, Any]:
-    """The most layers that train one step, found by doubling and halving."""
-    return {
-        name: _most_layers(options, offloaded=offloaded, most=8 if options.small else _fit_the_host())
-        for name, offloaded in (("on the device", False), ("in host memory", True))
-    }
-
-
-def _fit_the_host() -> int:
-    """As many layers as host memory holds with room to spare: a process that takes more may end the whole machine.
-    12 x hidden^2 parameters a layer, 16 bytes each: fp32 with gradients and Adam's state."""
-    bytes_of_layer = 16 * 12 * BILLION["hidden"] ** 2
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(1024, int(0.7 * available / bytes_of_layer)))
-
-
-def _most_layers(options: argparse.Namespace, offloaded: bool, most: int) -> dict[str, Any]:
-    def trains(layers: int) -> dict[str, Any] | None:
-        try:
-            return measured(
-                options, "steps", "shardkit", layers=layers, steps=1, batch=1, offloaded=offloaded, checkpointing=True
-            )
-        except Failed as error:
-            if any(text in str(error) for text in OUT_OF_MEMORY) or "SIGKILL" in str(error):
-                return None
-            raise
-
-    best, low, high = None, 0, 0
-    layers = 2 if options.small else 64
-    while layers <= most and (found := trains(layers)) is not None:
-        best, low, layers = found, layers, layers * 2
-    high = min(layers, most + 1)
-    while high - low > max(1, low // 8):
-        middle = (low + high) // 2
-        found = trains(middle)
-        best, low, high = (found, middle, high) if found is not None else (best, low, middle)
-    return {"layers": low, "parameters": best["parameters"] if best else 0, "is_limit": high <= most}
-
-
-def checkpoint(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of saving and loading."""
-    return measured(options, "checkpoint", "shardkit")
-
-
-def plan(options: argparse.Namespace) -> dict[str, Any]:
+def plan(options: Options) -> Found:
     """Planned beside measured, a row for each configuration."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for changes in PLANNED:
         if options.small:
             changes = {name: value for name, value in changes.items() if name not in ("layers", "seq", "batch")}
+        rows.append({"changes": changes, **_planned_and_measured(options, changes)})
+        yield {"rows": rows}
+
+
+def _planned_and_measured(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
+    try:
         found = measured(options, "steps", "shardkit", **changes)
-        rows.append({"changes": changes, **_planned(options, found["order"]), **_took(found)})
-    return {"rows": rows}
+        taken = {name: found.get(name) for name in ("allocated_bytes", "reserved_bytes", "step_s")}
+        return {**_planned(options, found["order"]), **taken}
+    except TimeIsUp:
+        raise
+    except Failed as error:
+        return {"failed": str(error)}
 
 
-def _took(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found.get(name) for name in ("allocated_bytes", "reserved_bytes", "step_s")}
-
-
-def _planned(options: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
-    """What `shardkit plan --simulate` says of the run."""
+def _planned(options: Options, order: dict[str, Any]) -> dict[str, Any]:
+    """What `shardkit plan --simulate` says of the run, on this machine's device."""
     model = f"gpt:layers={order['layers']},hidden={order['hidden']},heads={order['heads']},vocab={order['vocab']}"
     settings = {
         "mixed_precision": order["precision"],
+        "use_cpu": str(options.device == "cpu").lower(),
         "fsdp_config.fsdp_activation_checkpointing": str(order["checkpointing"]).lower(),
     }
     command = [sys.executable, "-m", "shardkit", "plan", "--model", f"{model},seq={order['seq']}", "--world", "1"]
     command += ["--batch-size", str(order["batch"]), "--optimizer", order["optimizer"].lower(), "--simulate", "--json"]
-    command += ["--strategy", str(order["strategy"]), "--device", "cpu" if options.device == "cpu" else "h100-80"]
+    command += ["--strategy", str(order["strategy"])]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run(options, command)
     if done.returncode not in (0, 1):  # 1: it does not fit
         raise Failed(done.stderr[-2000:] + done.stdout[-2000:])
     rows = json.loads(done.stdout)["strategies"]
     (row,) = [one for one in rows if one["number"] == order["strategy"]]
-    return {"planned_bytes": row["peak_bytes"]}
+    seconds = row["step_time_estimate"]
+    return {
+        "planned_bytes": row["peak_bytes"],
+        "planned_s": seconds and [seconds["fastest_s"], seconds["slowest_s"]],
+    }
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "steps": steps,
-    "eight_bits": eight_bits,
-    "waits": waits,
-    "largest": largest,
-    "checkpoint": checkpoint,
-    "plan": plan,
-}
+def checkpoint(options: Options) -> Found:
+    """Seconds of saving and loading, of as many layers as the folder for temporary files holds twice."""
+    layers = int(0.7 * shutil.disk_usage(tempfile.gettempdir()).free) // (2 * _bytes_of_layer(12))
+    most = (SMALL if options.small else BILLION)["layers"]
+    yield measured(options, "checkpoint", "shardkit", layers=max(1, min(most, layers)))
 
 
-# ---- words ----
+def eight_bits(options: Options) -> Found:
+    """Compiled steps in fp8 and mxfp8, and beside them bf16; of what the device or torchao lacks the reason."""
+    found: dict[str, Any] = {}
+    for precision in ("fp8", "mxfp8", "bf16"):
+        if precision == "bf16" and not any("step_s" in one for one in found.values()):
+            return
+        try:
+            result = measured(options, "steps", "shardkit", precision=precision, compiled=not options.small)
+            found[precision] = _speed(result, result["step_s"]) | {"step_s": result["step_s"]}
+        except TimeIsUp:
+            raise
+        except Failed as error:
+            found[precision] = {"reason": gpu_words.last_line(str(error))}
+        yield found
 
 
-def _lines(name: str, found: dict[str, Any]) -> Iterator[str]:
-    if "failed" in found:
-        yield f"failed: {found['failed'].strip().splitlines()[-1]}"
-        return
-    yield from WORDS[name](found)
+def largest(options: Options) -> Found:
+    """The most layers that train two steps."""
+    found: dict[str, Any] = {}
+    for name, offloaded in (("on the device", False), ("in host memory", True)):
+        for found[name] in _most_layers(options, offloaded, *_layers_that_may_fit(options, offloaded)):
+            yield found
 
 
-def _words_of_steps(found: dict[str, Any]) -> Iterator[str]:
-    for mode, one in found.items():
-        for name, speed in one["speed"].items():
-            mfu = "" if speed["mfu"] is None else f", {100 * speed['mfu']:.1f} % of the peak"
-            step_ms = 1000 * one["spread"][name]["median"]
-            yield f"{mode}, {name}: {step_ms:.1f} ms a step, {speed['tokens_a_s']:,.0f} tokens/s{mfu}"
-        for ratio in one["ratios"]:
-            bounds = f"{ratio['low']:.3f} to {ratio['high']:.3f}; goal {one['goal']} of by hand"
-            yield f"{mode}, shardkit / {ratio['theirs']}: {ratio['median']:.3f} ({bounds})"
+def _layers_that_may_fit(options: Options, offloaded: bool) -> tuple[int, int]:
+    """Where to begin, and the most to try: more than the host holds would end the whole machine."""
+    if options.small:
+        return 2, 3
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    on_host = max(1, int(0.7 * available) // _bytes_of_layer(16))
+    if offloaded:
+        return min(on_host, 512), min(on_host, 512)
+    found = hardware.detect().devices
+    return max(1, int(0.9 * found[0].memory_bytes if found else 0) // _bytes_of_layer(16)), 1024
 
 
-def _words_of_eight_bits(found: dict[str, Any]) -> Iterator[str]:
-    base = found["bf16"].get("step_s")
-    for precision, one in found.items():
-        if "reason" in one:
-            yield f"{precision}: not measured ({one['reason']})"
-            continue
-        ratio = f", {base / one['step_s']:.2f} x bf16" if base else ""
-        yield f"{precision}: {1000 * one['step_s']:.1f} ms a step, {one['tokens_a_s']:,.0f} tokens/s{ratio}"
+def _bytes_of_layer(bytes_of_parameter: int) -> int:
+    """12 x hidden^2 parameters a layer; 16 bytes each in training (fp32, gradients, Adam's state), 12 on disk."""
+    return bytes_of_parameter * 12 * BILLION["hidden"] ** 2
 
 
-def _words_of_waits(found: dict[str, Any]) -> Iterator[str]:
-    ours, theirs = found["shardkit"], found["by hand"]
-    for kind in ours:
-        yield f"{kind}: {ours[kind]:.2f} a step, by hand {theirs[kind]:.2f}"
-    more = [kind for kind in ours if ours[kind] > theirs[kind]]
-    yield f"more often than by hand: {', '.join(more)}" if more else "within the goal: no more often than by hand"
+def _most_layers(options: Options, offloaded: bool, start: int, most: int) -> Found:
+    """From the start upwards while it trains, or downwards until it does, by eighths of the start."""
+
+    def trains(layers: int) -> dict[str, Any] | None:
+        way = {"offloaded": offloaded, "checkpointing": True, "filled": True}
+        try:
+            return measured(options, "steps", "shardkit", layers=layers, steps=1, warm_up=1, batch=1, **way)
+        except Failed as error:
+            if any(text in str(error) for text in OUT_OF_MEMORY):
+                return None
+            raise
+
+    layers, step, best, is_limit = start, max(1, start // 8), trains(start), False
+    upwards = best is not None
+    if best is not None:
+        yield {"layers": start, "parameters": best["parameters"], "is_limit": False}
+    while not is_limit and 0 < (layers := layers + (step if upwards else -step)) <= most:
+        found = trains(layers)
+        is_limit = (found is not None) != upwards
+        best = found or best
+        if best is not None:
+            yield {"layers": best["order"]["layers"], "parameters": best["parameters"], "is_limit": is_limit}
+    if best is None:
+        raise Failed(f"not even {max(1, layers + step)} layers train")
 
 
-def _words_of_largest(found: dict[str, Any]) -> Iterator[str]:
-    for place, one in found.items():
-        limit = "" if one["is_limit"] else " and more"
-        yield f"{place}: {one['parameters'] / 1e9:.2f} billion parameters ({one['layers']} layers){limit}"
-
-
-def _words_of_checkpoint(found: dict[str, Any]) -> Iterator[str]:
-    size = found["bytes"] / GIB
-    yield f"save: {found['save_s']:.2f} s for {size:.1f} GiB, load {found['load_s']:.2f} s"
-    yield f"beside training: the loop waits {found['async_wait_s']:.2f} s; a step then: {found['step_beside_s']:.2f} s"
-
-
-def _words_of_plan(found: dict[str, Any]) -> Iterator[str]:
-    for row in found["rows"]:
-        what = ", ".join(f"{name} {value}" for name, value in row["changes"].items())
-        planned = f"planned {row['planned_bytes'] / GIB:.2f} GiB"
-        if row["allocated_bytes"] is None:
-            yield f"{what}: {planned}, {1000 * row['step_s']:.1f} ms a step"
-            continue
-        taken, reserved = row["allocated_bytes"], row["reserved_bytes"]
-        ratio = row["planned_bytes"] / taken
-        yield f"{what}: {planned}, allocated {taken / GIB:.2f} ({ratio:.3f}), reserved {reserved / GIB:.2f} GiB"
-
-
-WORDS: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
-    "steps": _words_of_steps,
-    "eight_bits": _words_of_eight_bits,
-    "waits": _words_of_waits,
-    "largest": _words_of_largest,
-    "checkpoint": _words_of_checkpoint,
-    "plan": _words_of_plan,
+# What is measured first matters most; a weight is a section's share of the time.
+SECTIONS: dict[str, tuple[Callable[[Options], Found], float]] = {
+    "tests": (tests, 7.0),
+    "steps": (steps, 4.0),
+    "waits": (waits, 0.5),
+    "plan": (plan, 3.0),
+    "checkpoint": (checkpoint, 1.5),
+    "eight_bits": (eight_bits, 1.5),
+    "largest": (largest, 1.5),
 }
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started ends with it
     main()

@@ -22,14 +22,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from benchmarks.contestants import Task, loss_of
 
-WARM_UP = 3
 # What makes the host wait for the device, by its name in a profile.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 
 
 @dataclass(frozen=True)
 class Order(Task):
-    """What is trained, in which way, and what is measured: steps, waits or checkpoint."""
+    """What is trained, in which way, and what is measured: steps, waits or checkpoint. `filled`: weights of one value,
+    where only memory counts."""
 
     task: str
     contestant: str
@@ -40,6 +40,8 @@ class Order(Task):
     compiled: bool = False
     offloaded: bool = False
     checkpointing: bool = False
+    filled: bool = False
+    warm_up: int = 3
 
 
 @dataclass
@@ -91,8 +93,14 @@ def by_hand(order: Order) -> Training:
 
 def _model(order: Order) -> nn.Module:
     """The model, built where it is to live: billions of random numbers take a CPU minutes."""
-    with torch.device("cpu" if order.offloaded else order.device):
-        return order.model()
+    place = "cpu" if order.offloaded else order.device
+    with torch.device("meta" if order.filled else place):
+        model = order.model()
+    if order.filled:
+        model = model.to_empty(device=place)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data.fill_(0.01)
+    return model
 
 
 def _alone() -> dict[str, Any]:
@@ -163,7 +171,7 @@ CONTESTANTS = {"by hand": by_hand, "shardkit": with_shardkit, "accelerate": with
 
 def measure_steps(order: Order, training: Training) -> dict[str, Any]:
     """Seconds a step, and what the device's allocator took at most; on the CPU no memory."""
-    _train(order, training, WARM_UP)
+    _train(order, training, order.warm_up)
     if order.device != "cpu":
         torch.accelerator.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -181,7 +189,7 @@ def count_waits(order: Order, training: Training) -> dict[str, Any]:
     """How often a step makes the host wait for the device, by the profiler's names."""
     from torch.profiler import ProfilerActivity, profile
 
-    _train(order, training, WARM_UP)
+    _train(order, training, order.warm_up)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if order.device == "cuda" else [])]
     tokens = _tokens(order)
     with profile(activities=kinds) as found:
@@ -193,7 +201,7 @@ def count_waits(order: Order, training: Training) -> dict[str, Any]:
 
 def measure_checkpoint(order: Order, training: Training) -> dict[str, Any]:
     """Seconds of a save, of what the loop waits for one beside training, and of a load; and the bytes of the state."""
-    _train(order, training, WARM_UP)
+    _train(order, training, order.warm_up)
     folder = Path(sys.argv[2]).parent
     result = {"save_s": _seconds(order, lambda: training.save(str(folder / "blocking"), True))}
     result["async_wait_s"] = _seconds(order, lambda: training.save(str(folder / "beside"), False))

@@ -146,4 +146,9 @@ def test_control_plane(tmp_path: Path) -> None:
     ],
 )
 def test_faults_knows_whom_a_screen_names(screen: str, named: bool) -> None:
-    assert faults.names_it(screen, 1, "raises") is named
+    assert faults.names_it(screen, 1, 0, "raises") is named
+
+
+def test_faults_knows_which_machine_a_screen_calls_lost() -> None:
+    screen = "launch: lost machine 1 (node-b): no sign of life for 30 s."
+    assert faults.names_it(screen, 3, 1, "launcher") and not faults.names_it(screen, 3, 0, "launcher")

@@ -25,7 +25,7 @@ def background():
 
 def begin(live, background, path):
     request = write.SaveRequest(path, 2, "test")
-    background.start(write.prepare(live, "sharded", request, background.beside), live.optimizers)
+    background.start(write.prepare(live, "sharded", request, background.control), live.optimizers)
 
 
 def saved_digest(path):
@@ -52,7 +52,7 @@ def test_a_step_waits_until_its_state_is_copied(live, background, tmp_path, monk
     begin(live, background, tmp_path / "saved")
     checkpoints.train(live, 2, first=2)
     assert stepped.is_set()
-    background.wait(background.beside)
+    background.wait(background.control)
     assert checkpoints.digest_of(live) != expected
     assert saved_digest(tmp_path / "saved") == expected
 
@@ -65,7 +65,7 @@ def test_weights_and_settings_may_change_at_once(live, background, tmp_path):
             parameter.data.zero_()
     for group in live.optimizers[0].param_groups:
         group["lr"] = 5.0
-    background.wait(background.beside)
+    background.wait(background.control)
     found = checkpoints.build("plain", seed=1)
     checkpoints.load(found, tmp_path / "saved")
     assert checkpoints.digest_of(found) == expected
@@ -85,8 +85,8 @@ def test_optimizer_state_changed_by_hand_meanwhile_is_noticed(live, background, 
     parameter = next(iter(live.optimizers[0].state))
     live.optimizers[0].state[parameter]["exp_avg"].zero_()
     changed.set()
-    with pytest.raises(CheckpointSaveError, match=r"exp_avg: optimizer state was changed by hand .* blocking=True"):
-        background.wait(background.beside)
+    with pytest.raises(CheckpointSaveError, match=r"exp_avg: the script changed optimizer state .* blocking=True"):
+        background.wait(background.control)
     assert not (tmp_path / "saved").exists()
 
 
@@ -106,13 +106,13 @@ def test_an_optimizer_without_hooks_is_copied_first(live, background, tmp_path):
     live.optimizers[0] = Wrapper(live.optimizers[0])
     begin(live, background, tmp_path / "saved")
     live.optimizers[0].step()
-    background.wait(background.beside)
+    background.wait(background.control)
     assert saved_digest(tmp_path / "saved") == expected
 
 
 def test_nothing_is_left_on_the_optimizer(live, background, tmp_path):
     for number in range(2):
         begin(live, background, tmp_path / str(number))
-        background.wait(background.beside)
+        background.wait(background.control)
         assert not live.optimizers[0]._optimizer_step_pre_hooks
     assert not [thread for thread in threading.enumerate() if thread.name == "shardkit-save"]

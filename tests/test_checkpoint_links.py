@@ -102,7 +102,7 @@ def refused_here(folder):
     os.chdir(here)
     try:
         for given in (".", "./", str(here), Path(), "..", here.parent, "../../work"):
-            said = "save_state: .*: (is|holds) the working folder.* name a folder below it"
+            said = "save_state: .*: (is|contains) the working folder.* give a folder below it"
             with pytest.raises(UsageError, match=said):
                 run[0].save_state(given)
         assert os.path.samefile(".", here)
@@ -182,7 +182,7 @@ def test_a_saved_file_lies_where_its_link_leads(tmp_path):
         objects.save({"number": number}, tmp_path / "link.json")
         assert (tmp_path / "link.json").is_symlink()
         assert json.loads((tmp_path / "real/values.json").read_text()) == {"number": number}
-    with pytest.raises(UsageError, match=r"save: the file has no name \(got ''\)"):
+    with pytest.raises(UsageError, match=r"save: not the path of a file \(got ''\)"):
         objects.save({}, "")
 
 
@@ -191,8 +191,8 @@ def test_a_link_to_a_file_or_to_itself_is_refused(alone, tmp_path):
     (tmp_path / "to-file").symlink_to("file")
     (tmp_path / "loop").symlink_to("loop")
     run = run_of(tmp_path / "run")
-    with pytest.raises(CheckpointSaveError, match=r"failed: a file; give another name: .*file"):
+    with pytest.raises(CheckpointSaveError, match=r"failed: a file; use another name: .*file"):
         run[0].save_state(tmp_path / "to-file")
-    with pytest.raises(UsageError, match=r"save_state: .*loop: a link that leads back to itself"):
+    with pytest.raises(UsageError, match=r"save_state: .*loop: is a link to itself"):
         run[0].save_state(tmp_path / "loop")
     assert (tmp_path / "loop").is_symlink() and (tmp_path / "file").read_bytes() == b""

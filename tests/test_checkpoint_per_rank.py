@@ -97,7 +97,7 @@ def test_on_other_ranks_all_get_rank_0s_with_a_warning(ranks, alone, tmp_path, w
     if world == 1:
         caplog.set_level("WARNING", "shardkit")
         load_meters(tmp_path)
-        assert "registered.0: each rank that saved had its own; on another number of ranks all get that" in caplog.text
+        assert "registered.0: each rank saved a different value; since the number of ranks" in caplog.text
 
 
 def test_what_is_equal_is_shared_and_looks_as_before(ranks, alone, tmp_path, caplog):
@@ -213,7 +213,7 @@ def refused(path):
 
 def test_a_reader_of_version_1_refuses_it_with_words(saved, monkeypatch):
     monkeypatch.setattr(manifest, "VERSION", 1)
-    with pytest.raises(CheckpointError, match=r"format version 2 is newer than this shardkit reads \(1\); upgrade"):
+    with pytest.raises(CheckpointError, match=r"format version 2 is newer than this shardkit supports \(1\); upgrade"):
         manifest.read(saved)
 
 

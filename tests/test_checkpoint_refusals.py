@@ -35,11 +35,11 @@ def load_too_early(project):
 def test_what_is_saved_and_not_prepared_is_missed(ranks, tmp_path):
     ((told, step),) = ranks.run(1, load_too_early, tmp_path)
     nothing, no_model, no_optimizer, no_loader = told
-    model = "model: in the checkpoint, and not prepared now; prepare it before loading, or load with strict=False"
-    assert model in nothing and "optim: in the checkpoint, and not prepared now" in nothing and "loader.0" in nothing
+    model = "model: in the checkpoint, but not prepared; prepare it before loading, or load with strict=False"
+    assert model in nothing and "optim: in the checkpoint, but not prepared" in nothing and "loader.0" in nothing
     assert model in no_model
-    assert "optim: in the checkpoint, and not prepared now" in no_optimizer and "model:" not in no_optimizer
-    assert "loader.0: its position is in the checkpoint" in no_loader and "data_position=False" in no_loader
+    assert "optim: in the checkpoint, but not prepared" in no_optimizer and "model:" not in no_optimizer
+    assert "loader.0: the checkpoint has its position" in no_loader and "data_position=False" in no_loader
     assert step == 2
 
 
@@ -49,7 +49,7 @@ def test_without_strict_an_optimizer_that_was_not_saved_stays_as_it_is(tmp_path)
     weights = checkpoints.state.Live(live.models, objects=live.objects)
     checkpoints.save(weights, tmp_path / "weights")
     found = checkpoints.build("plain", seed=1)
-    with pytest.raises(CheckpointError, match=r"optim: prepared now, and not in the checkpoint; .* strict=False"):
+    with pytest.raises(CheckpointError, match=r"optim: prepared in this run, but not in .* strict=False"):
         checkpoints.load(found, tmp_path / "weights")
     checkpoints.load(found, tmp_path / "weights", strict=False)
     assert not found.optimizers[0].state
@@ -82,9 +82,9 @@ def name_odd_folders(project):
     run = run_of(project / "run")
     train(run, 1)
     run[0].save_state()
-    with pytest.raises(UsageError, match=r"save_state: the folder has no name \(got ''\)"):
+    with pytest.raises(UsageError, match=r"save_state: not the path of a folder \(got ''\)"):
         run[0].save_state("")
-    with pytest.raises(UsageError, match=r"save_model: the folder has no name \(got None\); name one"):
+    with pytest.raises(UsageError, match=r"save_model: not the path of a folder \(got None\); give a path"):
         run[0].save_model(run[1], None)
     with pytest.raises(CheckpointError, match=r"a folder of checkpoints; name one of them, such as .*step-00000001"):
         run[0].load_state(project / "run")
@@ -92,9 +92,9 @@ def name_odd_folders(project):
     with pytest.raises(CheckpointError, match=r"a folder of checkpoints; name one of them, such as .*best"):
         run[0].load_state(project / "own")
     (project / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"failed: a file; give another name: .*notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"failed: a file; use another name: .*notes\.txt"):
         run[0].save_state(project / "notes.txt")
-    with pytest.raises(CheckpointError, match="nor a folder of this name"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         run[0].load_state(project / "rnu")
 
 

@@ -141,7 +141,7 @@ def test_a_model_that_does_not_fit_is_refused_untouched(ranks, tmp_path):
 def refuse_a_state_that_is_not_plain(folder):
     live = checkpoints.build("plain")
     live.objects["registered.0"].value["callback"] = [1, {"inner": print}]
-    with pytest.raises(CheckpointError, match=r"registered.0.callback\[1\].inner: a builtins.builtin_function"):
+    with pytest.raises(CheckpointError, match=r"registered.0.callback\[1\].inner: a value of type builtins.built"):
         checkpoints.save(live, folder)
     assert not folder.exists()
 
@@ -193,7 +193,7 @@ def differ_in_a_model(folder):
     import torch.distributed as dist
 
     live = state.Live([torch.nn.Linear(3 + dist.get_rank(), 2)])
-    with pytest.raises(CheckpointSaveError, match=r"model: rank 1 \(host .*\) has other tensors than rank 0 \(host "):
+    with pytest.raises(CheckpointSaveError, match=r"model: the tensors on rank 1 .* differ from those on rank 0 "):
         checkpoints.save(live, folder)
     return [path.name for path in folder.parent.iterdir()]
 

@@ -96,7 +96,7 @@ def test_checkpoints_with_names_of_the_script_are_listed_and_verified(tmp_path, 
             lines = called(capsys, "list", tmp_path).splitlines()
             assert [line.split()[-1] for line in lines[1:]] == ["epoch-0", "best"]
             text = called(capsys, "verify", tmp_path)
-            assert f"{tmp_path / 'epoch-0'}: whole" in text and f"{tmp_path / 'best'}: whole" in text
+            assert f"{tmp_path / 'epoch-0'}: valid" in text and f"{tmp_path / 'best'}: valid" in text
             with pytest.raises(CheckpointError, match=r"its checkpoints are not named by step \(epoch-0, best\)"):
                 locate.checkpoint(tmp_path)
     lines = called(capsys, "list", tmp_path).splitlines()
@@ -139,14 +139,14 @@ def test_inspect_finds_the_newest_and_tells_what_is_in_it(project, capsys):
 
 
 def test_verify_names_what_is_damaged(project, tmp_path, capsys):
-    assert called(capsys, "verify", project).count(": whole (") == 2
+    assert called(capsys, "verify", project).count(": valid (") == 2
     root = copied(project, tmp_path)
     damaged = root / "step-00000004" / "optim" / "r00001-of-00002.safetensors"
     flip(damaged)
     assert run(["checkpoint", "verify", str(root)]) == EXIT_CHECKPOINT
     said = capsys.readouterr()
     assert f"{damaged}: its xxh3 digest differs from the manifest (corrupted)" in said.out
-    assert "checkpoint: 1 checkpoint is damaged, of 2; resume from another one." in said.err
+    assert "checkpoint: 1 of 2 damaged; resume from another checkpoint." in said.err
     assert run(["checkpoint", "verify", str(root / "step-00000004"), "--json"]) == EXIT_CHECKPOINT
     assert len(json.loads(capsys.readouterr().out)[0]["problems"]) == 1
 
@@ -181,7 +181,7 @@ def test_diff_refuses_damaged_bytes(project, tmp_path, capsys, section):
         said = capsys.readouterr()
         assert f"{damaged}: its xxh3 digest differs from the manifest (corrupted)\n" in said.err
         assert said.err.count("corrupted") == 1
-        assert said.err.endswith("checkpoint: what is damaged is not compared.\n")
+        assert said.err.endswith("checkpoint: damaged checkpoints are not compared.\n")
         assert not said.out
 
 
@@ -282,7 +282,7 @@ def test_prune_reads_what_it_would_keep(project, tmp_path, capsys):
     damaged = root / "step-00000008" / "model" / "model.safetensors"
     flip(damaged)
     said = called(capsys, "prune", root, "--keep-last", "1", "--dry-run")
-    assert f"stays, and does not count: {damaged}: its xxh3 digest differs" in said
+    assert f"kept, not counted: {damaged}: its xxh3 digest differs" in said
     told = json.loads(called(capsys, "prune", root, "--keep-last", "1", "--json"))
     assert told["removed"] == [] and len(told["damaged"]) == 1
     assert [found.step for found in folder.steps(root)] == [8, 4]
@@ -298,7 +298,7 @@ def test_prune_tells_what_cut_off_saves_left(project, tmp_path, capsys):
         path.mkdir()
         (path / "part").write_bytes(bytes(1000))
     said = called(capsys, "prune", root, "--keep-last", "2", "--dry-run")
-    assert all(f"would delete {path} (left by a save that was cut off)\n" in said for path in left)
+    assert all(f"would delete {path} (leftover of a killed save)\n" in said for path in left)
     assert said.endswith("0 checkpoints, 2.9 KiB (dry run)\n")
     assert all(path.exists() for path in left)
     told = json.loads(called(capsys, "prune", root, "--keep-last", "2", "--json"))
@@ -315,7 +315,7 @@ def test_one_checkpoint_is_listed_alone_and_not_pruned(project, tmp_path, capsys
     assert lines[0] == f"{path}: 1 checkpoint"
     assert lines[1].startswith("  step        4  sharded    2 ranks") and len(lines) == 2
     assert run(["checkpoint", "prune", str(path), "--keep-last", "1"]) == EXIT_CHECKPOINT
-    assert f"checkpoint: {path}: one checkpoint; give the folder of a run" in capsys.readouterr().err
+    assert f"checkpoint: {path}: is a single checkpoint; give the folder" in capsys.readouterr().err
     assert not (path.parent / ".lock").exists()
     (path / "index.json").unlink()
     assert "  DAMAGED  " in called(capsys, "list", path)
@@ -336,7 +336,7 @@ sys.stdin.readline()
         assert holder.stdout.readline() == "held\n"
         assert run(["checkpoint", "prune", str(root), "--keep-last", "1"]) == EXIT_CHECKPOINT
         said = capsys.readouterr().err
-        assert f"on {socket.gethostname()}) saves here; wait until it has ended, and prune then." in said
+        assert f"on {socket.gethostname()}) saves into this folder; prune after it has ended." in said
         assert len(folder.steps(root)) == 2
     finally:
         holder.communicate("\n", timeout=60)
@@ -346,23 +346,23 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path, capsys):
     assert run(["checkpoint", "list", str(tmp_path / "none")]) == EXIT_CHECKPOINT
     assert "no such folder; give a project folder or a folder of checkpoints." in capsys.readouterr().err
     assert run(["checkpoint", "inspect", str(tmp_path)]) == EXIT_CHECKPOINT
-    assert "no step-* folder in it, nor in its checkpoints; give the folder of a run." in capsys.readouterr().err
+    assert "no step-* folder, and neither does its folder checkpoints; give the folder" in capsys.readouterr().err
     (tmp_path / "step-00000001").mkdir()
     assert run(["checkpoint", "inspect", str(tmp_path)]) == EXIT_CHECKPOINT
-    assert "none of its 1 checkpoints is whole" in capsys.readouterr().err
+    assert "none of its 1 checkpoints is complete" in capsys.readouterr().err
     assert run(["checkpoint", "merge", str(tmp_path)]) == EXIT_CONFIG
 
 
 def test_what_the_file_system_refuses_is_told(project, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path / "file" / "below")]) == EXIT_CHECKPOINT
-    assert f"checkpoint: {tmp_path / 'file' / 'below'}: Not a directory; no file was left" in capsys.readouterr().err
+    assert f"checkpoint: {tmp_path / 'file' / 'below'}: Not a directory; no incomplete" in capsys.readouterr().err
 
 
 def test_an_empty_name_is_refused(project, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["checkpoint", "merge", str(project), "-o", ""]) == EXIT_CONFIG
-    assert "the folder has no name (got ''); name one, or give . for this one." in capsys.readouterr().err
+    assert "not the path of a folder (got ''); give a folder, or . for the current one." in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -408,13 +408,13 @@ def test_output_onto_a_full_disk_is_told(project, monkeypatch, capsys):
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert run(["checkpoint", "list", str(project)]) == EXIT_MACHINE
-    text = "shardkit checkpoint: the output: No space left on device; free some, and run it again.\n"
+    text = "shardkit checkpoint: the output: No space left on device; free some space and try again.\n"
     assert capsys.readouterr().err == text
 
 
 def test_a_wrong_dtype_is_refused(project, tmp_path, capsys):
     assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path), "--dtype", "int4"]) == EXIT_CONFIG
-    assert "--dtype: unknown (got 'int4'); use fp32, bf16, fp16 or fp64." in capsys.readouterr().err
+    assert "--dtype: unknown dtype (got 'int4'); use fp32, bf16, fp16 or fp64." in capsys.readouterr().err
 
 
 def test_long_work_is_told_on_stderr(capsys):

@@ -43,7 +43,7 @@ def test_defaults_and_settings_write_a_file_and_print_the_command_for_it(capsys)
     assert (config.num_processes, config.mixed_precision, config.shardkit.seed) == (4, "bf16", 3)
     assert config.fsdp.transformer_layer_cls_to_wrap == ["A", "B"]
     text = Path("run.yaml").read_text()
-    command = shlex.split(again.removeprefix("the same again: "))
+    command = shlex.split(again.removeprefix("to repeat this: "))
     assert command[:3] == ["shardkit", "config", "--defaults"]
     Path("run.yaml").unlink()
     shardkit(capsys, *command[1:])
@@ -111,15 +111,18 @@ def test_from_an_accelerate_file_with_an_account_and_in_place_with_comments_kept
         ),
         (
             ["--defaults", "-o", "missing/x.yaml"],
-            "missing/x.yaml: there is no folder missing; make it, or choose another",
+            "missing/x.yaml: there is no folder missing; create it, or choose another",
         ),
-        (["--defaults", "-o", "."], ".: is a folder; name a file in it with --output."),
+        (["--defaults", "-o", "."], ".: is a folder; give a file with --output."),
         (["--from", "no.yaml"], "no.yaml: there is no such file"),
         (
             ["--from", "a", "--template", "b"],
-            "config: --from and --template both say where to begin; give one of them.",
+            "config: --from and --template exclude each other (got both); give one of them.",
         ),
-        (["--defaults", "--user", "-o", "x"], "config: --user has a place of its own; leave out --output."),
+        (
+            ["--defaults", "--user", "-o", "x"],
+            "config: --user and --output exclude each other (got both); give one of them.",
+        ),
     ],
 )
 def test_wrong_flags_are_named_in_one_line(capsys, words, message):
@@ -134,7 +137,7 @@ def test_validate(capsys):
     assert "shardkit.yaml: valid. 2 processes, FULL_SHARD, mixed precision no.\nnote: " in out
     Path("open.yaml").write_text("mixed_precision: bf16\n")
     out, _ = shardkit(capsys, "config", "validate", "open.yaml")
-    assert out == "open.yaml: valid. one process a device, FULL_SHARD, mixed precision bf16.\n"
+    assert out == "open.yaml: valid. one process per device, FULL_SHARD, mixed precision bf16.\n"
     Path("bad.yaml").write_text("num_procesess: 2\nmixed_precision: bf17\n")
     _, error = shardkit(capsys, "config", "validate", "bad.yaml", code=2)
     assert error == (
@@ -147,7 +150,7 @@ def test_validate(capsys):
     assert json.loads(out)["valid"] is True
     Path("shardkit.yaml").unlink()
     _, error = shardkit(capsys, "config", "validate", code=2)
-    assert error == "config validate: no shardkit.yaml here or above; name the file.\n"
+    assert error == "config validate: no shardkit.yaml in this folder or its parents; give the file.\n"
 
 
 def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
@@ -190,7 +193,7 @@ def test_convert(capsys):
     out, lost = shardkit(capsys, "config", "convert", "x.yaml", "--to", "accelerate")
     assert yaml.safe_load(out)["fsdp_config"]["fsdp_version"] == 2 and lost == ""
     _, error = shardkit(capsys, "config", "convert", "x.yaml", "--to", "deepspeed", code=2)
-    assert error == "config convert: --to knows accelerate only (got deepspeed).\n"
+    assert error == "config convert: --to: unknown format (got deepspeed); use accelerate.\n"
 
 
 def test_schema_prints_a_json_schema(capsys):

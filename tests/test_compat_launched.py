@@ -54,8 +54,8 @@ def test_an_unchanged_script_is_one_process_says_what_differs_and_goes_on_where_
     two.mkdir()
     done = launch(two, ("-n", "2", *FULL_SHARD, *SCHEDULER), "theirs", "--output_dir", two)
     assert done.returncode == 0, done.stderr
-    assert "stood in, for script: Accelerator, Accelerator.accumulate" in done.stderr
-    assert "differs: a prepared scheduler steps once an optimizer step" in done.stderr
+    assert "used, by script: Accelerator, Accelerator.accumulate" in done.stderr
+    assert "differs: a prepared scheduler steps once per optimizer step" in done.stderr
     told = next((two / "runs").glob("*/accelerate.txt")).read_text()
     assert "utils.set_seed" in told and "and 1" not in told.splitlines()[1], "the file holds every name"
     alike(json.loads((two / "found.json").read_text()), alone)
@@ -134,7 +134,7 @@ def test_trl_is_one_process(kind, world, flags, tmp_path, shared):
 def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
     done = launch(tmp_path, ("--check",), "theirs")
     assert done.returncode == 0, done.stderr
-    assert "0 refused, 0 not there. Nothing was started (--check)." in done.stdout
+    assert "0 not supported, 0 unknown. Nothing was started (--check)." in done.stdout
     assert not (tmp_path / "runs").exists()
     (tmp_path / "bad.py").write_text(
         "from accelerate import Accelerator\naccelerator = Accelerator()\naccelerator.lomo_backward(1, 2)\n"
@@ -142,9 +142,9 @@ def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
     words = [sys.executable, "-m", "shardkit", "launch", "--as-accelerate", "--check", "bad.py"]
     bad = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert bad.returncode == 1
-    assert "bad.py:3: Accelerator.lomo_backward: refused: LOMO does not run here; use backward." in bad.stdout
+    assert "bad.py:3: Accelerator.lomo_backward: not supported: LOMO is not supported; use backward." in bad.stdout
     dry = launch(tmp_path, ("-n", "2", "--dry-run"), "theirs")
-    assert "note: theirs.py:42: the length of a schedule is multiplied by the number of ranks" in dry.stderr
+    assert "note: theirs.py:42: the schedule's length is multiplied by the number of ranks" in dry.stderr
     assert "note:" not in launch(tmp_path, ("-n", "2", "--dry-run", *SCHEDULER), "theirs").stderr
     wrong = subprocess.run(
         [*words[:4], "--check", "--accelerates-meaning", "clocks", "bad.py"],

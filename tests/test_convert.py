@@ -209,21 +209,39 @@ def test_no_shard_and_cpu_are_ddp_for_accelerate():
     assert lost == ["use_cpu: true: Accelerate has no FSDP on the CPU."]
 
 
+def test_precisions_in_8_bits_are_written_as_accelerate_has_them():
+    text, lost = to_accelerate(Config(num_processes=2, mixed_precision="mxfp8"))
+    assert yaml.safe_load(text)["mixed_precision"] == "bf16" and "fp8_config" not in yaml.safe_load(text)
+    assert lost == ["mixed_precision: mxfp8: Accelerate has no such precision; bf16 is written."]
+    text, lost = to_accelerate(Config(num_processes=2, mixed_precision="fp8"))
+    assert yaml.safe_load(text)["fp8_config"] == {"backend": "AO", "enable_fsdp_float8_all_gather": True}
+    assert yaml.safe_load(text)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
+    name = "fsdp_config.fsdp_cpu_ram_efficient_loading"
+    assert lost == [f"{name}: true: Accelerate refuses it in fp8; false is written."]
+    assert files.read_text(text).config.mixed_precision == "fp8"
+    _, lost = to_accelerate(Config(num_processes=2, mixed_precision="fp8", distributed_type="MULTI_GPU"))
+    assert lost == []
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_accelerate_itself_reads_what_we_write_for_it(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils import PrecisionType
 
     for name, config in {
         "fsdp": Config(num_processes=2, mixed_precision="bf16", debug=True),
         "hybrid": Config(num_processes=4, num_machines=2, fsdp={"sharding_strategy": 4}, shardkit={"compile": True}),
         "ddp": Config(num_processes=2, distributed_type="MULTI_GPU"),
         "one": Config(distributed_type="NO", tpu_name="t"),
+        "fp8": Config(num_processes=2, mixed_precision="fp8"),
+        "mxfp8": Config(num_processes=2, mixed_precision="mxfp8"),
     }.items():
         path = tmp_path / f"{name}.yaml"
         path.write_text(to_accelerate(config)[0])
         loaded = load_config_from_file(str(path))
         assert loaded.num_processes == config.num_processes
+        assert loaded.mixed_precision in PrecisionType.list()
     path = tmp_path / "ours.yaml"
     files.write(Config(num_processes=2), path)
     assert load_config_from_file(str(path)).fsdp_config["fsdp_sharding_strategy"] == "FULL_SHARD"

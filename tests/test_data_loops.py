@@ -433,6 +433,8 @@ if __name__ == "__main__":
     loader.loader = loader  # as a traceback that is kept refers to it
     del loader
     gc.collect()
+    for worker in multiprocessing.active_children():
+        worker.join(60)  # a worker that does not answer for 5 s is killed, and torch does not wait for that
     print(len(multiprocessing.active_children()))
 """
 

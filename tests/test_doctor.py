@@ -115,9 +115,16 @@ def test_a_run_that_would_not_start_fails_before_any_rank(capsys, tmp_path, monk
     assert command_line.run(["doctor", *flags, "--json"]) == 4
     out, said = capsys.readouterr()
     assert json.loads(out)["ok"] is False
-    assert "the ranks are not tried" in said
+    assert "the ranks are not tested" in said
     assert any("is not known here" in one["found"] for one in json.loads(out)["findings"])
     assert not list(tmp_path.iterdir())
+
+
+def test_all_wrong_flags_are_told_at_once(capsys):
+    wrong = ["--main", "x:99999", "--set", "foo", "--set", "mixed_precision=bf17", "--num-machines", "two"]
+    assert command_line.run(["doctor", *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["--main", "--set", "--set mixed_precision", "--set num_machines"]
 
 
 @pytest.mark.slow

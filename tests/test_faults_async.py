@@ -58,7 +58,7 @@ def test_a_failure_beside_training_is_answers_to_all_ranks_at_once(tmp_path, fau
     outcomes = forked.run(2, save_beside, tmp_path, fault)
     assert outcomes[0].value == outcomes[1].value, outcomes
     answers, latest = outcomes[0].value
-    assert f"rank {fault.split(':')[1]} (host" in answers and "Last good checkpoint: step 1" in answers
+    assert f"rank {fault.split(':')[1]} (host" in answers and "Last checkpoint: step 1" in answers
     assert latest == "step-00000001" and resumed_step(tmp_path) == 1
 
 
@@ -190,7 +190,7 @@ def test_without_its_self_digest_a_row_goes_red(tmp_path, monkeypatch):
     path = tmp_path / "step-00000001"
     text = (path / manifest.NAME).read_text()
     (path / manifest.NAME).write_text(text.replace('"step":1,', '"step":5,'))
-    with pytest.raises(CheckpointError, match="digest of itself"):
+    with pytest.raises(CheckpointError, match="its digest does not match"):
         manifest.read(path)
     source = inspect.getsource(manifest.from_bytes)
     assert source.count("if stated != ") == 1

@@ -52,7 +52,7 @@ def test_a_failure_while_filling_says_incomplete_on_every_rank(saved, action, ra
     for outcome in survivors:
         kind, told, parts = outcome.value
         assert kind == "StateIncomplete" and parts[0].startswith("model: ")
-        assert "part of the state is this checkpoint's now, and part is not; load another one before you go on" in told
+        assert "only part of the state was loaded; load another checkpoint before you continue" in told
         assert ("a rank died" if action == "kill" else "Input/output error") in told
 
 
@@ -94,7 +94,7 @@ def test_the_newest_falls_back_to_the_one_before_as_a_whole(saved, rank):
 def newest_of_one(root):
     live, unfinished = prepared("plain"), read.Unfinished()
     live.objects["registered.0"] = Arming("fill:0:raise=EIO")
-    with pytest.raises(StateIncomplete, match=r"(?s)the state is incomplete now:.*step 3: .*Input/output error"):
+    with pytest.raises(StateIncomplete, match=r"(?s)the state is now incomplete:.*step 3: .*Input/output error"):
         checkpoints.load_newest(live, root, unfinished=unfinished)
     return bool(unfinished.parts)
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_was_replaced_before_is_noticed(saved, tmp_path):
     replace(root)
     live = prepared("plain")
     fill(live, 77)
-    with pytest.raises(CheckpointCorrupted, match="another checkpoint took its place while it was read"):
+    with pytest.raises(CheckpointCorrupted, match="was replaced by another checkpoint while it was read"):
         read._load(live, checkpoint, agreed, read.How("digest", True, True, read.Unfinished()))
     assert values_in(live) == {77.0}
 
@@ -356,7 +356,7 @@ def not_covered(project):
     with pytest.raises(StateIncomplete):
         checkpoints.load(live, project / "whole", unfinished=unfinished)
     forked.arm(None)
-    with pytest.raises(CheckpointError, match=r"model: .* written by the load of .*whole that failed, and not in this"):
+    with pytest.raises(CheckpointError, match=r"model: .* overwritten by the failed load of .*whole, and not in this"):
         checkpoints.load(live, project / "other", strict=False, unfinished=unfinished)
     checkpoints.load(live, project / "whole", unfinished=unfinished)
     return not unfinished.parts
@@ -375,7 +375,7 @@ def test_without_verifying_a_wrong_header_is_still_noticed_before_anything_chang
     victim.write_bytes(data.replace(b'"F32"', b'"I32"'))
     live = prepared("plain")
     fill(live, 77)
-    with pytest.raises(CheckpointCorrupted, match="is not as the index says"):
+    with pytest.raises(CheckpointCorrupted, match="does not match the index"):
         checkpoints.load(live, tmp_path / "c", verify="size")
     assert values_in(live) == {77.0}
     assert folder.inspect(tmp_path / "c").step == 3

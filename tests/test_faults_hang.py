@@ -136,5 +136,5 @@ MISMATCH = (
 @pytest.mark.fault_row(30)
 def test_what_torch_says_of_a_mismatch_is_cut_to_what_matters():
     words = "the ranks are in different collectives: rank 0 in ALLREDUCE [4, 2] Float, rank 12 in BARRIER"
-    assert failure.words_of(RuntimeError(MISMATCH)) == words
-    assert failure.words_of(RuntimeError("Rank 0 is running collective: what?")).startswith("Rank 0 is")
+    assert failure.message_of(RuntimeError(MISMATCH)) == words
+    assert failure.message_of(RuntimeError("Rank 0 is running collective: what?")).startswith("Rank 0 is")

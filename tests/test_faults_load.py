@@ -174,18 +174,18 @@ def rename_file(name):
 
 
 FORGERIES = [
-    (set_to("self_sha256", "0" * 64), "digest of itself does not match"),
-    (set_to("format", "other"), "not a manifest of shardkit"),
-    (lambda value: value.update(version=99, min_reader=99), "format version 99 is newer than this shardkit reads"),
-    (set_to("step", "3"), "must be whole numbers"),
+    (set_to("self_sha256", "0" * 64), "its digest does not match its contents"),
+    (set_to("format", "other"), "not a shardkit manifest"),
+    (lambda value: value.update(version=99, min_reader=99), "format version 99 is newer than this shardkit supports"),
+    (set_to("step", "3"), "must be non-negative integers"),
     (set_to("digest", "md5"), "unknown digest or kind"),
     (set_to("files", {"index.json": {"bytes": 1, "digests": {}}}), "size or digests are missing"),
     (set_to("files", {}), "index.json"),
-    (rename_file("../outside"), "a file name that no checkpoint has"),
-    (rename_file("/etc/hostname"), "a file name that no checkpoint has"),
-    (rename_file("model/../../x.safetensors"), "a file name that no checkpoint has"),
-    (rename_file("a" * 300), "a file name that no checkpoint has"),
-    (lambda value: value["files"]["index.json"].update(bytes=10**9), "bytes where 1000000000 were saved"),
+    (rename_file("../outside"), "an invalid file name"),
+    (rename_file("/etc/hostname"), "an invalid file name"),
+    (rename_file("model/../../x.safetensors"), "an invalid file name"),
+    (rename_file("a" * 300), "an invalid file name"),
+    (lambda value: value["files"]["index.json"].update(bytes=10**9), "bytes instead of the 1000000000 that were saved"),
     (lambda value: value["files"].pop("state/common.json"), "common.json: not part of this checkpoint"),
 ]
 
@@ -204,19 +204,19 @@ def test_a_manifest_that_is_not_strict_json_is_refused(copy):
     path = copy() / "step-00000003"
     good = (path / manifest.NAME).read_text()
     for text, reason in [
-        (good.replace('"step":3', '"step":3,"step":4'), "a key occurs twice"),
+        (good.replace('"step":3', '"step":3,"step":4'), "duplicate key"),
         (good.replace('"step":3', '"step":NaN'), "NaN is not a number"),
         ("[" * 100_000, "not valid JSON"),
         ("", "not valid JSON"),
         ("\xff\xfe", "not"),
-        ("[]", "not a manifest"),
+        ("[]", "not a shardkit manifest"),
     ]:
         (path / manifest.NAME).write_text(text)
         refused(path, reason)
     os.truncate(path / manifest.NAME, 0)
     with (path / manifest.NAME).open("ab") as file:
         file.truncate(disk.JSON_LIMIT_BYTES + 1)
-    refused(path, "too many for such a file")
+    refused(path, "too large for this file")
 
 
 @pytest.mark.fault_row(24)
@@ -225,12 +225,12 @@ def test_links_are_refused(copy, tmp_path):
     victim = path / "model" / "r00000-of-00002.safetensors"
     shutil.move(victim, tmp_path / "elsewhere")
     victim.symlink_to(tmp_path / "elsewhere")
-    refused(path, "r00000-of-00002.safetensors: not a plain file")
+    refused(path, "r00000-of-00002.safetensors: not a regular file")
     victim.unlink()
     victim.write_bytes((tmp_path / "elsewhere").read_bytes())
     shutil.move(path / "optim", tmp_path / "optim")
     (path / "optim").symlink_to(tmp_path / "optim")
-    refused(path, "not a plain file")
+    refused(path, "not a regular file")
     (path / "optim").unlink()
     shutil.move(tmp_path / "optim", path / "optim")
     (path / manifest.NAME).rename(tmp_path / "manifest")
@@ -325,7 +325,7 @@ def test_when_all_are_damaged_nothing_starts_anew(copy):
     live = prepared("plain")
     fill(live, 77)
     with pytest.raises(
-        CheckpointError, match=r"every checkpoint in .* is damaged; nothing is loaded, and nothing"
+        CheckpointError, match=r"every checkpoint in .* is damaged; nothing was loaded, and training"
     ) as e:
         checkpoints.load_newest(live, root)
     assert e.value.exit_code == 3 and values_in(live) == {77.0}
@@ -336,7 +336,7 @@ def test_when_all_are_damaged_nothing_starts_anew(copy):
 def test_an_explicit_path_never_falls_back(copy):
     root = copy()
     damage(root / "step-00000003", "cut")
-    refused(root / "step-00000003", "bytes where .* were saved")
+    refused(root / "step-00000003", "bytes instead of the .* that were saved")
 
 
 LATESTS = [None, "", "garbage", '{"dir": "step-00000001"}', '{"dir": "../x"}', '{"dir": "step-00000099"}', "[]"]
@@ -407,7 +407,7 @@ def test_a_second_run_in_one_folder_is_refused_by_name(tmp_path, caplog):
     process.start()
     try:
         assert ready.wait(120)
-        with pytest.raises(CheckpointSaveError, match=rf"another run \(process {process.pid} on .*\) saves here"):
+        with pytest.raises(CheckpointSaveError, match=rf"another run \(process {process.pid} on .*\) saves into"):
             lock.acquire(tmp_path / "r", "second")
     finally:
         process.kill()

@@ -105,7 +105,7 @@ def test_when_one_rank_dies_the_other_is_told_and_the_old_state_loads(tmp_path, 
         assert survivor.value == "saved"
     else:
         assert "save of step 2" in survivor.value and "a rank died" in survivor.value
-        assert "Last good checkpoint: step 1" in survivor.value
+        assert "Last checkpoint: step 1" in survivor.value
     assert resumed_step(tmp_path) == (2 if point == "agree-2" else 1)
 
 
@@ -141,7 +141,7 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path, fault, mode, text):
     assert outcomes[0].value == outcomes[1].value
     told, step_after = outcomes[0].value
     assert text in told and f"rank {fault.split(':')[1]} (host " in told and str(tmp_path) in told
-    assert "Last good checkpoint: step 1" in told and step_after == 1
+    assert "Last checkpoint: step 1" in told and step_after == 1
     assert [found.step for found in folder.steps(tmp_path)] == [3]
 
 
@@ -204,7 +204,7 @@ def save_over(root):
 @pytest.mark.fault_row(4)
 def test_a_step_is_written_once(ranks, tmp_path):
     told = ranks.run(2, save_over, tmp_path)
-    assert told[0] == told[1] and "a checkpoint of this name exists, and is never written again" in told[0]
+    assert told[0] == told[1] and "a checkpoint with this name exists, and checkpoints are not overwritten" in told[0]
 
 
 def replace_once(root, fault):
@@ -265,5 +265,5 @@ def save_apart(root):
 def test_storage_that_is_not_shared_is_noticed(tmp_path):
     outcomes = forked.run(2, save_apart, tmp_path)
     assert outcomes[0].value == outcomes[1].value
-    assert "not storage that all ranks share" in outcomes[0].value and "rank 1 (host " in outcomes[0].value
+    assert "not shared by all ranks" in outcomes[0].value and "rank 1 (host " in outcomes[0].value
     assert not list((tmp_path / "machine-0").iterdir())

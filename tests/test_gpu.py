@@ -22,7 +22,12 @@ from tests.printed import ROOT
 
 CUDA = pytest.param(
     "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")],
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+        # torch's first product in a thread of its own, in plain backward passes here as well
+        pytest.mark.filterwarnings("default:.*no current CUDA context:UserWarning"),
+    ],
 )
 CPU = pytest.param("cpu", marks=pytest.mark.loops)
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
@@ -52,7 +57,7 @@ def started(asked: Path, answer: Path, variables: dict[str, str]) -> subprocess.
         stderr=subprocess.PIPE,
         text=True,
         cwd=asked.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
     )
 
 
@@ -116,17 +121,17 @@ def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path, device):
 
 @ON_BOTH
 def test_a_resumed_run_is_equal_to_the_bit(tmp_path, device):
-    whole = run(tmp_path, device, dropout=0.1, config=fsdp())
-    run(tmp_path, device, steps=3, dropout=0.1, config=fsdp(), save=tmp_path / "state")
-    rest = run(tmp_path, device, first=3, dropout=0.1, config=fsdp(), load=tmp_path / "state")
+    whole = run(tmp_path, device, exact=True, dropout=0.1, config=fsdp())
+    run(tmp_path, device, exact=True, steps=3, dropout=0.1, config=fsdp(), save=tmp_path / "state")
+    rest = run(tmp_path, device, exact=True, first=3, dropout=0.1, config=fsdp(), load=tmp_path / "state")
     assert rest["losses"] == whole["losses"][3:]
     assert rest["sum"] == whole["sum"]
 
 
 @ON_BOTH
 def test_a_save_beside_training_holds_the_moment_it_was_asked_for(tmp_path, device):
-    run(tmp_path, device, save_beside_at=3, save_beside=tmp_path / "state", config=fsdp())
-    then = run(tmp_path, device, steps=3, config=fsdp())
+    run(tmp_path, device, exact=True, save_beside_at=3, save_beside=tmp_path / "state", config=fsdp())
+    then = run(tmp_path, device, exact=True, steps=3, config=fsdp())
     loaded = run(tmp_path, device, steps=0, config=fsdp(), load=tmp_path / "state")
     assert loaded["sum"] == then["sum"]
 
@@ -153,14 +158,17 @@ def test_two_ranks_share_one_device_through_gloo(tmp_path, device, strategy):
     place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     answers = [tmp_path / f"answer-{rank}.json" for rank in range(2)]
     both = [started(asked, answers[rank], {**meeting, **place, "RANK": str(rank)}) for rank in range(2)]
-    for process in both:
-        _, errors = process.communicate(timeout=280)
-        if process.returncode and ("not supported" in errors or "does not support" in errors):
-            for one in both:
-                one.kill()
-                one.wait()
-            pytest.skip(f"gloo of this torch lacks a collective on the device: {errors.strip().splitlines()[-1]}")
-        assert process.returncode == 0, errors
+    try:
+        for process in both:
+            _, errors = process.communicate(timeout=280)
+            if process.returncode and ("not supported" in errors or "does not support" in errors):
+                pytest.skip(f"gloo of this torch lacks a collective on the device: {errors.strip().splitlines()[-1]}")
+            assert process.returncode == 0, errors
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+            process.stderr.close()
     found = [json.loads(answer.read_text()) for answer in answers]
     assert found[0]["norms"] == found[1]["norms"]
     losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]

@@ -64,7 +64,7 @@ def test_a_cut_link_is_told_on_both_sides(network, tmp_path):
         network.cut()
         codes = [one.end() for one in both]
     assert codes == [4, 4]
-    assert time.monotonic() - began_s < 60
+    assert time.monotonic() - began_s < 200  # of the 600 s that it trains; a launcher notices in 30
     for machine, one in enumerate(both):
         assert f"launch: lost machine {1 - machine} ({socket.gethostname()}): no sign of life" in one.text()
         assert "Traceback" not in one.text() and "frame #" not in one.text()

@@ -218,7 +218,7 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
         ({"num_processes": 16}, EIGHT, "this machine has 8 GPUs; set it to 8, or pass --cpu"),
         ({"num_processes": 32, "num_machines": 2, "main_process_ip": "a"}, EIGHT, "16 of them on each machine, but"),
         ({"num_processes": 2, "num_machines": 2}, EIGHT, "need the address of machine 0; give --main HOST:PORT"),
-        ({"use_cpu": True, "shardkit": {"launch": {"show": "0,1"}}}, NO_GPU, "there is no rank 1 among 1"),
+        ({"use_cpu": True, "shardkit": {"launch": {"show": "0,1"}}}, NO_GPU, "there is no rank 1 (got"),
         ({"distributed_type": "XLA"}, NO_GPU, "needs the package torch_xla"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_port_in_use_names_its_owner():
         assert not ports.is_free(port)
         said = texts(preflight.port_problems(config(main_process_port=port, use_cpu=True)))
         assert f"port {port} is in use by pid {os.getpid()} (" in said
-        assert "or leave the port out and a free one is taken" in said
+        assert "or omit the port to use a free one" in said
         assert not preflight.port_problems(config(main_process_port=0, use_cpu=True))
         on_another = Config(
             num_machines=2, num_processes=2, main_process_ip="localhost", main_process_port=port, machine_rank=1
@@ -288,6 +288,8 @@ def test_accelerate_gets_the_same_settings():
     }
     assert expected.items() <= variables.items()
     assert not any(name.startswith("PARALLELISM") for name in variables)
+    fp8 = environment.accelerate_variables(config(num_processes=8, mixed_precision="fp8"), "cuda")
+    assert (fp8["ACCELERATE_MIXED_PRECISION"], fp8["ACCELERATE_FP8_BACKEND"]) == ("fp8", "AO")
 
 
 @pytest.mark.requirement("A12")
@@ -455,10 +457,10 @@ def test_the_words_for_a_failure():
     assert first == (
         "launch: rank 1 failed first: ValueError: words (train.py:4 in step), after 1.5 s, at step 7 in backward."
     )
-    assert rest[0] == "  then     rank 0 ended because its peer was gone"
+    assert rest[0] == "  then     rank 0 lost its peer"
     assert rest[1].startswith("  logs     runs/x/rank1.log")
     saved = diagnosis.render(found, 10.0, "runs/x", saved_step=5)
-    assert "  saved    step 5; --resume auto goes on from it" in saved
+    assert "  saved    step 5; resume with --resume auto" in saved
     out_of_memory = diagnosis.diagnose([RankOutcome(0, exit_code=1, error=error(0, kind="OutOfMemoryError"))])
     assert "builds the model: shardkit plan --model MODULE:FUNCTION" in diagnosis.render(out_of_memory, 0.0, "runs/x")
     message = "aten.mm: got mixed torch.Tensor and DTensor, need to convert all"
@@ -506,8 +508,8 @@ def test_an_exception_becomes_a_record():
     assert (hidden.is_lost_peer, hidden.kind, hidden.message) == (False, "ValueError", "the cause")
     assert failure.describe(0, raised(fail_because_of_a_lost_peer), set()).is_lost_peer
     assert "test_launch_parts" not in failure.describe(0, raised(lose_peer), {__file__}).traceback
-    assert failure.words_of(ConfigError(["one", "two", "three", "four"])).splitlines()[-1] == "four"
-    assert failure.words_of(ValueError("one\ntwo\n\nthree\nfour")) == "one\ntwo\nthree"
+    assert failure.message_of(ConfigError(["one", "two", "three", "four"])).splitlines()[-1] == "four"
+    assert failure.message_of(ValueError("one\ntwo\n\nthree\nfour")) == "one\ntwo\nthree"
     assert failure.exit_code_of(SystemExit(5)) == 5
     assert failure.exit_code_of(SystemExit("words")) == 1
     assert failure.exit_code_of(SystemExit()) == 0
@@ -587,7 +589,7 @@ def test_a_rank_that_asks_its_device_for_a_value_may_wait_for_its_peers(tmp_path
     assert waits == {1: False, 2: True, 3: True, 4: False}
     ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
     said = warning(ranks, {0: DEVICE, 1: WORKS}, 5.0, 20.0)
-    assert "  Rank 0 waits for its device, and the run is ended after 15 s without progress." in said
+    assert "  Rank 0 waits for its device; the run is ended after 15 s without progress." in said
     table = render(rows_of(ranks, {0: DEVICE, 1: WORKS}, 20.0), 5.0, "logs")
     assert "at train.py:7, waiting for its device" in table
     assert "First to stop: rank 1." in table
@@ -596,8 +598,8 @@ def test_a_rank_that_asks_its_device_for_a_value_may_wait_for_its_peers(tmp_path
 def test_what_is_said_of_slow_ranks():
     ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
     said = warning(ranks, {0: WAITS, 1: WORKS}, 5.0, 20.0).splitlines()
-    assert said[0] == "launch: no progress for 5 s, but rank 1 is at work at train.py:2. The run goes on."
-    assert said[1].startswith("  Rank 0 waits for its peers in a collective, and the run is ended after 15 s without")
+    assert said[0] == "launch: no progress for 5 s, but rank 1 is at work at train.py:2. The run continues."
+    assert said[1].startswith("  Rank 0 waits for its peers in a collective; the run is ended after 15 s without")
     assert "accelerator.pause()" in said[2]
 
 
@@ -637,7 +639,7 @@ def test_the_rank_that_the_others_wait_for_is_named():
         "launch: HANG, no progress for 5 s",
         "  rank 0  step 1  step  for 10 s  at /home/me/train.py:20 in step, waiting for its peers",
         "  rank 1  step 1  data  for 9 s  at /home/me/data.py:88 in __getitem__",
-        "  rank 2  ended with exit code 0",
+        "  rank 2  exited with code 0",
         "  First to stop: rank 2. The stacks of all ranks are in logs/rank*.stack.",
     ]
     stopped = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}, 20.0)
@@ -651,7 +653,7 @@ def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():  # iss
     seen = {0: WAITS, 1: WAITS}
     assert judge(ranks, seen, 5.0, 20.0, has_others=True) is Verdict.SLOW
     assert judge(ranks, seen, 5.0, 28.0, has_others=True) is Verdict.HANG
-    assert "another machine's ranks may be at work" in warning(ranks, seen, 5.0, 20.0)
+    assert "ranks of another machine may be at work" in warning(ranks, seen, 5.0, 20.0)
 
 
 # restarts
@@ -693,7 +695,7 @@ def test_a_world_of_another_size_stops_before_the_script(tmp_path):
     assert done.returncode == 2
     assert not (tmp_path / "ran").exists()
     record = json.loads((tmp_path / "rank-0.error").read_text())
-    assert record["message"].startswith("launch: the world is 1 ranks, but the configuration asks for num_processes 2")
+    assert record["message"].startswith("launch: the world size differs from num_processes 2 (got 1)")
     assert record["exit_code"] == 2
 
 

@@ -141,7 +141,7 @@ def test_a_fork_that_was_asked_for_and_cannot_be_is_refused(tmp_path):
     done = launch(tmp_path, "--start", "fork", "train.py")
     assert done.returncode == 4, done.stderr
     assert (
-        "launch: start: the ranks cannot be forked: train.py or a module beside it sets OMP_NUM_THREADS" in done.stderr
+        "launch: start: the ranks cannot be forked: train.py or a module next to it sets OMP_NUM_THREADS" in done.stderr
     )
     assert launch(tmp_path, "-n", "1", "train.py").returncode == 0
 

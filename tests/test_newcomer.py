@@ -306,7 +306,7 @@ def test_4_readme_and_wizard_agree():
 def test_5_defaults_for_several_machines_ask_for_the_device(folder, capsys):
     words = ["config", "--defaults", "--set", "num_machines=2", "--set", "num_processes=16"]
     assert run(words) == 2
-    assert "do the 2 machines train on GPUs? (no GPU is found on this one); add --set use_cpu=false" in (
+    assert "use_cpu is unknown for 2 machines (got no GPU on this one); add --set use_cpu=false" in (
         capsys.readouterr().err
     )
     assert run([*words, "--set", "use_cpu=false"]) == 0
@@ -315,7 +315,7 @@ def test_5_defaults_for_several_machines_ask_for_the_device(folder, capsys):
 
 def test_5_defaults_say_why_the_cpu_is_taken(folder, capsys):
     assert run(["config", "--defaults"]) == 0
-    assert "use_cpu is true, because no GPU is found here" in capsys.readouterr().err
+    assert "use_cpu is true, because this machine has no GPU" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,19 +1,28 @@
 """Memory in closed form, against numbers worked out by hand."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 
 import pytest
 import torch
 
-from shardkit.config.schema import Config, FsdpConfig, MeshConfig, PrecisionConfig, ShardingStrategy, ShardkitConfig
+from shardkit.config.schema import (
+    Config,
+    DdpConfig,
+    FsdpConfig,
+    MeshConfig,
+    PrecisionConfig,
+    ShardingStrategy,
+    ShardkitConfig,
+)
 from shardkit.errors import ConfigError, ModelError, UsageError
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import activations
+from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Estimate, Memory, estimate, with_strategy
-from shardkit.plan.optimizers import state_numel
+from shardkit.plan.optimizers import state_bytes
 
 GIB = 2**30
 
@@ -156,8 +165,76 @@ def test_optimizer_state(optimizer, times):
 
 
 def test_adafactor_keeps_rows_and_columns():
-    assert state_numel("adafactor", (3, 5, 7)) == 3 * (5 + 7)
-    assert state_numel("adafactor", (9,)) == 9
+    assert state_bytes("adafactor", (3, 5, 7), 4) == 3 * (5 + 7) * 4
+    assert state_bytes("adafactor", (9,), 2) == 9 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("adamw8bit", (64, 128), 2 * (8192 + 8192 // 256 * 4 + 256 * 4)),
+        ("adam4bit", (64, 128), 2 * (8192 // 2 + 8192 // 128 * 4 + 16 * 4)),
+        ("AdamWFp8", (64, 128), 2 * (8192 + 8192 // 256 * 4)),
+        ("adamw8bit", (63, 65), 2 * 63 * 65 * 4),  # fewer than 4,096: as large as the parameter
+        ("adamw8bit", (65, 65), 2 * 65 * 65 * 4),  # no whole number of blocks
+    ],
+)
+def test_moments_in_few_bits_by_hand(name, shape, expected):
+    assert state_bytes(name, shape, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("ema", "frozen_dtype", "expected"),
+    [
+        (Ema.TRAINED, "float32", 2560 // 4 * 4),
+        (Ema.MODEL, "float32", 2560 // 4 * 4 + 512 // 4 * 4),
+        (Ema.MODEL, "bfloat16", 2560 // 4 * 4 + 512 // 4 * 2),
+        (Ema.NO, "float32", 0),
+    ],
+)
+def test_averages_are_sharded_as_the_parameters_are(ema, frozen_dtype, expected):
+    """2,560 trained parameters and 512 frozen ones on 4 ranks; all along the step, under offload on the host."""
+    tree = model(head=linear("head", 8, 64))
+    tree = replace(tree, children=(*tree.children, linear("frozen", 8, 64, False, frozen_dtype)))
+    plain, averaged = (planned(tree, configuration(1), ema=each).memory for each in (Ema.NO, ema))
+    assert averaged.peak.parameters - plain.peak.parameters == expected
+    offloaded = planned(tree, configuration(1, offload_params=True), ema=ema).memory
+    assert offloaded.host.parameters == averaged.peak.parameters
+
+
+def test_averages_of_16_bit_parameters_are_in_fp32():
+    tree = ModuleNode("", "Model", children=(linear("one", 8, 64, dtype="bfloat16"),))
+    found = planned(tree, configuration(1, "no"), ema=Ema.TRAINED).memory.peak.parameters
+    assert found == 512 // 4 * (2 + 4)
+
+
+def test_packed_weights_and_integer_buffers_by_hand():
+    """uint8 is gathered as it is, whatever mixed precision computes in; a buffer of int64 takes 8 bytes."""
+    packed = linear("packed", 8, 64, False, "uint8")
+    buffers = (Parameter("positions", (1000,), "int64"), Parameter("rotations", (10,), "complex64"))
+    tree = ModuleNode("", "Model", children=(packed, linear("lora", 8, 4)), buffers=buffers)
+    found = planned(tree, configuration(1)).memory
+    assert found.peak.parameters == 512 // 4 + 32 // 4 * 4 + 8000 + 80
+    assert found.timeline[0].memory.gathered == (512 + 32 * 2) * 2  # and the all-gather's output
+
+
+def test_power_sgd_keeps_its_errors_and_hooks_send_16_bits():
+    def under(hook: str) -> Estimate:
+        section = ShardkitConfig(ddp=DdpConfig(comm_hook=hook))
+        return planned(model(), configuration(3, "no").model_copy(update={"shardkit": section}))
+
+    plain = under("no")
+    assert under("power_sgd").memory.peak.total - plain.memory.peak.total == 4 * 2560
+    assert under("bf16").traffic.payload_bytes == plain.traffic.payload_bytes // 2
+
+
+def test_buffers_are_broadcast_where_ddp_does():
+    tree = replace(model(), buffers=(Parameter("counts", (100,)),))
+    section = ShardkitConfig(ddp=DdpConfig(broadcast_buffers=False))
+    config = configuration(3, "no")
+    kinds = [c.kind for c in planned(tree, config).traffic.collectives]
+    without = planned(tree, config.model_copy(update={"shardkit": section})).traffic.collectives
+    assert (kinds, [c.kind for c in without]) == (["all_reduce", "broadcast"], ["all_reduce"])
 
 
 def test_an_unknown_optimizer_is_refused_with_a_suggestion():

@@ -93,7 +93,8 @@ def test_what_is_configured_is_marked(capsys):
         (("--set", "distributed_type=MULTI_GPU", "--world", "4"), "* 3 NO_SHARD", True),
         (("--set", "distributed_type=NO"), "* 3 NO_SHARD", False),
         (("--strategy", "4", "--world", "2"), "* 4 HYBRID_SHARD", True),
-        (("--set", "distributed_type=XLA", "--world", "8", "--device", "tpu-v5e"), "* 1 FULL_SHARD", True),
+        (("--set", "distributed_type=XLA", "--world", "8", "--device", "tpu-v5e"), "* 3 NO_SHARD", True),
+        (("--set", "distributed_type=XLA", "--set", "xla=true", "--device", "tpu-v5e"), "* 1 FULL_SHARD", False),
         (("--set", "use_cpu=true", "--world", "2"), "* 1 FULL_SHARD", True),
     ],
 )
@@ -101,6 +102,45 @@ def test_every_kind_of_run_has_its_row(capsys, arguments, marked, suggests):
     out = plan(capsys, "--model", SMALL, "--batch-size", "1", *arguments)
     assert f"\n{marked}" in out
     assert ("Suggested:" in out) is suggests
+
+
+TPU = ("--set", "distributed_type=XLA", "--world", "8", "--device", "tpu-v5e", "--batch-size", "4")
+
+
+def test_what_a_tpu_runs_is_planned(capsys):
+    """`xla` shards the parameters, `xla_fsdp_grad_ckpt` recomputes, `downcast_bf16` halves what is kept."""
+
+    def rows(*settings: str) -> dict[int, dict]:
+        pairs = [part for each in settings for part in ("--set", each)]
+        data = json.loads(plan(capsys, "--model", SMALL, *TPU, *pairs, "--json"))
+        return {row["number"]: row for row in data["strategies"]}
+
+    plain = rows("xla=true")
+    assert list(plain) == [1, 3]
+    assert rows() == plain  # `xla` chooses among them
+    assert rows("xla=true", "xla_fsdp_grad_ckpt=true") == rows(
+        "xla=true", "fsdp_config.fsdp_activation_checkpointing=true"
+    )
+    assert rows("xla=true", "xla_fsdp_settings={compute_dtype: bfloat16}") == rows("xla=true", "mixed_precision=bf16")
+    kept, narrow = (found[3]["peak"] for found in (rows("mixed_precision=no"), rows("downcast_bf16=true")))
+    for category in ("parameters", "gradients", "optimizer_state"):
+        assert narrow[category] == kept[category] / 2
+    marked = plan(capsys, "--model", SMALL, *TPU, "--strategy", "1")
+    assert "* 1 FULL_SHARD" in marked and "PyTorch/XLA schedules its own collectives" in marked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--strategy", "2"), "fsdp_sharding_strategy: the compiler decides when gathered parameters are freed"),
+        (("--set", "fsdp_config.fsdp_offload_params=true"), "fsdp_offload_params: parameters stay on the devices"),
+        (("--set", "downcast_bf16=true", "--simulate"), "--simulate: downcast_bf16 is not simulated (got true)"),
+    ],
+)
+def test_what_a_tpu_cannot_run_is_refused(capsys, arguments, text):
+    code, err = refused(capsys, "--model", SMALL, *TPU, *arguments)
+    assert code == 2
+    assert text in err
 
 
 def test_what_to_change_when_it_does_not_fit(capsys):
@@ -239,7 +279,8 @@ def test_no_model_is_refused_with_the_forms(capsys):
         (("--device", "abacus"), "use one of a100-40"),
         (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
         (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
-        (("--optimizer", "adamw8bit"), "states of 8 or 4 bits are not known by name (got 'adamw8bit'); add --simulate"),
+        (("--optimizer", "lion8bit"), "only adam8bit, adamw8bit, adam4bit, adamw4bit, adamfp8, adamwfp8 are known by"),
+        (("--ema", "half"), "--ema: unknown (got 'half'); use one of no, trained, model."),
         (("--set", "mixed_precision"), "--set: is not KEY=VALUE (got 'mixed_precision')"),
         (("--plot", "picture.bmp"), "--plot: what kind of file? (got 'picture.bmp'); end it with .svg, .html or .png."),
     ],

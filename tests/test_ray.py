@@ -51,7 +51,7 @@ def in_python(folder: Path, *words: str, cpus: int = 4) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
@@ -64,6 +64,7 @@ def losses(path: Path) -> dict[int, float]:
 
 @needs_ray
 @pytest.mark.ray
+@pytest.mark.timeout(1300)
 def test_the_driver_trains_the_script_as_a_launch_does(folder):
     words = ["it's", "a b", "$HOME", 'say "hi"', "a\\b"]
     arguments = [script("losses"), str(folder / "run"), "12", "0", *words]
@@ -79,6 +80,7 @@ def test_the_driver_trains_the_script_as_a_launch_does(folder):
 
 @needs_ray
 @pytest.mark.ray
+@pytest.mark.timeout(1300)
 def test_reported_checkpoints_bring_a_failed_run_back(folder):
     """A worker dies after the second of three reports: the run goes on from there, with the losses of one without."""
     in_python(folder, script("ray_driver"), str(folder), "2", "dies")
@@ -93,6 +95,7 @@ def test_reported_checkpoints_bring_a_failed_run_back(folder):
 
 @needs_ray
 @pytest.mark.ray
+@pytest.mark.timeout(1300)
 def test_an_elastic_run_goes_on_with_fewer_workers(folder):
     """Two workers where there is room for two; then for one: the same global batch, so the same losses."""
     in_python(folder, script("ray_driver"), str(folder), "1:2", "lives", "8")

@@ -405,7 +405,7 @@ def weights_of_new() -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({"a": torch.ones(2, dtype=torch.complex128)}, "a: safetensors has no such dtype (got torch.complex128); conv"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "a: safetensors does not support this dtype (got torch.complex"),
         ({"a": torch.eye(2).to_sparse()}, "a: only dense tensors can be saved (got torch.sparse_coo); change these"),
         ({"a": torch.ones(2, device="meta")}, "a: has no values (got a tensor on the meta device); change these"),
         ({0: torch.ones(2), "0": torch.zeros(2)}, "two names are '0' as text; change these first."),
@@ -442,8 +442,8 @@ def refused_exports(folder: str) -> list[str]:
 
 
 def test_save_model_says_once_what_all_ranks_say(ranks, tmp_path):
-    text = "weight: safetensors has no such dtype (got torch.complex128); convert it first."
-    text += " What was in the folder before is as it was."
+    text = "weight: safetensors does not support this dtype (got torch.complex128); convert it first."
+    text += " The previous contents of the folder are unchanged."
     where = f"save_model: {tmp_path}: "
     for told in ranks.run(2, refused_exports, str(tmp_path)):
         assert told == [where + text, f"{where}rank 1 (host {socket.gethostname()}): {text}"]

@@ -45,7 +45,7 @@ def test_who_works_or_says_so_goes_on_and_who_waits_in_vain_does_not(tmp_path):
 def test_a_plain_script_that_spins_or_mismatches_is_reported(tmp_path):
     spin, mismatch = outcomes(tmp_path, ("plain", "spin"), ("plain", "mismatch"))
     assert (spin[0], mismatch[0]) == (0, 4), spin[1] + mismatch[1]
-    assert re.search(r"but rank 1 is at work at \S*plain.py:\d+ in go_elsewhere. The run goes on", spin[1])
+    assert re.search(r"but rank 1 is at work at \S*plain.py:\d+ in go_elsewhere. The run continues", spin[1])
     assert "Rank 0 waits for its peers in a collective." in spin[1]
     assert "their collectives do not match" in mismatch[1]
 

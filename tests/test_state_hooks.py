@@ -108,7 +108,7 @@ def test_what_hooks_write_is_part_of_the_checkpoint(ranks, tmp_path, capsys, wor
     output = tmp_path.with_name(f"{tmp_path.name}-merged")
     code, told = run(["checkpoint", "merge", str(found.path), "-o", str(output)]), capsys.readouterr().err
     if pops:
-        assert code == 3 and "its models are in what the script's save hook wrote (got model.json, unet/deep" in told
+        assert code == 3 and "its models are in files of the script's save hook (got model.json, unet/deep" in told
     else:
         assert code == 0 and (output / "model.safetensors").exists()
         assert f"files of the script's save hook stay in {found.path} (got model.json, unet/deep/ema" in told
@@ -192,10 +192,10 @@ def test_what_hooks_must_not_do_fails_on_all_ranks_and_leaves_nothing(ranks, tmp
     for said in ranks.run(2, faults, tmp_path):
         failed, links, collides, changes, untaken, unlike, unknown = said
         assert "rank 1" in failed and "no room for the average" in failed
-        assert "a save hook wrote link, which is no plain file" in links
-        assert "a save hook wrote index.json, which the checkpoint has itself; give it another name" in collides
+        assert "a save hook wrote link, which is not a regular file" in links
+        assert "a save hook wrote index.json, a name that the checkpoint itself uses; use another name" in collides
         assert "a save hook changed what `weights` holds" in changes
-        assert "model: a save hook has taken it from the checkpoint, and no load hook takes it" in untaken
-        assert "load hooks have taken other models on some ranks than on others (got [" in unlike
-        assert "model: prepared now, and not in the checkpoint" in unknown
+        assert "model: a save hook removed it from `weights`, so the checkpoint lacks it" in untaken
+        assert "load hooks loaded different models on different ranks (got models [" in unlike
+        assert "model: prepared in this run, but not in the checkpoint" in unknown
     assert sorted(os.listdir(tmp_path)) == ["good"]

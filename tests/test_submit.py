@@ -233,15 +233,15 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
     _, error = submit(capsys, "--to", "slurmm", *words, "--submit", "trian.py", code=2)
     assert Path("job.sh").read_text() == "mine"
     for line in (
-        "--to: no such engine (got 'slurmm'); did you mean slurm?",
+        "--to: unknown engine (got 'slurmm'); did you mean slurm?",
         "job.sh: exists; replace it with --force",
         "submit: script trian.py does not exist",
         "shardkit.yaml:1:16: num_processes: ",
         "shardkit.yaml:2:1: ",
-        "--time: is a time (got 'soon'); write 4h, 90m, 1d12h or 1-12:00:00.",
+        "--time: not a duration (got 'soon'); write 4h, 90m, 1d12h or 1-12:00:00.",
         "--memory: not a size (got 'big'); write 500GiB.",
         "--device: unknown (got 'h1');",
-        "--option: is KEY=VALUE (got '=x')",
+        "--option: not KEY=VALUE (got '=x')",
         "errors. Nothing was written or submitted.",
     ):
         assert line in error, error
@@ -250,33 +250,33 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train.py"], "--to: which engine? (got none); add --to slurm, or one of kubeflow"),
-        (["--to", "slurm"], "submit: no script is named; write: shardkit submit --to ENGINE SCRIPT.py"),
+        (["train.py"], "--to: the engine is missing (got none); add --to slurm, or one of kubeflow"),
+        (["--to", "slurm"], "submit: no script is given; write: shardkit submit --to ENGINE SCRIPT.py"),
         (
             ["--to", "slurm", *IMAGE, "train.py"],
-            "--image: means nothing to slurm (it is for kubeflow, jobset, skypilot)",
+            "--image: is not supported by slurm (only by kubeflow, jobset, skypilot)",
         ),
         (
             ["--to", "slurm", "--option", "nodes=3", "train.py"],
-            "--option nodes: shardkit writes it (from num_machines)",
+            "--option nodes: is set by shardkit (from num_machines)",
         ),
-        (["--to", "slurm", "--name", "a b", "train.py"], "--name: is made of letters, digits, dots and dashes"),
-        (["--to", "jobset", "--name", "Train", "train.py"], "--name: is made of small letters, digits and dashes"),
-        (["--to", "jobset", "train.py"], "--image: which container image?"),
+        (["--to", "slurm", "--name", "a b", "train.py"], "--name: may only have letters, digits, dots and dashes"),
+        (["--to", "jobset", "--name", "Train", "train.py"], "--name: may only have lower-case letters"),
+        (["--to", "jobset", "train.py"], "--image: a container image with the script and shardkit is missing"),
         (
             ["--to", "jobset", *IMAGE, "--volume", "s3://b:/data", "x.py"],
-            "--volume: is CLAIM:/folder (got 's3://b:/data')",
+            "--volume: invalid volume (got 's3://b:/data')",
         ),
         (["--to", "jobset", *IMAGE, "--option", "quue=a", "x.py"], "(got 'quue'); did you mean queue?"),
-        (["--to", "skypilot", "train.py"], "--device: which GPUs?"),
-        (["--to", "skypilot", "--device", "l4", "/train.py"], "skypilot takes this folder along"),
-        (["--to", "ssh", "train.py"], "--hosts: on which hosts? (got none); add --hosts FILE"),
+        (["--to", "skypilot", "train.py"], "--device: the GPU type is missing"),
+        (["--to", "skypilot", "--device", "l4", "/train.py"], "skypilot uploads this folder"),
+        (["--to", "ssh", "train.py"], "--hosts: the hosts are missing (got none); add --hosts FILE"),
         (["--to", "ssh", "--hosts", "none", "train.py"], "--hosts: none: cannot be read (No such file or directory)"),
         (
             ["--to", "ray", "--submit", "train.py"],
-            "ray takes the folder along, and the file must be in it; add --output",
+            "ray uploads the folder, and the job must be a file in it; add --output",
         ),
-        (["--to", "ray", "--option", "min-workers=99", "train.py"], "--option min-workers: is a number from 1 to 16"),
+        (["--to", "ray", "--option", "min-workers=99", "train.py"], "--option min-workers: not a number from 1 to 16"),
     ],
 )
 def test_what_an_engine_cannot_take_is_refused_in_words(capsys, words, says):
@@ -287,7 +287,7 @@ def test_what_an_engine_cannot_take_is_refused_in_words(capsys, words, says):
 def test_the_number_of_ranks_is_not_guessed_from_this_machine(capsys):
     Path("shardkit.yaml").write_text("mixed_precision: bf16\n")
     _, error = submit(capsys, "--to", "slurm", "train.py", code=2)
-    assert "num_processes: how many ranks, over all machines? (" in error and "write it there, or add -n N." in error
+    assert "num_processes: the total number of ranks is missing (" in error and "set it there, or add -n N." in error
     text, _ = submit(capsys, "--to", "slurm", "-n", "8", "train.py")
     assert "#SBATCH --nodes=1\n" in text and "#SBATCH --gpus-per-node=8\n" in text
 
@@ -309,7 +309,7 @@ def test_a_file_of_hosts_is_checked_line_by_line():
 def test_times(text, seconds):
     assert reading.seconds(text) == seconds
     for wrong in ("4", "4 h", "0m", "00:30", "h", ""):
-        with pytest.raises(UsageError, match="--time: is a time"):
+        with pytest.raises(UsageError, match="--time: not a duration"):
             reading.seconds(wrong)
 
 

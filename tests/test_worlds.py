@@ -250,7 +250,7 @@ def test_one_launch_a_machine():
     for variables in ({}, SKY, TRAIN_JOB, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}):
         assert launch_problem(variables) is None
     job = schedulers.scheduler(SRUN)
-    assert "num_machines is 1; each machine on which this is started trains by itself" in str(
+    assert "num_machines is 1; each machine on which this is started trains separately" in str(
         preflight.job_warning(Config(), job)
     )
     assert preflight.job_warning(Config(num_machines=2, num_processes=2), job) is None
@@ -261,7 +261,7 @@ def test_a_name_that_means_loopback_only_here_is_not_listened_on(monkeypatch):
     assert stores.listening_address("localhost", None, said.append) == "127.0.0.1"
     monkeypatch.setattr(addresses, "resolve", lambda host: "127.0.1.1")  # as Debian's /etc/hosts has it
     assert stores.listening_address("gpu03", None, said.append) == "0.0.0.0"
-    assert "gpu03 is 127.0.1.1 here, which no other machine reaches (see /etc/hosts)" in said[0]
+    assert "gpu03 resolves to 127.0.1.1, which other machines cannot reach (see /etc/hosts)" in said[0]
     assert stores.listening_address("gpu03", "127.0.1.1", said.append) == "127.0.1.1"
     assert addresses.gloo_variables("gpu03") == {}
 

@@ -1,7 +1,8 @@
-"""Files that the user's save hooks add to a checkpoint: written beside it, then moved into it and committed with it.
+"""Files that the user's save hooks add to a checkpoint: written to a staging folder, moved into the checkpoint, and
+committed with it.
 
-They may have any names that the format does not use itself. The manifest has their sizes and digests; a reader
-verifies them, and opens none.
+Any file name is allowed that the format does not use itself. The manifest lists their sizes and digests. A reader
+verifies these files but does not open them.
 """
 
 import os
@@ -19,13 +20,13 @@ PROBE = ".probe"
 
 @dataclass
 class Staging:
-    """A folder beside the checkpoint to be, into which hooks write. On rank 0 it is held against cleaning up."""
+    """A folder next to the future checkpoint that hooks write into. Rank 0 locks it so that no cleanup removes it."""
 
     path: Path
     hold: int | None = None
 
     def discard(self) -> None:
-        """Remove what is left of it. On rank 0; nothing elsewhere, nor in a second call."""
+        """Remove the folder, on rank 0. Does nothing on other ranks and in a second call."""
         if self.hold is not None:
             os.close(self.hold)
             self.hold = None
@@ -41,10 +42,10 @@ def begin(final: Path, save_id: str) -> Staging:
 
 
 def take(staging: Staging, temporary: Path, digest: str) -> dict[str, File]:
-    """Move everything from the staging folder into the checkpoint that is being written; on disk afterwards. By name.
+    """Move all files from the staging folder into the checkpoint that is being written, and return them by name.
 
-    On rank 0, once all ranks have written theirs. CheckpointError where a hook wrote a link, or what has a name that
-    the checkpoint itself uses.
+    The files are durable afterwards. Call it on rank 0, after the hooks of all ranks have finished. Raises
+    CheckpointError if a hook wrote a link, or a name that the checkpoint itself uses.
     """
     taken: dict[str, File] = {}
     (staging.path / PROBE).unlink()
@@ -59,11 +60,11 @@ def take(staging: Staging, temporary: Path, digest: str) -> dict[str, File]:
 def _taken(source: Path, name: str, temporary: Path, digest: str) -> File:
     target = temporary / name
     if source.is_symlink() or not source.is_file():
-        raise CheckpointError(f"a save hook wrote {name}, which is no plain file; write files, and no links")
+        raise CheckpointError(f"a save hook wrote {name}, which is not a regular file; write regular files, not links")
     if not is_addition(name):
-        raise CheckpointError(f"a save hook wrote a file of a name that cannot be kept (got {name!r}); give it another")
+        raise CheckpointError(f"a save hook wrote a file with an invalid name (got {name!r}); use another name")
     if os.path.lexists(target) or name == NAME:
-        raise CheckpointError(f"a save hook wrote {name}, which the checkpoint has itself; give it another name")
+        raise CheckpointError(f"a save hook wrote {name}, a name that the checkpoint itself uses; use another name")
     found = digests.new(digest)
     with open(source, "rb") as file:
         while block := file.read(disk.BLOCK_BYTES):

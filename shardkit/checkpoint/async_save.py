@@ -1,10 +1,11 @@
-"""Saving beside training: the state is copied aside, and a thread does the rest. One save at a time.
+"""Saving in the background: the state is copied, and a thread writes the copy while training continues. One save at a
+time.
 
-start     copies what the loop may change at any time: weights, buffers, settings, whatever is on a device
-thread    copies the optimizers' states in host memory, which forward and backward leave alone
-step      of an optimizer: waits until that is done, and checks nothing else
-thread    writes the copies, agrees, commits
-wait      before the next save and at the end of the run: tells what came of it
+start     copies what the loop may change at any time: weights, buffers, settings, and everything on a device
+thread    copies the optimizer states in host memory, which forward and backward do not change
+step      of an optimizer: waits until these copies are done
+thread    writes the copies, agrees with the other ranks, commits
+wait      before the next save and at the end of the run: raises if the save failed
 """
 
 import threading
@@ -28,7 +29,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Uncopied:
-    """A piece that is still the live tensor, and how often that had been changed when the save began."""
+    """A piece that is still the live tensor, and the tensor's version counter when the save began."""
 
     section: str
     number: int
@@ -37,9 +38,9 @@ class _Uncopied:
 
 @dataclass
 class AsyncSave:
-    """The saves of one run that happen beside training. `beside` is a control group that only the thread uses."""
+    """The background saves of one run. `control` is a control group that only the thread uses."""
 
-    beside: ControlGroup
+    control: ControlGroup
     _thread: threading.Thread | None = None
     _is_copied: threading.Event = field(default_factory=threading.Event)
     _step_hooks: list[RemovableHandle] = field(default_factory=list)
@@ -51,19 +52,21 @@ class AsyncSave:
     def start(
         self, prepared: PreparedSave, optimizers: Sequence[Optimizer] = (), on_commit: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin to save this rank's pieces; the loop may go on when this returns.
+        """Begin to save this rank's pieces. The loop may continue when this returns.
 
-        The state of `optimizers` in host memory is copied beside the loop, and their next step waits for that. Without
-        them everything is copied first. The thread calls `on_commit`, on every rank, when the save is committed.
+        The state of `optimizers` in host memory is copied in the background, and their next step waits for the copy.
+        Without optimizers, everything is copied before this returns. The thread calls `on_commit`, on every rank, when
+        the save is committed.
         """
         assert self._thread is None, "one save at a time: wait first"
         self._where = prepared.request.final
         self._is_copied.clear()
         uncopied: list[_Uncopied] = []
         try:
-            faults.reach("stage", self.beside.rank)
-            uncopied = self._copy_first(prepared, may_leave=all(map(_has_step_hooks, optimizers)) and bool(optimizers))
-        except (OSError, RuntimeError, MemoryError) as error:  # told to all ranks where they agree on the writing
+            faults.reach("stage", self.control.rank)
+            may_defer = all(map(_has_step_hooks, optimizers)) and bool(optimizers)
+            uncopied = self._copy_first(prepared, may_defer)
+        except (OSError, RuntimeError, MemoryError) as error:  # all ranks learn of it when they agree on the write
             prepared.trouble = error
         if uncopied:
             self._step_hooks = [item.register_step_pre_hook(lambda *_: self.wait_until_copied()) for item in optimizers]
@@ -73,19 +76,19 @@ class AsyncSave:
             self._is_awaited = _before_executors_end(self.join)
         self._thread.start()
 
-    def _copy_first(self, prepared: PreparedSave, may_leave: bool) -> list[_Uncopied]:
-        """Copy all but what may be left to the thread; what was left."""
-        left = []
+    def _copy_first(self, prepared: PreparedSave, may_defer: bool) -> list[_Uncopied]:
+        """Copy the pieces, except those that the thread may copy later. Returns the latter."""
+        deferred = []
         for section, pieces in prepared.pieces.items():
             for number, (chunk, tensor) in enumerate(pieces):
-                if may_leave and tensor.is_cpu and state.is_changed_by_steps_only(section, chunk.name):
-                    left.append(_Uncopied(section, number, tensor._version))
+                if may_defer and tensor.is_cpu and state.is_changed_by_steps_only(section, chunk.name):
+                    deferred.append(_Uncopied(section, number, tensor._version))
                 else:
                     pieces[number] = (chunk, self._copied(section, chunk, tensor))
-        return left
+        return deferred
 
     def _copied(self, section: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, which the next save uses again: fresh memory costs more than the copying."""
+        """A copy in host memory. The next save reuses the buffer: allocating memory takes longer than copying."""
         buffer = self._buffers.get((section, chunk.name))
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[section, chunk.name] = tensors.empty(chunk.dtype, tensor.shape)
@@ -94,9 +97,9 @@ class AsyncSave:
     def _run(self, prepared: PreparedSave, uncopied: list[_Uncopied], on_commit: Callable[[], None]) -> None:
         try:
             self._copy_rest(prepared, uncopied)
-            write.finish(prepared, self.beside)
+            write.finish(prepared, self.control)
             on_commit()
-        except Exception as error:  # told to all ranks by the next `wait`
+        except Exception as error:  # the next `wait` raises it on all ranks
             self._problem = str(error) or repr(error)
 
     def _copy_rest(self, prepared: PreparedSave, uncopied: list[_Uncopied]) -> None:
@@ -107,7 +110,7 @@ class AsyncSave:
                 pieces[item.number] = (chunk, self._copied(item.section, chunk, tensor))
                 if tensor._version != item.version:
                     raise CheckpointError(
-                        f"{chunk.name}: optimizer state was changed by hand while it was copied aside; "
+                        f"{chunk.name}: the script changed optimizer state while a background save copied it; "
                         "change it before save_state, or save with blocking=True"
                     )
         except (OSError, RuntimeError, MemoryError, CheckpointError) as error:
@@ -116,23 +119,23 @@ class AsyncSave:
             self._is_copied.set()
 
     def wait_until_copied(self) -> None:
-        """Until the save under way needs the live objects no more; at once where there is none."""
+        """Wait until the running save no longer reads the live objects. Returns at once if no save is running."""
         if self._thread is not None:
             self._is_copied.wait()
 
     def forget(self) -> None:
-        """Keep nothing of the live objects, nor the memory for copies. A save under way goes on with its own."""
+        """Release the live objects and the copy buffers. A running save continues with the copies that it holds."""
         self.wait_until_copied()
         while self._step_hooks:
             self._step_hooks.pop().remove()
         self._buffers.clear()
 
     def is_running(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, control: ControlGroup) -> None:
-        """Until the save under way is committed. Collective; where it failed, every rank raises CheckpointSaveError."""
+        """Wait until the running save is committed. Collective. If it failed, every rank raises CheckpointSaveError."""
         if self._thread is None:
             return
         if self._thread.is_alive():
@@ -149,12 +152,12 @@ class AsyncSave:
             raise CheckpointSaveError(problem_of_some)
 
     def join(self) -> None:
-        """Until the save under way has ended, without asking what came of it."""
+        """Wait until the running save has ended, without checking its result."""
         if self._thread is not None:
             self._thread.join()
 
     def last_words(self) -> None:
-        """At the end of the process: wait, without asking other ranks, and log what nobody was there to be told."""
+        """At the end of the process: wait without communicating, and log an error that `wait` has not yet raised."""
         if self._thread is None:
             return
         self._thread.join()
@@ -163,13 +166,15 @@ class AsyncSave:
 
 
 def _has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether torch wrapped its step, as Optimizer.__init__ does; some that wrap an optimizer leave that out."""
+    """Whether torch wrapped its step, as Optimizer.__init__ does. Some classes that wrap an optimizer skip that."""
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def _before_executors_end(action: Callable[[], None]) -> bool:
-    """At the end of the program, do this before concurrent.futures takes no more work: the packages behind s3:// and
-    others need it for a save. What is registered last is called first; there is no public way in (Python 3.9 on)."""
+    """Register an action for interpreter exit that runs before concurrent.futures stops accepting work.
+
+    The packages behind s3:// and other stores need its executors during a save. Actions run in reverse order of
+    registration. There is no public API for this (since Python 3.9)."""
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(action)

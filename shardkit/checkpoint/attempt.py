@@ -1,4 +1,4 @@
-"""A part of a save that all ranks do together: where it fails on one, all raise the same error."""
+"""One phase of a save, run by all ranks: if it fails on one rank, all ranks raise the same error."""
 
 import socket
 from collections.abc import Callable
@@ -20,9 +20,9 @@ def together(
     answer: Callable[[Result], Any] = lambda result: None,
     judge: Callable[[list[Any]], Any] = lambda answers: None,
 ) -> Attempt[Result]:
-    """What came of the action. Where it failed on one rank, all raise the same CheckpointSaveError.
+    """The result of the action. Collective. If it failed on one rank, all raise the same CheckpointSaveError.
 
-    `judge` may act as well: it runs on rank 0 once the action has succeeded on all ranks.
+    `judge` runs on rank 0 after the action has succeeded on all ranks; it may have side effects.
     """
 
     def judge_as_rank_0(answers: list[Any]) -> Any:
@@ -41,20 +41,20 @@ def together(
     return attempt
 
 
-def report(request: SaveRequest, said: str) -> str:
-    failed = f"checkpoint: save of step {request.step} to {request.final} failed: {said}."
-    return f"{failed}\n  {_what_is_left(request)}"
+def report(request: SaveRequest, reason: str) -> str:
+    failed = f"checkpoint: save of step {request.step} to {request.final} failed: {reason}."
+    return f"{failed}\n  {_earlier_checkpoint(request)}"
 
 
-def _what_is_left(request: SaveRequest) -> str:
-    """What the user still has. Looks at names only: it must not fail, nor wait."""
-    if isinstance(request.final, Url):  # looking there takes as long as the store likes
-        return "Nothing half-written is used: what has no manifest is no checkpoint."
+def _earlier_checkpoint(request: SaveRequest) -> str:
+    """Which checkpoint is still available. Looks at names only, so that it cannot fail or wait."""
+    if isinstance(request.final, Url):  # a request to a store may take long
+        return "The incomplete save has no manifest, so it is not a checkpoint."
     with suppress(OSError):
         if request.in_series:
             good = [found for found in folder.steps(request.final.parent) if found.path != request.final]
             if good:
-                return f"Nothing half-written is used. Last good checkpoint: step {good[0].step} ({good[0].path})."
+                return f"The incomplete save is not used. Last checkpoint: step {good[0].step} ({good[0].path})."
         elif (request.final / manifest.NAME).exists():
-            return f"Nothing half-written is used. {request.final} holds a whole checkpoint."
-    return "Nothing was published, and there is no earlier checkpoint here."
+            return f"The incomplete save is not used. {request.final} still holds the earlier checkpoint."
+    return "No checkpoint was written, and there is no earlier one in this folder."

@@ -1,4 +1,5 @@
-"""The end of a save, on rank 0: manifest, folders to disk, name, parent folder to disk; then LATEST and retention."""
+"""The end of a save, on rank 0: manifest, fsync of the folders, rename, fsync of the parent folder; then LATEST and
+retention."""
 
 import os
 import platform
@@ -27,7 +28,7 @@ logger = get_logger(__name__)
 
 
 def commit(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> None:
-    """On rank 0: give the folder its manifest and then its name; in a store the manifest alone."""
+    """On rank 0: write the manifest, then rename the folder. In a store, writing the manifest is the commit."""
     temporary, final = prepared.temporary, prepared.request.final
     record = _manifest(prepared, written)
     if isinstance(temporary, Path):
@@ -59,7 +60,7 @@ def _commit_on_disk(temporary: Path, final: Path, record: Manifest) -> None:
     for folder_name in sorted({str(above) for name in record.every_file for above in PurePosixPath(name).parents}):
         disk.sync_folder(temporary / folder_name)
     faults.reach("rename", 0)
-    if final.is_symlink():  # a step's name belongs to the series; what a link leads to stays where it is
+    if final.is_symlink():  # the checkpoint replaces the link; the target of the link stays unchanged
         final.unlink()
     if is_taken(final):
         disk.exchange(temporary, final)
@@ -68,7 +69,7 @@ def _commit_on_disk(temporary: Path, final: Path, record: Manifest) -> None:
 
 
 def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> None:
-    """On rank 0: LATEST and retention. The checkpoint is safe by now: trouble here is a warning."""
+    """On rank 0: LATEST and retention. The checkpoint is already committed, so errors here are warnings."""
     request = prepared.request
     try:
         if isinstance(prepared.temporary, Path) and prepared.temporary.exists():
@@ -84,14 +85,14 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
         if prepared.attempt is not None:
             in_store.tidy(prepared.attempt)
     except OSError as error:
-        logger.warning("checkpoint: step %d is saved, but: %s.", request.step, words(error))
+        logger.warning("checkpoint: step %d is saved, but cleaning up failed: %s.", request.step, words(error))
     seconds = time.monotonic() - started
     where, size = request.final, sizes.in_words(record.bytes)
     logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, where, size, seconds)
 
 
 def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
-    """Delete the checkpoint that was replaced; where somebody put other files into it, keep it under another name."""
+    """Delete the checkpoint that was replaced. If it also contains files that are not its own, rename it instead."""
     try:
         others = manifest.strangers(old, manifest.read(old))
     except CheckpointError:
@@ -101,7 +102,12 @@ def _remove_replaced(old: Path, final: Path, save_id: str) -> None:
         return
     kept = final.with_name(f"{final.name}.replaced-{save_id[:8]}")
     os.rename(old, kept)
-    logger.warning("checkpoint: the old %s held other files (%s); it is kept as %s.", final, others[0].name, kept)
+    logger.warning(
+        "checkpoint: the replaced checkpoint %s contained other files (%s); it was renamed to %s.",
+        final,
+        others[0].name,
+        kept,
+    )
 
 
 def is_taken(final: Path) -> bool:
@@ -135,7 +141,7 @@ def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Ma
 
 
 def model_fingerprint(index: Index) -> str:
-    """The same for two runs whose models' tensors have equal names, dtypes and shapes, whatever their placement."""
+    """A digest of the names, dtypes and shapes of the models' tensors. It does not depend on their placements."""
     lines = sorted(
         f"{section}:{name}:{entry.dtype}:{list(entry.shape)}"
         for section, entries in index.sections.items()
@@ -146,7 +152,7 @@ def model_fingerprint(index: Index) -> str:
 
 
 def _version(common: dict[str, Any], added: dict[str, File], is_in_store: bool) -> int:
-    """The oldest format version whose readers take everything that is there."""
+    """The oldest format version that supports everything in this checkpoint."""
     if is_in_store:
         return manifest.STORE_VERSION
     if added:

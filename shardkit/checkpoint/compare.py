@@ -1,5 +1,5 @@
-"""What differs between two checkpoints, by bytes, whatever the number of ranks behind each. Torch is loaded only where
-values differ, to say by how much."""
+"""Byte-by-byte comparison of two checkpoints, saved on any number of ranks. Torch is imported only if values differ, to
+compute how far they are apart."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +17,8 @@ FACTS = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "config_
 
 @dataclass(frozen=True)
 class Magnitude:
-    """By how much one tensor differs: `count` of its `of` values, the largest difference, and the largest one relative
-    to the larger of the two values. None where no difference is a finite number."""
+    """How much one tensor differs: in `count` of its `of` values, with the largest absolute difference and the largest
+    one relative to the larger of the two values. None if no difference is finite."""
 
     count: int
     of: int
@@ -28,7 +28,7 @@ class Magnitude:
 
 @dataclass
 class CheckpointDifference:
-    """What differs. Tensors are named `section: name`; `equal` counts those whose bytes are the same."""
+    """The differences. Tensors are named `section: name`; `equal` counts those with identical bytes."""
 
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     only_first: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class CheckpointDifference:
 
     @property
     def same_state(self) -> bool:
-        """Whether a run would go on alike from both; the facts about the saving itself may differ."""
+        """Whether a run resumes identically from both. The `facts` about the save itself may differ."""
         return not (self.only_first or self.only_second or self.other_shape or self.other_values or self.other_state)
 
     def to_json(self) -> dict[str, Any]:
@@ -51,9 +51,9 @@ class CheckpointDifference:
 def compare(
     first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None
 ) -> CheckpointDifference:
-    """What differs in tensors, in the states of scheduler, loaders and registered objects, and in the records.
+    """The differences in tensors, in the states of schedulers, loaders and registered objects, and in the manifests.
 
-    CheckpointCorrupted where one of the two is damaged: what it holds is not what was saved.
+    Raises CheckpointCorrupted if one of the two is damaged.
     """
     _refuse_damaged(first, second, on_bytes)
     found = CheckpointDifference()
@@ -63,7 +63,7 @@ def compare(
             found.facts[name] = pair
     found.other_state = _other_state(first, second)
     with Files(first) as a, Files(second) as b:
-        found.other_state += _other_own_state(a, b)
+        found.other_state += _other_per_rank_state(a, b)
         _compare_tensors(a, b, found, on_bytes)
     return found
 
@@ -72,17 +72,17 @@ def _refuse_damaged(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[i
     different = {paths.real(item.path): item for item in (first, second)}.values()
     problems = [line for item in different for line in damages(item, lambda name, size: on_bytes(size))]
     if problems:
-        raise CheckpointCorrupted("\n".join([*problems, "checkpoint: what is damaged is not compared."]))
+        raise CheckpointCorrupted("\n".join([*problems, "checkpoint: damaged checkpoints are not compared."]))
 
 
 def _other_state(first: Checkpoint, second: Checkpoint) -> list[str]:
-    """Parts of the plain state that differ: objects by name, the loaders' positions, each optimizer's settings."""
+    """Non-tensor state that differs: objects by name, positions of loaders, settings of each optimizer."""
     one, two = (_flat_state(item.json("state/common.json")) for item in (first, second))
     return [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
 
 
-def _other_own_state(a: Files, b: Files) -> list[str]:
-    """What ranks have for themselves and have not alike in both; on other numbers of ranks all of it."""
+def _other_per_rank_state(a: Files, b: Files) -> list[str]:
+    """Per-rank state that differs. If the two were saved on different numbers of ranks, all of it."""
     one, two = a.checkpoint, b.checkpoint
     if not (one.apart or two.apart):
         return []
@@ -90,14 +90,14 @@ def _other_own_state(a: Files, b: Files) -> list[str]:
         return list(dict.fromkeys([*one.apart, *two.apart]))
     different = []
     for rank in range(one.manifest.world_size):
-        mine, theirs = _own_state(a, rank), _own_state(b, rank)
+        mine, theirs = _per_rank_state(a, rank), _per_rank_state(b, rank)
         labels = [label for label in dict.fromkeys([*mine, *theirs]) if mine.get(label) != theirs.get(label)]
         different += [f"rank {rank}: {label}" for label in labels]
     return different
 
 
-def _own_state(files: Files, rank: int) -> dict[str, Any]:
-    """By label: a rank's own value, and the bytes of each tensor in it."""
+def _per_rank_state(files: Files, rank: int) -> dict[str, Any]:
+    """{label: (value, digests of the tensors in it)} of one rank's state."""
     found, name = {}, layout.own_file(rank, files.checkpoint.manifest.world_size)
     for item in files.checkpoint.json(f"state/rank-{rank:05d}.json").get("apart", []):
         data = {}
@@ -142,7 +142,7 @@ def _label(key: tuple[str, str]) -> str:
 
 
 def _sections_with_equal_digests(a: Files, b: Files) -> set[str]:
-    """Sections that the same ranks wrote the same bytes of: nothing of them has to be read again."""
+    """Sections whose index and digests are equal in both, so that no tensor of them has to be read."""
     one, two = a.checkpoint, b.checkpoint
     if index_json.to_json(one.index) != index_json.to_json(two.index) or one.manifest.digest != two.manifest.digest:
         return set()
@@ -167,7 +167,7 @@ def _same_bytes(a: Files, b: Files, key: tuple[str, str], on_bytes: Callable[[in
 
 
 def _magnitude(a: Files, b: Files, key: tuple[str, str]) -> Magnitude:
-    """How far apart the values are, block by block. Only here, for what differs, torch is needed."""
+    """How much the values differ, computed block by block. The only function here that needs torch."""
     import torch
 
     from shardkit.checkpoint.tensors import TORCH_DTYPES
@@ -199,7 +199,7 @@ def _blocks(entry: TensorEntry) -> Iterator[Box]:
 
 
 def read_box(files: Files, section: str, name: str, box: Box) -> bytearray:
-    """The bytes of a box of a saved tensor, in row-major order, put together from the pieces that hold them."""
+    """The bytes of a box of a saved tensor, in row-major order, assembled from the pieces that overlap it."""
     item = ITEM_BYTES[files.checkpoint.index.sections[section][name].dtype]
     data = bytearray(box.count * item)
     for piece in files.pieces(section, name, box):
@@ -216,7 +216,7 @@ def read_box(files: Files, section: str, name: str, box: Box) -> bytearray:
 def _common_runs(
     source_shape: Sequence[int], source: Box, target_shape: Sequence[int], target: Box, item: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(offset in one array, offset in the other, length) of stretches that are contiguous in both."""
+    """(offset in the source, offset in the target, length) of byte ranges that are contiguous in both."""
     left, right = layout.runs(source_shape, source, item), layout.runs(target_shape, target, item)
     (a, more_a), (b, more_b) = next(left, (0, 0)), next(right, (0, 0))
     while more_a and more_b:

@@ -1,11 +1,11 @@
-"""Reads the training state that Accelerate or torch.distributed.checkpoint saved, once, into a checkpoint of ours.
+"""Converts a training state that Accelerate or torch.distributed.checkpoint saved into a shardkit checkpoint.
 
     sharded    pytorch_model_fsdp_0/, optimizer_0/             folders of torch.distributed.checkpoint
-    full       pytorch_model_fsdp.bin, optimizer.bin           one process wrote everything
-    DDP        model.safetensors or pytorch_model.bin, optimizer.bin with numbers for names
+    full       pytorch_model_fsdp.bin, optimizer.bin           written by one process
+    DDP        model.safetensors or pytorch_model.bin, optimizer.bin with numbers instead of names
 
-beside scheduler.bin, scaler.pt and custom_checkpoint_N.pkl. Everything pickled is opened with torch's weights-only
-unpickler or refused. What such a checkpoint does not hold is said in the notes.
+and in each case scheduler.bin, scaler.pt and custom_checkpoint_N.pkl. Pickled files are opened with torch's
+weights-only unpickler, or refused. The notes list what the source does not contain.
 """
 
 import re
@@ -26,13 +26,15 @@ from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointError
 
 RUN_ID = "converted"
-_NO_POSITION = "the position in the data is not in it: use accelerator.skip_first_batches, or begin an epoch"
-_NO_RANDOM = "random states are seeded anew"
+_NO_POSITION = (
+    "it has no position in the data: use accelerator.skip_first_batches, or start at the beginning of an epoch"
+)
+_NO_RANDOM = "it has no random states: random generators are seeded from (seed, step, rank)"
 
 
 @dataclass
 class Converted:
-    """Where the checkpoint is, what is in it, and what is not."""
+    """The new checkpoint and its contents; `notes` say what the source did not contain."""
 
     path: Path
     step: int
@@ -56,26 +58,26 @@ def convert(
     parameters: Mapping[str, bool] | None = None,
     weights_only: bool = False,
 ) -> Converted:
-    """A step folder below `root` with what `source` holds. CheckpointError says what cannot be read.
+    """Write a step folder below `root` with the state in `source`. Raises CheckpointError if it cannot be read.
 
-    `step` is that of the optimizer where none is given. `parameters` are the model's in order, and whether each is
-    trained: only checkpoints whose optimizer knows them by number, as that of DDP, need it.
+    Without `step`, the optimizer's step is used. `parameters` maps the model's parameter names, in order, to whether
+    each is trained. It is needed only if the optimizer numbers its parameters, as after DDP.
     """
     found = _find(source, weights_only)
     named = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
     if step is None:
         step = _step(named)
         if not step:
-            found.notes.append("its step is not known, and taken as 0: give --step")
+            found.notes.append("its step is unknown; saved as step 0: set it with --step")
     final = root / folder.step_name(step)
     if final.exists():
         advice = "give another --step, or another folder"
-        raise CheckpointError(f"convert: {final}: exists, and a checkpoint is never written again; {advice}.")
+        raise CheckpointError(f"convert: {final}: exists already, and checkpoints are not overwritten; {advice}.")
     captured = _captured(found, named, step, source)
     request = SaveRequest(final=final, step=step, run_id=RUN_ID, in_series=True)
     alone = control.ControlGroup()
     prepared = write.ready(lambda: captured, request, alone)
-    assert prepared is not None, "nothing is left out"
+    assert prepared is not None, "unless_equal is not set"
     write.finish(prepared, alone)
     return Converted(final, step, len(found.models), len(named), found.notes)
 
@@ -92,15 +94,15 @@ def _find(source: Path, weights_only: bool) -> _Found:
         found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION])
     if not found.models:
         raise CheckpointError(
-            f"convert: {source}: holds no checkpoint of Accelerate or torch.distributed.checkpoint (no "
-            f"pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors, .metadata); give such a folder."
+            f"convert: {source}: is not a checkpoint of Accelerate or torch.distributed.checkpoint (no "
+            f"pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors or .metadata); give the folder of one."
         )
     found.notes.append(_NO_RANDOM)
     return found
 
 
 def _bare(source: Path, weights_only: bool) -> _Found:
-    """A folder that a script saved by itself: {"model": ..., "optimizer": ...}, or a model's tensors alone."""
+    """A folder that a script saved with DCP: {"model": ..., "optimizer": ...}, or the tensors of a model alone."""
     whole = dcp.read(source)
     inner = next((part for part in (whole, *whole.values()) if isinstance(part, dict) and "model" in part), None)
     if inner is None:
@@ -111,7 +113,7 @@ def _bare(source: Path, weights_only: bool) -> _Found:
         models=[_only_tensors(dcp.loaded(inner["model"]), source)],
         optimizers=[_plain_optimizer(dcp.loaded(optimizer), source)] if optimizer else [],
         objects={},
-        notes=[f"not taken over: {', '.join(left)}"] if left else [],
+        notes=[f"not converted: {', '.join(left)}"] if left else [],
     )
 
 
@@ -154,7 +156,9 @@ def _weights(path: Path) -> dict[str, Any]:
                 found[name] = LazyTensor(dtype, tuple(part.get_shape()), _Reader(path, name))
     except SafetensorError as error:
         reason = str(error).rstrip(".")
-        raise CheckpointError(f"convert: {path}: not a whole safetensors file ({reason}); copy it anew.") from None
+        raise CheckpointError(
+            f"convert: {path}: not a complete safetensors file ({reason}); copy it from its source again."
+        ) from None
     return found
 
 
@@ -170,7 +174,7 @@ class _Reader:
 
 
 def _load(path: Path) -> Any:
-    """What a file of torch.save holds, tensors mapped from the file; refused where it holds more than weights."""
+    """The contents of a torch.save file, with memory-mapped tensors. Refused if the file holds more than weights."""
     return dcp.load_plain(path, f"convert: {path}", mmap=zipfile.is_zipfile(path))
 
 
@@ -179,29 +183,29 @@ def _only_tensors(state: Any, where: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{here} is not a dict of tensors (got {type(state).__name__}); save its state_dict().")
     if not state:
-        raise CheckpointError(f"{here} has no tensors (got an empty dict); give the folder of another checkpoint.")
+        raise CheckpointError(f"{here} has no tensors (got an empty dict); give another checkpoint.")
     strangers = [name for name, value in state.items() if not isinstance(value, (torch.Tensor, LazyTensor))]
     strangers += [name for name in state if not isinstance(name, str)]
     if strangers:
         shown = ", ".join(map(str, strangers[:5]))
-        raise CheckpointError(f"{here} holds more than tensors with names (got {shown}); save its state_dict() alone.")
+        raise CheckpointError(f"{here} holds more than named tensors (got {shown}); save only its state_dict().")
     for name, value in state.items():
         _check(value, f"convert: {where}: {name}")
-    wrapped = all(name.startswith("module.") for name in state)  # DDP's own name, where its wrapper was saved
+    wrapped = all(name.startswith("module.") for name in state)  # DDP's prefix, if the wrapper was saved
     return {name.removeprefix("module.") if wrapped else name: value for name, value in state.items()}
 
 
 def _check(value: Any, where: str) -> None:
-    """CheckpointError for a tensor that has no place in a checkpoint."""
+    """Raises CheckpointError for a tensor that cannot be stored in a checkpoint."""
     wrong = None
     if value.dtype not in tensors.DTYPES:
-        wrong = f"safetensors has no such dtype (got {value.dtype})"
+        wrong = f"safetensors does not support this dtype (got {value.dtype})"
     elif isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_quantized):
         wrong = f"only dense tensors can be stored (got {'quantized' if value.is_quantized else value.layout})"
     elif isinstance(value, torch.Tensor) and value.is_meta:
         wrong = "it has no values (got a tensor on the meta device)"
     if wrong:
-        raise CheckpointError(f"{where}: {wrong}; convert it, and save the old checkpoint anew.")
+        raise CheckpointError(f"{where}: {wrong}; convert the tensor, and save the source checkpoint again.")
 
 
 def _optimizers(source: Path) -> list[dict[str, Any]]:
@@ -219,15 +223,15 @@ def _optimizers(source: Path) -> list[dict[str, Any]]:
 
 
 def _plain_optimizer(state: Any, where: Path) -> dict[str, Any]:
-    """An optimizer's state_dict as it was: DCP has no entry for an empty "state", as that of SGD.
+    """An optimizer's state_dict in parts. DCP has no entry for an empty "state", such as that of SGD.
 
-    What it keeps of no parameter stands apart, under "globals"; what its class adds to torch's form under "extra".
+    State that belongs to no parameter is under "globals"; keys that its class adds to torch's format under "extra".
     """
     inner = state.get("state", {}) if isinstance(state, dict) else None
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(inner, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)) or not groups:
         raise _no_optimizer(state, where)
-    members = {str(name) for group in groups for name in group["params"]}  # in DCP numbers became text
+    members = {str(name) for group in groups for name in group["params"]}  # DCP turns numbers into strings
     rows = {name: row for name, row in inner.items() if str(name) in members}
     if not all(isinstance(row, dict) for row in rows.values()):
         raise _no_optimizer(state, where)
@@ -242,13 +246,13 @@ def _is_group(value: Any) -> bool:
 
 def _no_optimizer(state: Any, where: Path) -> CheckpointError:
     return CheckpointError(
-        f"convert: {where}: not the state_dict of an optimizer (got {type(state).__name__}, without param_groups "
-        "as those have); leave it out with --weights-only."
+        f"convert: {where}: not the state_dict of an optimizer (got {type(state).__name__} without valid "
+        "param_groups); skip the optimizer with --weights-only."
     )
 
 
 def _objects(source: Path) -> dict[str, Any]:
-    """States of schedulers, the scaler and registered objects, by the names that they have in our checkpoints."""
+    """States of schedulers, the scaler and registered objects, by their names in shardkit's checkpoints."""
     found: dict[str, Any] = {}
     for path in sorted(source.iterdir()):
         if match := re.fullmatch(r"scheduler(?:_(\d+))?\.bin", path.name):
@@ -263,26 +267,28 @@ def _objects(source: Path) -> dict[str, Any]:
 def _by_name(
     state: Mapping[str, Any], model: Mapping[str, Any], parameters: Mapping[str, bool] | None, source: Path
 ) -> Mapping[str, Any]:
-    """An optimizer's state whose parameters have names; those of DDP have numbers, in the order of the parameters."""
+    """An optimizer's state with named parameters. DDP numbers them, in the order of the model's parameters."""
     groups = state["param_groups"]
     members = [name for group in groups for name in group["params"]]
     if all(isinstance(name, str) for name in members):
         return state
-    here = f"convert: {source}: its optimizer knows parameters by number"
+    here = f"convert: {source}: its optimizer numbers its parameters"
     if parameters is None:
-        raise CheckpointError(f"{here}; give --model so that their names are known, or --weights-only to leave it out.")
+        raise CheckpointError(f"{here}; give their names with --model, or skip the optimizer with --weights-only.")
     if len(groups) > 1:
-        raise CheckpointError(f"{here}, in {len(groups)} groups: their order is not saved; use --weights-only.")
+        raise CheckpointError(f"{here}, in {len(groups)} groups whose order is not saved; use --weights-only.")
     trained = [name for name, is_trained in parameters.items() if is_trained]
     order = next((names for names in (trained, list(parameters)) if len(names) == len(members)), None)
     if order is None:
         text = f"{len(members)} in the optimizer, {len(parameters)} in --model, {len(trained)} of them trained"
-        raise CheckpointError(f"{here}, and they are not as many ({text}); give the model that was trained.")
-    names = {str(number): name for number, name in zip(members, order, strict=True)}  # in DCP the keys became text
+        raise CheckpointError(f"{here}, and their count differs ({text}); give the model that was trained.")
+    names = {str(number): name for number, name in zip(members, order, strict=True)}  # DCP turns keys into strings
     named = {names.get(str(number), f"number {number}"): row for number, row in state["state"].items()}
     problems = [text for name, row in named.items() for text in _misfits(name, row, model)]
     if problems:
-        raise CheckpointError(f"{here}, and --model does not fit: {'; '.join(problems[:3])}; give the one trained.")
+        raise CheckpointError(
+            f"{here}, and --model does not match: {'; '.join(problems[:3])}; give the model that was trained."
+        )
     extra = optimizers.with_names(state["extra"], [order])
     return {**state, "state": named, "param_groups": [{**groups[0], "params": order}], "extra": extra}
 
@@ -294,17 +300,17 @@ def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Ite
     for key, value in row.items():
         theirs = tuple(value.shape) if isinstance(value, (torch.Tensor, LazyTensor)) else ()
         if shape is not None and theirs and theirs != shape:
-            yield f"{name} is {list(shape)}, its {key} {list(theirs)}"
+            yield f"{name} has shape {list(shape)}, its {key} {list(theirs)}"
 
 
 def _step(states: Iterable[Mapping[str, Any]]) -> int:
-    """How many steps the optimizers have made, as their own states tell; 0 where they do not."""
+    """The number of steps that the optimizers have made, from their states; 0 if they do not count steps."""
     steps = [row["step"] for state in states for row in state["state"].values() if "step" in row]
     return max((int(step.to("cpu")) if hasattr(step, "to") else int(step) for step in steps), default=0)
 
 
 def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, source: Path) -> Captured:
-    """The state as one rank would have it."""
+    """The state as one rank would capture it."""
     index = Index("sharded", 1)
     held: dict[str, dict[str, Any]] = {}
     alone = index.mesh_number(Mesh((1,)))
@@ -325,7 +331,7 @@ def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, sou
         section = begin(section_name("model", number))
         for name, value in model.items():
             store(section, name, value)
-    told = [_optimizer(state, begin(section_name("optim", number)), store) for number, state in enumerate(states)]
+    encoded = [_optimizer(state, begin(section_name("optim", number)), store) for number, state in enumerate(states)]
     section = begin("objects")
     counters = {"counters": {"step": step, "samples_seen": 0}}
     objects = {
@@ -334,7 +340,7 @@ def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, sou
     }
     index.sort()
     random_state.derive(0, step, 0)
-    common = {"optimizers": told, "objects": objects, "loaders": {}, "seed": 0}
+    common = {"optimizers": encoded, "objects": objects, "loaders": {}, "seed": 0}
     return Captured(index, held, common, {"loaders": {}, "rng": random_state.capture(0)})
 
 
@@ -352,8 +358,8 @@ def _optimizer(optimizer: Mapping[str, Any], section: str, store: Any) -> dict[s
         for key, value in row.items():
             if keep(f"{name}/{key}", value) is None:
                 plain.setdefault(name, {})[key] = values.encode(value, f"{name}/{key}", keep)
-    told: dict[str, Any] = {"groups": groups, "plain": plain}
+    encoded: dict[str, Any] = {"groups": groups, "plain": plain}
     for kind in ("globals", "extra"):
         for key, value in optimizer[kind].items():
-            told.setdefault(kind, {})[key] = values.encode(value, f"{section}.{kind}.{key}", keep)
-    return told
+            encoded.setdefault(kind, {})[key] = values.encode(value, f"{section}.{kind}.{key}", keep)
+    return encoded

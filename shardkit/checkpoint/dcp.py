@@ -1,7 +1,7 @@
-"""Reads folders of torch.distributed.checkpoint, running no code from them.
+"""Reads folders of torch.distributed.checkpoint without executing code from them.
 
-Their `.metadata` is a pickle: it is opened with an unpickler that knows the few classes that belong there, and refuses
-everything else. Their items are torch.save archives: they are opened with torch's weights-only unpickler.
+`.metadata` is a pickle. It is opened with an unpickler that allows only the classes that DCP writes. The items are
+torch.save archives. They are opened with torch's weights-only unpickler.
 """
 
 import io
@@ -32,7 +32,7 @@ _KNOWN |= {("torch", "Size"), ("collections", "OrderedDict")}
 
 
 class LazyTensor:
-    """A tensor of another format that is read when it is written: what `write` asks a tensor for, and no more."""
+    """A tensor in another format that is read only when it is written. Has only the methods that `write` calls."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], read: Any) -> None:
         self.dtype, self.shape, self._read = dtype, shape, read
@@ -41,7 +41,7 @@ class LazyTensor:
         return self
 
     def narrow(self, dim: int, offset: int, size: int) -> "LazyTensor":
-        assert (offset, size) == (0, self.shape[dim]), "one rank writes all of it"
+        assert (offset, size) == (0, self.shape[dim]), "one rank writes the whole tensor"
         return self
 
     def to(self, *_: Any) -> torch.Tensor:
@@ -50,7 +50,7 @@ class LazyTensor:
 
 
 class LazyItem:
-    """A value that is no tensor, read by `loaded`: one that nobody wants is not opened."""
+    """A value that is not a tensor. It is read only if `loaded` is called on it."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
@@ -59,11 +59,11 @@ class LazyItem:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return _path_text  # where it was saved; nobody asks
+            return _path_text  # the folder it was saved to; not used
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) not in _KNOWN:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
         return super().find_class(module, name)
 
 
@@ -77,9 +77,9 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Any:
-    """What was saved, nested as it was: dicts and lists, with a LazyTensor for each tensor, a LazyItem for the rest.
+    """The saved dicts and lists, with a LazyTensor for each tensor and a LazyItem for each other value.
 
-    Keys of dicts are text, whatever they were; a dict or list with nothing in it is missing.
+    DCP turns dict keys into strings, and does not store empty dicts and lists.
     """
     where = str(folder / METADATA)
     metadata = _metadata(folder, where)
@@ -92,13 +92,13 @@ def read(folder: Path) -> Any:
         elif isinstance(entry, BytesStorageMetadata):
             value = LazyItem(partial(_load, folder, places.get((name, None)), name))
         else:
-            raise CheckpointCorrupted(f"{where}: {name}: an entry of an unknown kind; the file is damaged.")
+            raise CheckpointCorrupted(f"{where}: {name}: entry of an unknown type; the file is damaged.")
         _put(whole, paths.get(name, (name,)), value)
     return _with_lists(whole)
 
 
 def loaded(value: Any) -> Any:
-    """The same of a part of it, with its items read."""
+    """A part of what `read` returned, with its LazyItems read."""
     if isinstance(value, dict):
         return {key: loaded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -112,7 +112,7 @@ def _metadata(folder: Path, where: str) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointCorrupted(f"{where}: not a DCP index ({error}); it is damaged, or not to be trusted.") from None
+        raise CheckpointCorrupted(f"{where}: not a DCP index ({error}); it is damaged or not safe to open.") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CheckpointCorrupted(f"{where}: not a DCP index (got {type(found).__name__}); it is damaged.")
     return found
@@ -126,14 +126,14 @@ def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, places: dict[
     dtype, shape = entry.properties.dtype, tuple(entry.size)
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
     if sum(box.count for box in boxes) != prod(shape):
-        raise CheckpointCorrupted(f"{folder}: {name}: its pieces do not make up the tensor; the checkpoint is damaged.")
+        raise CheckpointCorrupted(f"{folder}: {name}: its pieces do not cover the tensor; the checkpoint is damaged.")
 
     def assemble() -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype)
         for box in boxes:
             piece = _load(folder, places.get((name, box.offsets)), name)
             if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != box.sizes or piece.dtype != dtype:
-                raise CheckpointCorrupted(f"{folder}: {name}: a piece is not as the index says; it is damaged.")
+                raise CheckpointCorrupted(f"{folder}: {name}: a piece does not match the index; it is damaged.")
             tensors.narrow(whole, box).copy_(piece)
         return whole
 
@@ -142,29 +142,31 @@ def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, places: dict[
 
 def _load(folder: Path, place: Any, name: str) -> Any:
     if place is None or not _FILE.fullmatch(str(place.relative_path)):
-        raise CheckpointCorrupted(f"{folder}: {name}: the index does not say where it is; the checkpoint is damaged.")
+        raise CheckpointCorrupted(f"{folder}: {name}: the index has no file for it; the checkpoint is damaged.")
     if getattr(place, "transform_descriptors", None):
-        raise CheckpointError(f"{folder}: {name}: compressed or encrypted items are not read; save without extensions.")
+        raise CheckpointError(
+            f"{folder}: {name}: compressed or encrypted items are not supported; save without extensions."
+        )
     with disk.reading(folder, place.relative_path) as descriptor:
         data = disk.read_at(descriptor, place.offset, place.length, str(folder / place.relative_path))
     return load_plain(io.BytesIO(data), f"{folder / place.relative_path}: {name}")
 
 
 def load_plain(source: Any, where: str, mmap: bool = False) -> Any:
-    """What torch.save wrote, opened with the weights-only unpickler; CheckpointError where that refuses it."""
+    """The contents of a torch.save file, read by the weights-only unpickler; CheckpointError if it refuses the file."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # whatever a damaged archive raises
-        # Not a word of torch's own text about a refusal: it advises to run the code that is in there.
+    except Exception as error:  # a damaged archive can raise anything
+        # torch's own message is not shown: it advises to load with weights_only=False, which executes code of the file.
         if refused := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(
                 f"{where}: holds more than tensors and plain values (got {refused[1]}), which torch's weights-only "
-                "unpickler refuses; save the state_dict alone, or leave out all but the model with --weights-only."
+                "unpickler refuses; save only the state_dict, or convert only the model with --weights-only."
             ) from None
-        told = "" if isinstance(error, pickle.UnpicklingError) else str(error).partition("\n")[0].partition(". ")[0]
-        reason = told.rstrip(".") or "not a file of torch.save"
+        text = "" if isinstance(error, pickle.UnpicklingError) else str(error).partition("\n")[0].partition(". ")[0]
+        reason = text.rstrip(".") or "not a torch.save file"
         raise CheckpointCorrupted(
-            f"{where}: cannot be read ({reason}); it is damaged, or of another kind: copy it anew."
+            f"{where}: cannot be read ({reason}); it is damaged or of another format: copy it from its source again."
         ) from None
 
 
@@ -175,7 +177,7 @@ def _put(whole: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts whose keys are 0, 1, 2, ... were lists."""
+    """The value with lists in place of dicts whose keys are 0, 1, 2, ..."""
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(item) for key, item in value.items()}

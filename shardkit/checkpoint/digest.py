@@ -12,7 +12,7 @@ NAMES = ("xxh3", "sha256")
 
 
 class Digest(Protocol):
-    """What is fed bytes and tells their digest."""
+    """The part of hashlib's interface that is used here."""
 
     def update(self, data: memoryview, /) -> None: ...
 
@@ -20,7 +20,7 @@ class Digest(Protocol):
 
 
 def new(name: str) -> Digest:
-    """An empty digest of that name."""
+    """A new digest object. `name`: one of NAMES."""
     return xxhash.xxh3_128() if name == "xxh3" else hashlib.sha256()
 
 

@@ -1,4 +1,4 @@
-"""Files and folders of a checkpoint: reading touches nothing outside, and what returns from writing is durable."""
+"""Files and folders of a checkpoint. Reads never leave the checkpoint's folder; writes are durable when they return."""
 
 import ctypes
 import errno
@@ -16,21 +16,22 @@ from shardkit.errors import CheckpointCorrupted
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
-# One read or write call; large enough that the call itself costs nothing, small enough to stay in the cache.
+# Bytes of one read or write call: large enough to make the cost of the call negligible, small enough for the cache.
 BLOCK_BYTES = 8 << 20
-# Manifests, indices and states are small; anything larger is not ours.
+# Limit for manifests, indices and states. A larger file is damaged or not from shardkit.
 JSON_LIMIT_BYTES = 256 << 20
-# How much is written before the system is told to begin with it: enough that border pages, written twice, do not count.
+# Writeback is started each time so many bytes are written: large enough that pages at the border, which are written
+# twice, do not matter.
 WRITEBACK_BYTES = 1 << 20
-# Flags of a file that must not exist before.
+# Flags for a file that must not exist yet.
 NEW = os.O_CREAT | os.O_EXCL
 
 
 class Durable:
-    """A file that is written at any offset, and is on disk when the block ends. Every OSError names its path.
+    """A file that is written at any offset, and is durable when the `with` block ends. Every OSError names its path.
 
-    The system is told to begin with each stretch while the next one is made; fsync alone would leave the disk idle
-    until everything is written. `reach` is told of "open", "fsync" and "close", where a test may make them fail.
+    Writeback of each range is started while the next one is computed; with fsync alone the disk would be idle until
+    everything is written. `reach` is called with "open", "fsync" and "close", so that a test can inject faults there.
     """
 
     def __init__(self, path: Path, flags: int = 0, reach: Callable[[str], None] = lambda point: None) -> None:
@@ -45,7 +46,7 @@ class Durable:
     def put(self, data: memoryview, offset: int) -> None:
         """Write every byte at an offset."""
         if offset != self._end:
-            self._begin = offset  # a small stretch before is left to fsync
+            self._begin = offset  # fsync writes the short range before
         while len(data):
             done = os.pwrite(self._descriptor, data, offset)
             data, offset = data[done:], offset + done
@@ -55,7 +56,7 @@ class Durable:
             self._begin = self._end
 
     def extend(self, size: int) -> None:
-        """Make the file so many bytes long; what is not written reads as zeros."""
+        """Set the size of the file in bytes. Parts that are not written read as zeros."""
         os.ftruncate(self._descriptor, size)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -74,14 +75,14 @@ class Durable:
 
 
 def _begin_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Linux begins to write pages that are said to be needed no more; those not yet written stay (posix_fadvise(2))."""
+    """Start writeback: on POSIX_FADV_DONTNEED Linux begins to write dirty pages, and keeps them (posix_fadvise(2))."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
-        with suppress(OSError):  # a file system that takes no advice
+        with suppress(OSError):  # the file system may not support it
             os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def write_new(path: Path, data: bytes, size: int | None = None) -> None:
-    """A new file that begins with the data and is `size` bytes long; on disk, but for its name in the folder."""
+    """Create a file that begins with the data and is `size` bytes long. Durable, except for its entry in the folder."""
     with Durable(path, NEW) as file:
         file.put(memoryview(data), 0)
         if size is not None:
@@ -89,7 +90,7 @@ def write_new(path: Path, data: bytes, size: int | None = None) -> None:
 
 
 def replace_json(path: Place, value: Any) -> None:
-    """Set a file to a value in one step: whoever reads sees the old one or the new one, whole."""
+    """Replace a file atomically: a reader sees the complete old value or the complete new one."""
     if isinstance(path, Url):
         objects.put(path, to_json(value))
         return
@@ -104,17 +105,17 @@ def replace_json(path: Place, value: Any) -> None:
 
 
 def to_json(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no blanks, UTF-8, no NaN."""
+    """Canonical JSON: sorted keys, no spaces, UTF-8, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def to_json_in_order(value: Any) -> bytes:
-    """JSON that keeps the order of keys; for the index, whose order is the order of the files."""
+    """JSON that keeps the order of keys; for the index, which defines the order of tensors in files."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def from_json(text: bytes, where: str) -> Any:
-    """The value of strict JSON: no key twice, no NaN; CheckpointCorrupted with `where` on anything else."""
+    """Parse strict JSON: no duplicate keys, no NaN. Raises CheckpointCorrupted with `where` on anything else."""
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -124,7 +125,7 @@ def from_json(text: bytes, where: str) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a key occurs twice")
+        raise ValueError("duplicate key")
     return result
 
 
@@ -133,7 +134,7 @@ def _no_constant(name: str) -> Any:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the entries of a folder durable."""
     descriptor = open_folder(path)
     try:
         os.fsync(descriptor)
@@ -143,9 +144,9 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
-    """A descriptor of a plain file below a folder. CheckpointCorrupted where it, or a folder on the way, is a link.
+    """A descriptor of a regular file below a folder. Raises CheckpointCorrupted if a part of the path is a link.
 
-    `at`: a descriptor of the folder itself, which stays what it is where another folder gets the name meanwhile.
+    `at`: an open descriptor of the folder, which stays valid if another folder gets its name meanwhile.
     """
     descriptors = [open_folder(folder) if at is None else os.dup(at)]
     try:
@@ -155,7 +156,7 @@ def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
         descriptor = _enter(parts[-1], 0, descriptors[-1], folder / name)
         descriptors.append(descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointCorrupted(f"{folder / name}: not a plain file; it does not belong to a checkpoint.")
+            raise CheckpointCorrupted(f"{folder / name}: not a regular file; the checkpoint is damaged.")
         yield descriptor
     finally:
         for opened in reversed(descriptors):
@@ -163,7 +164,7 @@ def reading(folder: Path, name: str, at: int | None = None) -> Iterator[int]:
 
 
 def open_folder(path: Path) -> int:
-    """A descriptor of a folder; of the one that a link leads to."""
+    """A descriptor of a folder. Links are followed."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
@@ -177,13 +178,15 @@ def _enter(part: str, flags: int, parent: int, where: Path) -> int:
 
 
 def read_small(folder: Place, name: str, at: int | None = None) -> bytes:
-    """The whole of a small file; `at` as in `reading`."""
+    """The contents of a small file; `at` as in `reading`."""
     if isinstance(folder, Url):
         return _read_object(folder / name)
     with reading(folder, name, at) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > JSON_LIMIT_BYTES:
-            raise CheckpointCorrupted(f"{folder / name}: {size} bytes are too many for such a file; it is damaged.")
+            raise CheckpointCorrupted(
+                f"{folder / name}: too large for this file (got {size} bytes, limit {JSON_LIMIT_BYTES}); it is damaged."
+            )
         return read_at(descriptor, 0, size, str(folder / name))
 
 
@@ -199,28 +202,28 @@ def _read_object(url: Url) -> bytes:
 
 
 Source = int | objects.Reader
-"""What bytes are read from: a descriptor, or an object in a store."""
+"""A source of bytes: a file descriptor, or an object in a store."""
 
 
 def read_at(source: Source, offset: int, length: int, where: str) -> bytes:
-    """Exactly `length` bytes; CheckpointCorrupted where the file ends before."""
+    """Exactly `length` bytes. Raises CheckpointCorrupted if the file ends earlier."""
     data = bytearray(length)
     read_into(source, memoryview(data), offset, where)
     return bytes(data)
 
 
 def read_into(source: Source, target: memoryview, offset: int, where: str) -> None:
-    """Fill the target from an offset; CheckpointCorrupted where the file ends before."""
+    """Fill the target with the bytes from an offset on. Raises CheckpointCorrupted if the file ends earlier."""
     while len(target):
         block = target[:BLOCK_BYTES]
         done = os.preadv(source, [block], offset) if isinstance(source, int) else source.read_into(block, offset)
         if not done:
-            raise CheckpointCorrupted(f"{where}: ends at byte {offset}; it was cut short.")
+            raise CheckpointCorrupted(f"{where}: ends at byte {offset}; it is truncated.")
         target, offset = target[done:], offset + done
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name; FileExistsError where something other than an empty folder has it."""
+    """Rename a finished folder to its final name. FileExistsError if that name is taken, except by an empty folder."""
     try:
         os.rename(temporary, final)
     except OSError as error:
@@ -230,9 +233,10 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def exchange(temporary: Path, final: Path) -> None:
-    """Swap a finished folder with the one that has its name, in one step where the system can (Linux renameat2).
+    """Swap a finished folder with the one that has its final name: atomically where the system supports it (renameat2
+    on Linux).
 
-    Elsewhere the old one is renamed to `.old-<name>` first; `folder.heal` puts it back after a crash in between.
+    Elsewhere the old one is first renamed to `.old-<name>`; `folder.heal` renames it back after a crash in between.
     """
     if _exchange_at_once(temporary, final):
         return
@@ -251,13 +255,13 @@ def _exchange_at_once(first: Path, second: Path) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that no half of it is ever seen under its name."""
+    """Delete a folder. It is renamed first, so that a partly deleted folder is never seen under its name."""
     trash = path.with_name(f".trash-{uuid.uuid4().hex[:8]}")
     os.rename(path, trash)
     shutil.rmtree(trash)
 
 
 def free_bytes(path: Path) -> int:
-    """What an ordinary user may still write there."""
+    """Free bytes of the file system for unprivileged users."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize

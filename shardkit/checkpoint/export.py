@@ -1,12 +1,12 @@
-"""A whole model as other programs open it: safetensors files, with an index where there are several.
+"""A whole model in the format that other programs read: safetensors files, with an index if there are several.
 
-Everything is written in a hidden folder inside the target, and gets its names at the end. Whoever is killed before
-leaves an earlier export whole, and debris that the next one removes:
+Everything is written to a hidden folder inside the target and renamed at the end. A process killed before that leaves
+the earlier export complete, and temporary files that the next export removes:
 
-    several files   new files get names that are free, the index is replaced in one step, the old files go
-    one file        it is replaced in one step, then the files and the index of an earlier export go
+    several files   new files get unused names, the index is replaced atomically, the old files are deleted
+    one file        it is replaced atomically, then the files and the index of an earlier export are deleted
 
-A reader that follows Transformers' rule (model.safetensors if it is there, else what the index names) therefore sees
+A reader that follows Transformers' rule (model.safetensors if it exists, else the files in the index) therefore sees
 the old export or the new one, and never a mix. Needs no torch.
 """
 
@@ -32,7 +32,7 @@ _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ExportFile:
-    """One safetensors file of an export: its name, the bytes that begin it, and where each tensor goes."""
+    """One safetensors file of an export: its name, its header, the place of each tensor, and its size."""
 
     name: str
     header: bytes
@@ -42,9 +42,9 @@ class ExportFile:
 
 @dataclass
 class Opened:
-    """An export under way: `temporary` holds its files, sized, with their headers, until `publish`.
+    """A running export. `temporary` holds its files, with their headers and final sizes, until `publish`.
 
-    `made` are the folders that did not exist before, the innermost first.
+    `made`: the folders that the export created, the innermost first.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Opened:
 
 
 def size_in_bytes(size: str | int) -> int:
-    """A size such as 5GB (10^9 bytes), 512MiB (2^20) or a number of bytes; UsageError on anything else."""
+    """The bytes of a size such as 5GB (10^9 bytes), 512MiB (2^20) or a number of bytes; UsageError for other text."""
     match = _SIZE.fullmatch(str(size))
     bytes_ = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
     if bytes_ < 1:
@@ -71,10 +71,11 @@ def plan(
     stem: str = "model",
     tag: str = "",
 ) -> list[ExportFile]:
-    """The files that hold these {name: (dtype, shape)}. A pure function: all ranks that call it agree.
+    """The files for the tensors {name: (dtype, shape)}. A pure function, so all ranks get the same result.
 
-    Tensors stay in the order of their names' numbers, so that a block's lie together; a tensor larger than the limit
-    has a file of its own. `ties` are further names of a tensor; they go into the header, as safetensors does it.
+    Tensors are ordered by name, with numbers in names compared as numbers, so that the tensors of a block are
+    adjacent. A tensor larger than the limit gets a separate file. `ties`: {further name of a tensor: its name}, which
+    go into the header, as in safetensors.
     """
     groups: list[list[str]] = [[]]
     room = max_shard_bytes
@@ -118,32 +119,33 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def total_bytes(files: Iterable[ExportFile]) -> int:
-    """What the tensors take, without headers."""
+    """Bytes of all tensors, without headers."""
     return sum(place.bytes for file in files for place in file.places.values())
 
 
 def index_name(stem: str) -> str:
-    """The file that says which file holds which tensor."""
+    """The name of the index file, which maps tensors to files."""
     return f"{stem}.safetensors.index.json"
 
 
 def index_of(files: Sequence[ExportFile]) -> bytes:
-    """The contents of that file."""
+    """The contents of the index file."""
     where = {name: file.name for file in files for name in file.places}
     index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(where.items()))}
     return disk.to_json_in_order(index)
 
 
 def free_tag(files: Sequence[ExportFile], present: Iterable[str]) -> str:
-    """What the names of several files must end with so that none of the present ones, of an earlier export, is one."""
+    """A suffix for the names of several files that makes them differ from an earlier export's; empty if they do."""
     taken = len(files) > 1 and not {file.name for file in files}.isdisjoint(present)
     return f"-{uuid.uuid4().hex[:8]}" if taken else ""
 
 
 def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
-    """An export whose files exist, empty, in a temporary folder. CheckpointSaveError where it cannot be."""
+    """Start an export: create its files, without tensor data, in a temporary folder. Raises CheckpointSaveError if the
+    folder cannot be used or lacks space."""
     if folder.exists() and not folder.is_dir():
-        raise CheckpointSaveError(f"{folder}: a file has this name; give a folder.")
+        raise CheckpointSaveError(f"{folder}: is a file; give a folder.")
     _refuse_checkpoint(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     opened = Opened(folder, folder / f"{TEMPORARY}{uuid.uuid4().hex[:12]}", stem, files, made)
@@ -159,14 +161,14 @@ def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:
 
 
 def _refuse_checkpoint(folder: Path) -> None:
-    """A file within a checkpoint is one of its own, which an export would replace, or a stranger, which damages it."""
+    """An export into a checkpoint would replace the checkpoint's files, or add files that make it invalid."""
     if (folder / manifest.NAME).exists():
-        raise CheckpointSaveError(f"{folder}: a checkpoint lives here, and is never written into; give another folder.")
-    for around in folder.resolve().parents:
-        # Somebody else's file may have the manifest's name, far above.
-        if all(os.path.exists(around / name) for name in (manifest.NAME, "index.json")):
+        raise CheckpointSaveError(f"{folder}: is a checkpoint, and an export would damage it; give another folder.")
+    for parent in folder.resolve().parents:
+        # Another program may use the name MANIFEST.json in a parent folder, so index.json is required, too.
+        if all(os.path.exists(parent / name) for name in (manifest.NAME, "index.json")):
             raise CheckpointSaveError(
-                f"{folder}: lies in the checkpoint {around}, which is never written into; give another folder."
+                f"{folder}: is inside the checkpoint {parent}, and an export would damage it; give another folder."
             )
 
 
@@ -184,14 +186,14 @@ def _refuse_without_room(folder: Path, needed: int) -> None:
     free = disk.free_bytes(folder)
     if free < needed:
         text = f"No space left on device: need {sizes.in_words(needed)}, {sizes.in_words(free)} free"
-        raise CheckpointSaveError(f"{folder}: {text}; free some, or give a folder elsewhere.")
+        raise CheckpointSaveError(f"{folder}: {text}; free some space, or give a folder on another disk.")
 
 
 def publish(opened: Opened) -> None:
-    """Give the finished files their names, and remove those of an earlier export."""
+    """Rename the finished files to their final names, and remove those of an earlier export."""
     folder, stem = opened.folder, opened.stem
     weights = [file.name for file in opened.files]
-    last = weights[0] if len(weights) == 1 else index_name(stem)  # what readers look at first: from now on it is new
+    last = weights[0] if len(weights) == 1 else index_name(stem)  # readers open it first: renaming it is the commit
     present = sorted(path.name for path in opened.temporary.iterdir())
     others = [name for name in present if name not in (*weights, last) and not name.startswith(".")]
     disk.sync_folder(opened.temporary)
@@ -216,7 +218,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def stale(present: Iterable[str], stem: str, kept: set[str]) -> list[str]:
-    """Those of the present files that an earlier export has left; the one that readers look at first comes first."""
+    """Those of the present files that belong to an earlier export; the one that readers open first comes first."""
     part = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}(-[0-9a-f]{{8}})?\.safetensors")
     present = {*present} - kept
     first = [name for name in (f"{stem}.safetensors", index_name(stem)) if name in present]
@@ -224,18 +226,18 @@ def stale(present: Iterable[str], stem: str, kept: set[str]) -> list[str]:
 
 
 def discard(opened: Opened) -> None:
-    """Remove what is left of the temporary folder, and empty folders made for it. Twice is as good as once."""
+    """Remove the temporary folder, and folders created for the export if they are empty. May be called twice."""
     shutil.rmtree(opened.temporary, ignore_errors=True)
     if opened.hold >= 0:
         os.close(opened.hold)
         opened.hold = -1
-    with suppress(OSError):  # the first that holds something stays, and so do those around it
+    with suppress(OSError):  # rmdir fails at the first folder that is not empty; its parents are not empty either
         for path in opened.made:
             path.rmdir()
 
 
 def clean_debris(folder: Path) -> list[Path]:
-    """Remove what killed exports left; what is being written right now stays."""
+    """Remove temporary folders of killed exports. Those of running exports stay."""
     removed = []
     for path in folder.glob(f"{TEMPORARY}*"):
         if path.is_dir() and not path.is_symlink() and not folders.is_held(path):

@@ -1,12 +1,12 @@
-"""save_model into a store of objects, where no two ranks can write into one file.
+"""save_model into an object store, where two ranks cannot write to one file.
 
-    put_pieces     every rank its own pieces, cast, one after another, as one object under a temporary name
-    assemble       every rank some of the files: it reads the pieces where they lie, and uploads them in file order
-    publish        rank 0, where there are several files: the index, which names them; then what an earlier export left
+    put_pieces     every rank uploads its pieces, cast to the target dtype, as one object with a temporary name
+    assemble       every rank builds some of the files: it reads the pieces of all ranks and uploads them in file order
+    publish        rank 0: if there are several files, uploads their index; then deletes files of an earlier export
 
-A single file is replaced by the upload itself, as a whole. Several get names that are free, so that an earlier export
-stays whole until the index is written. The extra memory is one part of an upload, and one tensor that is not split on
-its first dim.
+A single file is replaced atomically by its upload. Several files get unused names, so that an earlier export stays
+complete until the index is written. The extra memory is one part of an upload, and one tensor if it is sharded on
+another dim than the first.
 """
 
 import tempfile
@@ -28,23 +28,25 @@ OnBytes = Callable[[int], None]
 
 
 def begin(url: Url, files: Sequence[ExportFile]) -> str:
-    """On rank 0: what the names of several files must end with; CheckpointSaveError where a checkpoint lies there."""
-    around = [Url(url.scheme, url.parts[:length]) for length in range(2, len(url.parts) + 1)]
-    for place in around:
+    """On rank 0: the suffix for the names of several files. CheckpointSaveError if the URL is in a checkpoint."""
+    for length in range(2, len(url.parts) + 1):
+        place = Url(url.scheme, url.parts[:length])
         if manifest.is_here(place):
-            raise CheckpointSaveError(f"{url}: lies in the checkpoint {place}, which is never written into.")
+            raise CheckpointSaveError(
+                f"{url}: is inside the checkpoint {place}, and an export would damage it; give another URL."
+            )
     return export.free_tag(files, objects.names(url))
 
 
 def pieces_of(url: Url, export_id: str, rank: int) -> Url:
-    """Where the pieces of a rank are, until the files are assembled."""
+    """The temporary object with the pieces of a rank."""
     return url / f"{export.TEMPORARY}{export_id}" / f"r{rank:05d}"
 
 
 def put_pieces(
     url: Url, pieces: Sequence[tuple[Chunk, torch.Tensor]], places: Mapping[str, Stored], on_bytes: OnBytes
 ) -> None:
-    """All pieces of this rank, each cast to its file's dtype, one after another."""
+    """Upload all pieces of this rank as one object, each cast to the dtype of its file."""
     size = sum(_bytes_of(chunk, places) for chunk, _ in pieces)
     if not size:
         return
@@ -69,12 +71,12 @@ def _cast(piece: torch.Tensor, target: torch.dtype) -> Iterator[memoryview]:
     flat = piece.detach().contiguous().view(-1)
     at_once = disk.BLOCK_BYTES // max(flat.element_size(), target.itemsize)
     for low in range(0, flat.numel(), at_once):
-        block = flat[low : low + at_once].to("cpu", target)  # has a name: the view does not keep it
+        block = flat[low : low + at_once].to("cpu", target)  # a variable, since the memoryview does not keep it alive
         yield tensors.memory(block)
 
 
 class _Piece(NamedTuple):
-    """A box of a tensor, and where it lies: in the object of a rank, from a byte on."""
+    """A box of a tensor, stored in the object of `rank` from byte `begin` on."""
 
     rank: int
     begin: int
@@ -82,7 +84,7 @@ class _Piece(NamedTuple):
 
 
 def _where(index: Index, world_size: int, places: Mapping[str, Stored]) -> dict[str, list[_Piece]]:
-    """All pieces of every tensor. Follows from the index alone, as what ranks write does."""
+    """All pieces of every tensor, computed from the index alone, by the rule that ranks follow when they write."""
     found: dict[str, list[_Piece]] = {name: [] for name in places}
     for rank in range(world_size):
         done = 0
@@ -95,7 +97,7 @@ def _where(index: Index, world_size: int, places: Mapping[str, Stored]) -> dict[
 def assemble(
     url: Url, export_id: str, index: Index, world_size: int, files: Sequence[ExportFile], mine: Sequence[ExportFile]
 ) -> None:
-    """Upload some of the files, from the pieces of all ranks."""
+    """Upload the files in `mine`, built from the pieces of all ranks."""
     where = _where(index, world_size, {name: place for file in files for name, place in file.places.items()})
     for file in mine:
         upload.again(partial(_assemble, url, export_id, file, where))
@@ -119,7 +121,7 @@ def _assemble(url: Url, export_id: str, file: ExportFile, where: Mapping[str, li
 
 
 def _blocks(place: Stored, held: list[_Piece], read: Callable[[_Piece, int, memoryview], None]) -> Iterator[memoryview]:
-    """The bytes of a tensor in order, block by block; at once where it is not made of stretches."""
+    """The bytes of a tensor in file order: block by block if each piece is one contiguous range, else all at once."""
     item = layout.ITEM_BYTES[place.dtype]
     stretches = [(layout.only_run(place.shape, piece.box, item), piece) for piece in held]
     if all(run is not None for run, _ in stretches):
@@ -140,7 +142,7 @@ def _blocks(place: Stored, held: list[_Piece], read: Callable[[_Piece, int, memo
 
 
 def put_beside(url: Url, write: Callable[[Path], Any]) -> None:
-    """What `write` puts into a folder, as objects. On rank 0."""
+    """Upload the files that `write` creates in a folder. On rank 0."""
     with tempfile.TemporaryDirectory(prefix="shardkit-export-") as folder:
         write(Path(folder))
         for path in sorted(Path(folder).iterdir()):
@@ -148,7 +150,7 @@ def put_beside(url: Url, write: Callable[[Path], Any]) -> None:
 
 
 def publish(url: Url, stem: str, files: Sequence[ExportFile]) -> None:
-    """On rank 0: from now on the export is the new one."""
+    """On rank 0: commit the export: upload the index of several files, and delete the files of an earlier export."""
     kept = {file.name for file in files}
     if len(files) > 1:
         objects.put(url / export.index_name(stem), export.index_of(files))
@@ -158,7 +160,7 @@ def publish(url: Url, stem: str, files: Sequence[ExportFile]) -> None:
 
 
 def discard(url: Url, export_id: str, files: Sequence[ExportFile] = ()) -> None:
-    """On rank 0: delete the pieces, and files that no index names."""
+    """On rank 0: delete the pieces, and the given files, which are in no index."""
     objects.remove(url / f"{export.TEMPORARY}{export_id}")
     for file in files:
         objects.remove(url / file.name)

@@ -1,9 +1,9 @@
-"""Faults on request: `SHARDKIT_FAULT=<point>:<rank>:<action>[,...]` makes a rank fail at a point of a save or load.
+"""Fault injection: `SHARDKIT_FAULT=<point>:<rank>:<action>[,...]` makes a rank fail at a point of a save or load.
 
-The test suite drives every row of docs/reference/fault-matrix.md with it, and so can anybody who wants to see a save
-die. Rank `*` is every rank. Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `exit` (leave with status 0), `sleep=SECONDS`,
-`raise=ERRNO` (an OSError such as ENOSPC). A fault leaves the file `<point>.<rank>` in `SHARDKIT_FAULT_MARKS`, so that
-a test can prove that it fired. Unset, a point costs one look at the environment.
+The tests use it for every row of docs/reference/fault-matrix.md. Rank `*` is every rank. Actions: `kill` (SIGKILL),
+`stop` (SIGSTOP), `exit` (exit with status 0), `sleep=SECONDS`, `raise=ERRNO` (an OSError such as ENOSPC). Each fault
+creates the file `<point>.<rank>` in the folder `SHARDKIT_FAULT_MARKS`, so that a test can check that it occurred.
+Without the variable, a point costs one look-up in the environment.
 """
 
 import errno
@@ -22,13 +22,13 @@ SAVE_POINTS = (
     "preflight", "temporary", "open", "write", "fsync", "close", "agree-1", "manifest", "sync", "rename",
     "sync-root", "agree-2", "latest", "retention", "trash",
 )  # fmt: skip
-# Of a save into a store of objects there are "part" as well, where an upload has filled one, and none of those that
-# belong to folders: "fsync", "sync", "rename", "sync-root", "trash".
+# A save into an object store has the additional point "part", when a part of an upload is full. It has none of the
+# points for folders: "fsync", "sync", "rename", "sync-root", "trash".
 LOAD_POINTS = ("verify", "read", "apply", "fill")
 
 
 def reach(point: str, rank: int) -> None:
-    """Fail here if asked to."""
+    """Fail here if SHARDKIT_FAULT requests it for this point and rank."""
     wanted = env.get(FAULT)
     if not wanted:
         return
@@ -42,7 +42,7 @@ def reach(point: str, rank: int) -> None:
 def _parts(fault: str) -> tuple[str, str, str]:
     parts = fault.split(":")
     if len(parts) != 3:
-        raise UsageError(f"{FAULT}: not a fault (got {fault!r}); write <point>:<rank>:<action>.")
+        raise UsageError(f"{FAULT}: invalid fault (got {fault!r}); write <point>:<rank>:<action>.")
     return parts[0], parts[1], parts[2]
 
 

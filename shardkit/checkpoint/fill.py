@@ -1,9 +1,9 @@
-"""Reads saved tensors into memory: straight into a tensor's own where that is possible, else through one small block.
+"""Reads saved tensors: directly into the memory of a tensor where possible, else through one small buffer.
 
     saved.fill(section, name, tensor)            into a live tensor, in place
-    saved.new(section, name, like, device)       into a new one, which is part of the state from then on
+    saved.new(section, name, like, device)       into a new tensor
 
-Extra memory is one block, whatever the size of the tensors.
+Extra memory is one buffer, regardless of the size of the tensors.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,12 @@ from shardkit.distributed import accelerators, xla
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.errors import CheckpointCorrupted
 
-# Runs of a tensor that are shorter are read with what lies between them: a call costs as much as so many bytes.
+# Shorter byte ranges are read together with the bytes between them: one call costs as much as reading so many bytes.
 RUN_BYTES = 64 << 10
 
 
 def entry_of_parameter(index: layout.Index, fqn: str) -> TensorEntry | None:
-    """What the index says of the parameter that an optimizer's state calls so; None where it has none."""
+    """The index entry of a parameter, by its name in optimizer states (`1:fqn` in the second model); or None."""
     number, colon, name = fqn.partition(":")
     section, name = (f"model_{number}", name) if colon and number.isdigit() else ("model", fqn)
     name = index.aliases.get(section, {}).get(name, name)
@@ -35,7 +35,7 @@ def _nothing(count: int) -> None: ...
 
 
 class Saved:
-    """The tensors of a checkpoint, and those that one rank of it had for itself (`own_rank`; None: of no rank)."""
+    """The tensors of a checkpoint, including the per-rank tensors of the saving rank `own_rank` (None: of no rank)."""
 
     def __init__(self, files: Files, own_rank: int | None = None, work: Callable[[int], None] = _nothing) -> None:
         self.files, self.work = files, work
@@ -47,11 +47,11 @@ class Saved:
         return self.files.checkpoint.index
 
     def names(self, section: str) -> Iterable[str]:
-        """All tensors of a section that are not a rank's own, in file order."""
+        """All tensors of a section without per-rank ones, in file order."""
         return self.index.sections.get(section, {})
 
     def entry(self, section: str, name: str) -> TensorEntry:
-        """What the checkpoint says of a tensor. CheckpointCorrupted where it has none of this name."""
+        """The index entry of a tensor. Raises CheckpointCorrupted if there is none."""
         own = self._own_stored(section, name)
         if own is not None:
             return TensorEntry(own.shape, own.dtype, 0, ())
@@ -64,7 +64,10 @@ class Saved:
     def new(
         self, section: str, name: str, like: torch.Tensor | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
-        """The tensor, sharded as `like` where that is sharded and has its shape; else whole, on the device (CPU)."""
+        """The tensor in new memory: sharded as `like` if that is a DTensor of the same shape, else whole.
+
+        `device`: of a whole tensor; default: CPU.
+        """
         entry = self.entry(section, name)
         dtype = tensors.TORCH_DTYPES[entry.dtype]
         if device is not None and device.type == "xla":
@@ -79,7 +82,7 @@ class Saved:
         return found
 
     def fill(self, section: str, name: str, tensor: torch.Tensor) -> None:
-        """Read what this rank holds of the tensor into it, in place. Its shape and dtype are those that were saved."""
+        """Read this rank's part of the tensor into it, in place. Shape and dtype must be those that were saved."""
         if xla.is_xla(tensor):
             host = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.fill(section, name, host)
@@ -104,7 +107,7 @@ class Saved:
         return self.files.header(self._own).get(f"{section}:{name}") if self._own else None
 
     def _fill_part(self, piece: Piece, source: Box, into: torch.Tensor) -> None:
-        """Copy a box of a stored tensor; straight into memory where both are one stretch."""
+        """Copy a box of a stored tensor; directly into memory if source and target are contiguous."""
         file, where = self.files.source(piece.file), self.files.where(piece.file)
         run = layout.only_run(piece.stored.shape, source, layout.ITEM_BYTES[piece.stored.dtype])
         if run is not None and into.is_cpu and into.is_contiguous():
@@ -121,7 +124,8 @@ class Saved:
     def _by_rows(
         self, file: disk.Source, where: str, begin: int, stored: Stored, source: Box, into: torch.Tensor
     ) -> None:
-        """Read whole rows of dim 0, as many as fit the block, and take what is wanted; of long rows, part by part."""
+        """Read whole rows of dim 0, as many as fit the buffer, and copy the requested part. Rows that are long, or of
+        which a small part is requested, are read one by one in the same way."""
         row_bytes = max(1, stored.bytes // stored.shape[0])
         inner = Box(source.offsets[1:], source.sizes[1:])
         run = layout.only_run(stored.shape[1:], inner, layout.ITEM_BYTES[stored.dtype])
@@ -144,7 +148,7 @@ class Saved:
             self.work(wanted.numel() * wanted.element_size())
 
     def _block(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The one block, as a tensor of this shape."""
+        """The buffer, as a tensor of this shape."""
         size = layout.ITEM_BYTES[dtype]
         for length in shape:
             size *= length
@@ -156,7 +160,7 @@ class Saved:
 
 
 def _empty_like(like: DTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A sharded tensor of this dtype, its values not set, on the device on which the other one is."""
+    """An uninitialized tensor of this dtype, sharded and placed as `like`."""
     local = local_part(like)
     if local.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
         return torch.empty_like(like.detach(), dtype=dtype)

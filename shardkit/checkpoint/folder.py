@@ -1,10 +1,10 @@
 """Names inside a folder of checkpoints, and which of them are checkpoints.
 
-LATEST                   a hint; the scan of the folder decides
-step-00000120/           a committed checkpoint: the name is given last, in one step
-.tmp-<name>-<save_id>/   being written, or what a killed save left
-.old-<name>/             the one before, while it is replaced where the system cannot swap in one step
-.trash-<id>/             being deleted
+LATEST                   names the newest checkpoint; a hint for other programs, since shardkit scans the folder
+step-00000120/           a committed checkpoint: it gets this name by one rename, when it is complete
+.tmp-<name>-<save_id>/   a save that is running or was killed
+.old-<name>/             the replaced checkpoint, during a replacement on systems without an atomic swap
+.trash-<id>/             a folder that is being deleted
 """
 
 import fcntl
@@ -32,7 +32,7 @@ PlaceKind = TypeVar("PlaceKind", Path, Url)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder that bears a checkpoint's name. Whether it is one, `manifest.read` tells."""
+    """A folder with the name of a checkpoint. It may be invalid: `manifest.read` checks that."""
 
     step: int
     path: Place
@@ -48,7 +48,7 @@ class SkippedFolder:
 
 
 def step_folder(root: Place, step: int) -> Place:
-    """Where the checkpoint of a step lives."""
+    """The folder of a step's checkpoint."""
     return root / step_name(step)
 
 
@@ -57,17 +57,17 @@ def step_name(step: int) -> str:
 
 
 def temporary_folder(final: PlaceKind, save_id: str) -> PlaceKind:
-    """Where a save is written before it is committed; in a store only the mark that it is under way."""
+    """Where a save is written before it is committed. In a store: an object that marks a running save."""
     return final.with_name(f".tmp-{final.name}-{save_id}")
 
 
 def steps(root: Place) -> list[FoundCheckpoint]:
-    """Everything in a folder that bears a checkpoint's full name, newest step first. Links do not count."""
+    """Everything in a folder that is named step-*, highest step first. Links are ignored."""
     try:
         paths = _in_store(root) if isinstance(root, Url) else _on_disk(root)
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint: {root}: cannot be read ({error.strerror}); see to its permissions."
+            f"checkpoint: {root}: cannot be read ({error.strerror}); check its permissions."
         ) from error
     found = [FoundCheckpoint(int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name))]
     return sorted(found, key=lambda item: item.step, reverse=True)
@@ -79,16 +79,15 @@ def _on_disk(root: Path) -> list[Path]:
 
 
 def _in_store(root: Url) -> list[Url]:
-    """Those that have a manifest: it alone makes a checkpoint of what is there. A listing may be old, so what LATEST
-    names is looked for, too, and what is listed is looked at."""
+    """Those with a manifest, since a checkpoint in a store exists once its manifest does. Listings can be stale: each
+    listed name is checked, and so is the name in LATEST."""
     listed = {name for name in objects.names(root) if STEP.fullmatch(name)}
     latest = read_latest(root)
     return [root / name for name in listed | ({latest} if latest else set()) if manifest.is_here(root / name)]
 
 
 def named_otherwise(root: Place) -> list[Place]:
-    """Whole checkpoints in a folder whose names are the script's own (`save_state("out/best")`), oldest first. Links do
-    not count."""
+    """Checkpoints in a folder that the script named (`save_state("out/best")`), oldest first. Links are ignored."""
     if isinstance(root, Url):
         paths: list[Place] = [root / name for name in objects.names(root)]
     else:
@@ -103,16 +102,17 @@ def named_otherwise(root: Place) -> list[Place]:
         except CheckpointError:
             continue
         except OSError:
-            if isinstance(root, Url):  # the store does not answer; a folder that may not be read is nobody's concern
+            if isinstance(root, Url):  # the store does not answer; on a disk, folders without permission are skipped
                 raise
     return [path for _, _, path in sorted(found)]
 
 
 def candidates(root: Place) -> list[FoundCheckpoint]:
-    """As `steps`, in the order in which a resume tries them: the one committed last first, whatever its step.
+    """As `steps`, in the order in which a resume tries them: the one committed last comes first, even if its step is
+    lower.
 
-    A run that went back to an earlier step, and on from there, leaves higher steps of the line it gave up. What has no
-    readable manifest comes by its step: before the rest where it is the highest, to be told of, else last.
+    A run that resumed from an earlier step leaves higher steps behind that it no longer uses. Those without a readable
+    manifest come first if their step is the highest, so that the resume reports them, else last.
     """
     committed, unreadable = [], []
     for found in steps(root):
@@ -121,7 +121,7 @@ def candidates(root: Place) -> list[FoundCheckpoint]:
         except CheckpointError:
             unreadable.append(found)
         except OSError:
-            if isinstance(root, Url):  # the store does not answer: nobody knows which is the newest
+            if isinstance(root, Url):  # the store does not answer, so the newest checkpoint is unknown
                 raise
             unreadable.append(found)
     committed.sort(key=lambda item: (item[0], item[1].step), reverse=True)
@@ -131,7 +131,8 @@ def candidates(root: Place) -> list[FoundCheckpoint]:
 
 
 def inspect(path: Place) -> Manifest:
-    """The manifest of a checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
+    """The manifest of a checkpoint, after a check that all its files exist with the right sizes. Raises CheckpointError
+    with the reason otherwise."""
     if isinstance(path, Path):
         heal(path)
     found = manifest.read(path)
@@ -143,7 +144,8 @@ def inspect(path: Place) -> Manifest:
 
 
 def newest_valid(root: Place) -> tuple[FoundCheckpoint | None, list[SkippedFolder]]:
-    """The newest checkpoint that is whole by manifest and sizes, and the newer ones that are not. Reads no tensor."""
+    """The newest checkpoint with a valid manifest and all files in the right sizes, and the newer ones without. Reads
+    no tensor."""
     skipped = []
     for found in candidates(root):
         try:
@@ -163,8 +165,8 @@ def write_latest(root: Place, final: Place, record: Manifest) -> None:
 
 
 def read_latest(root: Place) -> str | None:
-    """The folder name that LATEST gives, None where it says nothing usable. A hint only. OSError where a store does not
-    answer, since it may name what a listing does not show."""
+    """The folder name in LATEST; None if it is missing or invalid. Raises OSError if a store does not answer, since
+    LATEST may name a checkpoint that a listing does not show yet."""
     try:
         value = disk.from_json(disk.read_small(root, LATEST), str(root / LATEST))
         return value["dir"] if STEP.fullmatch(value["dir"]) else None
@@ -177,22 +179,23 @@ def read_latest(root: Place) -> str | None:
 
 
 def heal(final: Path) -> None:
-    """Put back the checkpoint that a crash in the middle of a two-step replacement left under its `.old-` name."""
+    """Rename the checkpoint back that a crash in the middle of a replacement left under its `.old-` name."""
     aside = final.with_name(f".old-{final.name}")
     if aside.is_dir() and not final.exists():
         os.rename(aside, final)
 
 
 def hold(temporary: Path) -> int:
-    """A descriptor that marks the folder as in use for as long as this process lives, or until it is closed."""
+    """A descriptor that locks the folder, which marks it as in use. The lock ends with the process, or when the
+    descriptor is closed."""
     descriptor = disk.open_folder(temporary)
-    with suppress(OSError):  # a file system without locks: the folder then counts as unused once its writer is gone
+    with suppress(OSError):  # the file system may not support locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process is writing this folder; see `hold`."""
+    """Whether a process is writing this folder; see `hold`."""
     descriptor = disk.open_folder(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,7 +207,7 @@ def is_held(path: Path) -> bool:
 
 
 def debris(root: Path, name: str | None = None) -> list[Path]:
-    """What killed saves left (of one checkpoint, or of all), without what is being written right now."""
+    """Folders left by killed saves of one checkpoint, or of all; without those of running saves."""
     pattern = f".tmp-{name}-*" if name else ".tmp-step-*"
     found = []
     for path in [*root.glob(pattern), *root.glob(".trash-*"), *root.glob(".old-step-*")]:
@@ -212,22 +215,22 @@ def debris(root: Path, name: str | None = None) -> list[Path]:
             if path.is_dir() and not path.is_symlink() and not is_held(path) and not _is_needed(path):
                 found.append(path)
         except OSError as error:
-            logger.warning("checkpoint: %s: left over and cannot be read (%s).", path, error)
+            logger.warning("checkpoint: %s: leftover of a killed save, cannot be read (%s).", path, error)
     return found
 
 
 def clean_debris(root: Path, name: str | None = None) -> list[Path]:
-    """Delete `debris`; the folders deleted."""
+    """Delete `debris`. Returns the deleted folders."""
     removed = []
     for path in debris(root, name):
         try:
             shutil.rmtree(path)
             removed.append(path)
         except OSError as error:
-            logger.warning("checkpoint: %s: left over and cannot be deleted (%s).", path, error)
+            logger.warning("checkpoint: %s: leftover of a killed save, cannot be deleted (%s).", path, error)
     return removed
 
 
 def _is_needed(path: Path) -> bool:
-    """Whether this is the old side of a replacement whose new side never got its name."""
+    """Whether this is the replaced checkpoint of a replacement that did not complete."""
     return path.name.startswith(".old-") and not path.with_name(path.name.removeprefix(".old-")).exists()

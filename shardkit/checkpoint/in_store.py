@@ -1,11 +1,11 @@
-"""A save into a store of objects, which has no folders, no rename and no locks.
+"""A save into an object store, which has no folders, no rename and no locks.
 
     <root>/.tmp-<name>-<save_id>       the mark of a save: rank 0 writes it first, and deletes it last
-    <root>/<name>/<save_id>/...        the files of that save; without meaning until
-    <root>/<name>/MANIFEST.json        is written: only where there is none, or over the one that was there before
+    <root>/<name>/<save_id>/...        the files of that save; not part of a checkpoint until
+    <root>/<name>/MANIFEST.json        is written: only if there is none, or to replace the one seen at the start
 
-The store decides between two saves of one name, since it does not write a manifest whose condition does not hold.
-What a dead save has left is deleted once it is certainly dead: a save gives up by itself long before that.
+If two saves use one name, the store decides: its conditional write of the manifest fails for the second one. Objects of
+a dead save are deleted after DEAD_AFTER_S; a running save gives up earlier, after SAVE_LIMIT_S.
 """
 
 import os
@@ -30,7 +30,8 @@ from shardkit.storage.url import Url
 if TYPE_CHECKING:
     from shardkit.checkpoint.save_request import SaveRequest
 
-# A save that has taken so long commits no more. Both times are measured on one clock each: the process's; the store's.
+# A save does not commit after SAVE_LIMIT_S (process's clock). A mark older than DEAD_AFTER_S (store's clock)
+# belongs to a dead save.
 SAVE_LIMIT_S = 12 * 3600.0
 DEAD_AFTER_S = 24 * 3600.0
 _MARK = re.compile(r"\.tmp-(?P<name>.+)-(?P<save_id>[0-9a-f]{32})")
@@ -40,7 +41,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class Attempt:
-    """A save under way, on rank 0."""
+    """A running save, on rank 0."""
 
     final: Url
     save_id: str
@@ -48,19 +49,19 @@ class Attempt:
     before: Seen | None
     """The manifest that it replaces."""
     replaced: Url | None
-    """Where the files of that one are."""
+    """The files of the replaced checkpoint."""
     begun_s: float = field(default_factory=time.monotonic)
     is_unknown: bool = False
-    """Whether nobody knows if it is committed: then nothing of it is deleted here."""
+    """Whether it is unknown if the save is committed: then its files are not deleted."""
 
 
 def files_of(final: Url, save_id: str) -> Url:
-    """Where the files of a save go."""
+    """The prefix of the files of a save."""
     return final / save_id
 
 
 def begin(request: "SaveRequest") -> Attempt:
-    """On rank 0: leave a mark, and clean up after the dead. FileExistsError where the name is taken."""
+    """On rank 0: write the mark, and delete objects of dead saves. Raises FileExistsError if the name is taken."""
     final, root = request.final, request.final.parent
     assert isinstance(final, Url) and isinstance(root, Url)
     if not objects.is_exclusive(root):
@@ -78,8 +79,8 @@ def begin(request: "SaveRequest") -> Attempt:
 @lru_cache(maxsize=16)
 def _warn_of_no_condition(root: Url) -> None:
     logger.warning(
-        "checkpoint: %s: %s:// has no PUT that may only create; of two runs that save one step in the same moment, "
-        "both would believe that theirs is there. Let one run save here.",
+        "checkpoint: %s: %s:// does not support conditional writes; if two runs save the same step at the same time, "
+        "one overwrites the other unnoticed. Use this folder for one run only.",
         root,
         root.scheme,
     )
@@ -87,12 +88,12 @@ def _warn_of_no_condition(root: Url) -> None:
 
 def _refuse_taken(request: "SaveRequest", final: Url, before: Seen | None) -> None:
     if before is not None and not request.replace:
-        raise FileExistsError(17, "a checkpoint of this name exists, and is never written again", str(final))
+        raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
     if before is None:
         others = [name for name in objects.names(final) if not manifest.DATA.fullmatch(name)]
         if others or objects.look(final) is not None:
-            there = f"other things in it ({others[0]})" if others else "an object"
-            raise FileExistsError(17, f"{there}; give another name", str(final))
+            there = f"contains other objects ({others[0]})" if others else "an object with this name exists"
+            raise FileExistsError(17, f"{there}; use another name", str(final))
 
 
 def _replaced(final: Url) -> Url | None:
@@ -103,15 +104,15 @@ def _replaced(final: Url) -> Url | None:
 
 
 def _files_there(final: Url) -> Url | None:
-    """Where the files of the checkpoint of this name are; None where there is none, or has no folder for them."""
+    """The prefix of the files of the checkpoint with this name; None if there is no checkpoint or no prefix."""
     data = manifest.read(final).data if manifest.is_here(final) else None
     return None if data is None else final / data
 
 
 def commit(attempt: Attempt, record: Manifest) -> None:
-    """On rank 0: write the manifest, unless somebody else has written one since the beginning."""
+    """On rank 0: write the manifest. Raises CheckpointError if another run has written one since `begin`."""
     if time.monotonic() - attempt.begun_s > SAVE_LIMIT_S:
-        raise CheckpointError(f"it took more than {SAVE_LIMIT_S / 3600:.0f} hours, and counts as dead by now")
+        raise CheckpointError(f"it took more than {SAVE_LIMIT_S / 3600:.0f} hours, the limit for a save into a store")
     target, data = attempt.final / manifest.NAME, manifest.to_bytes(record)
     try:
         if attempt.before is None:
@@ -120,7 +121,7 @@ def commit(attempt: Attempt, record: Manifest) -> None:
             objects.put_over(target, data, attempt.before)
     except FileExistsError as error:
         raise CheckpointError(
-            f"{_who(attempt.final)} has saved {attempt.final} meanwhile; its checkpoint stays"
+            f"{_who(attempt.final)} has saved {attempt.final} meanwhile; its checkpoint was not replaced"
         ) from error
     except objects.OutcomeUnknown:
         attempt.is_unknown = True
@@ -136,41 +137,46 @@ def _who(final: Url) -> str:
 
 
 def tidy(attempt: Attempt) -> None:
-    """After the commit: delete what was replaced, and the mark."""
+    """After the commit: delete the files of the replaced checkpoint, and the mark."""
     if attempt.replaced is not None:
         objects.remove(attempt.replaced)
     objects.remove(attempt.mark)
 
 
 def abandon(attempt: Attempt, is_everybody_done: bool) -> None:
-    """Delete what a failed save has written. The mark stays where a rank may write on: then a later save cleans up."""
+    """Delete the files of a failed save. If a rank may still be writing, the mark stays, and a later save deletes the
+    rest."""
     if attempt.is_unknown:
-        logger.warning("checkpoint: %s: its files stay, since nobody knows whether it is committed.", attempt.final)
+        logger.warning(
+            "checkpoint: %s: the files of the failed save are kept, since it is unknown whether it is committed.",
+            attempt.final,
+        )
         return
     try:
         objects.remove(files_of(attempt.final, attempt.save_id))
         if is_everybody_done:
             objects.remove(attempt.mark)
     except OSError as error:
-        logger.warning("checkpoint: what a failed save left is not deleted yet (%s).", error)
+        logger.warning("checkpoint: files of a failed save could not be deleted (%s); a later save retries.", error)
 
 
 def wait_until_marked(final: Url, save_id: str, wait_s: float) -> None:
-    """Until the mark is seen here; CheckpointError where the store is not one that all ranks share."""
+    """Wait until this rank sees the mark. Raises CheckpointError after `wait_s`: ranks do not share the store."""
     mark, deadline = folder.temporary_folder(final, save_id), time.monotonic() + wait_s
     while objects.look(mark) is None:
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{final.parent} is not storage that all ranks share: rank 0 wrote an object, not seen here"
+                f"{final.parent} is not shared by all ranks: rank 0 wrote an object that this rank does not see"
             )
         time.sleep(0.2)
 
 
-# ---- what the dead have left ----
+# ---- objects of dead saves ----
 
 
 def dead(root: Url, name: str | None, now: Url) -> list[tuple[Url, Url]]:
-    """(mark, files) of saves that are certainly dead, of one checkpoint or of all steps; `now` was just written."""
+    """(mark, files) of dead saves, of one checkpoint or of all steps. `now`: an object that was written just before, as
+    the store's current time."""
     found = []
     for listed in objects.names(root):
         match = _MARK.fullmatch(listed)
@@ -181,7 +187,7 @@ def dead(root: Url, name: str | None, now: Url) -> list[tuple[Url, Url]]:
         try:
             age_s = (objects.modified(now) - objects.modified(root / listed)).total_seconds()
         except OSError as error:
-            logger.debug("checkpoint: %s: its age is not known (%s).", root / listed, error)
+            logger.debug("checkpoint: %s: its age is unknown (%s).", root / listed, error)
             continue
         if age_s > DEAD_AFTER_S:
             found.append((root / listed, files_of(root / match["name"], match["save_id"])))
@@ -190,7 +196,7 @@ def dead(root: Url, name: str | None, now: Url) -> list[tuple[Url, Url]]:
 
 @contextmanager
 def now(root: Url) -> Iterator[Url]:
-    """An object that has just been written, whose time is the store's own."""
+    """A new temporary object; its modification time is the current time of the store's clock."""
     mark = root / f".tmp-now-{uuid.uuid4().hex}"
     objects.put(mark, b"{}")
     try:
@@ -200,7 +206,7 @@ def now(root: Url) -> Iterator[Url]:
 
 
 def collect(root: Url, name: str | None, now: Url) -> list[Url]:
-    """Delete what dead saves have left; their files. What was committed after all stays. Trouble is a warning."""
+    """Delete the objects of dead saves, and return the deleted prefixes. Committed files stay. Errors are warnings."""
     removed = []
     try:
         for mark, files in dead(root, name, now):
@@ -209,12 +215,13 @@ def collect(root: Url, name: str | None, now: Url) -> list[Url]:
                 removed.append(files)
             objects.remove(mark)
     except (CheckpointError, OSError) as error:
-        logger.warning("checkpoint: what dead saves have left is not deleted yet (%s).", error)
+        logger.warning("checkpoint: files of dead saves could not be deleted (%s); a later save retries.", error)
     return removed
 
 
 def remove(final: Url) -> None:
-    """Delete a checkpoint: from the moment on in which the manifest is gone, there is none. A mark outlives a crash."""
+    """Delete a checkpoint: first its manifest, then its files. After a crash in between, the mark lets a later save
+    delete the rest."""
     files = _files_there(final)
     if files is None:
         objects.remove(final)
@@ -226,21 +233,22 @@ def remove(final: Url) -> None:
     objects.remove(mark)
 
 
-# ---- one run a folder ----
+# ---- one run per folder ----
 
 
 @dataclass
 class Claim:
-    """What was there when a run began to save into a folder of checkpoints; another run's is noticed by it."""
+    """The checkpoints in a folder that a run knows. A new one that is not from this run shows that another run saves
+    there."""
 
     root: Url
     known: set[str]
 
 
 def claim(root: Url, run_id: str, before: Claim | None) -> Claim:
-    """On rank 0, before a save: CheckpointSaveError where another run has saved here since this one began to.
+    """On rank 0, before a save: raises CheckpointSaveError if another run has saved here since this run began.
 
-    A store has no locks, so two runs in one folder are noticed when the second one has committed, and not before.
+    A store has no locks, so two runs in one folder are detected only when the second one has committed.
     """
     is_first = before is None or before.root != root
     known: set[str] = set() if is_first or before is None else before.known
@@ -255,8 +263,8 @@ def claim(root: Url, run_id: str, before: Claim | None) -> Claim:
                 continue
             if record.run_id != run_id:
                 raise CheckpointSaveError(
-                    f"checkpoint: {root}: another run ({record.run_id[:12]}) saves here, step {record.step} at "
-                    f"{record.created_utc[:19]} UTC; use another folder."
+                    f"checkpoint: {root}: another run ({record.run_id[:12]}) saves into this folder "
+                    f"(step {record.step}, {record.created_utc[:19]} UTC); use another folder."
                 )
         known.add(mark)
     return Claim(root, known)

@@ -37,7 +37,7 @@ def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
 
 
 def from_json(value: Any, where: str) -> Index:
-    """The index that `to_json` described; CheckpointCorrupted on anything else."""
+    """The inverse of `to_json`. Raises CheckpointCorrupted on anything else."""
     try:
         return _from_json(value)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -54,7 +54,7 @@ def _from_json(value: Any) -> Index:
     }
     aliases = {section: {str(a): str(b) for a, b in names.items()} for section, names in value["aliases"].items()}
     if any(name not in sections[section] for section, names in aliases.items() for name in names.values()):
-        raise ValueError("an alias of a tensor that is not there")
+        raise ValueError("an alias of a tensor that does not exist")
     return Index(value["kind"], _whole(value["world_size"]), meshes, sections, aliases)
 
 
@@ -62,7 +62,7 @@ def _mesh_from_json(value: Mapping[str, Any]) -> Mesh:
     shape = tuple(_whole(size) for size in value["shape"])
     ranks = tuple(_whole(rank) for rank in value["ranks"]) if "ranks" in value else None
     if 0 in shape or (ranks is not None and (len(ranks) != prod(shape) or len(set(ranks)) != len(ranks))):
-        raise ValueError("a mesh whose ranks do not fill it")
+        raise ValueError("a mesh whose number of ranks does not match its shape, or with duplicate ranks")
     return Mesh(shape, ranks, tuple(str(name) for name in value["names"]))
 
 
@@ -70,13 +70,13 @@ def _entry_from_json(value: Mapping[str, Any], meshes: Sequence[Mesh]) -> Tensor
     shape = tuple(_whole(size) for size in value["shape"])
     placements = tuple(None if item == "R" else _whole(int(item.removeprefix("S"))) for item in value["placements"])
     if value["dtype"] not in ITEM_BYTES or len(placements) != len(meshes[_whole(value["mesh"])].shape):
-        raise ValueError("an unknown dtype, or placements that do not fit the mesh")
+        raise ValueError("an unknown dtype, or placements that do not match the mesh")
     if any(dim is not None and dim >= len(shape) for dim in placements):
-        raise ValueError("a placement on a dim that is not there")
+        raise ValueError("a placement on a dim that does not exist")
     return TensorEntry(shape, value["dtype"], value["mesh"], placements)
 
 
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"a whole number is expected, got {value!r}")
+        raise ValueError(f"expected a non-negative integer, got {value!r}")
     return value

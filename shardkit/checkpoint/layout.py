@@ -1,16 +1,16 @@
 """Which rank writes which bytes of a checkpoint, and which saved bytes a reader needs: pure functions, without torch.
 
-The index of a checkpoint says, for every tensor, its shape, dtype and placement over a mesh of ranks. Everything else
-follows from that by DTensor's own rule (ceil-sized chunks, the last ones smaller or empty), so nobody exchanges plans:
+The index of a checkpoint has the shape, dtype and placement over a mesh of ranks of every tensor. Everything else
+follows from these by DTensor's rule (ceil-sized chunks, the last ones smaller or empty), so ranks exchange no plans:
 
     chunks_of(index, "model", rank)        what a rank writes, in file order
-    saved_chunks(name, entry, mesh, box)   the saved pieces that overlap a box, and who wrote them
+    saved_chunks(name, entry, mesh, box)   the saved pieces that overlap a box, and the ranks that wrote them
     header(...), read_header(...)          the safetensors header of a file
     runs(shape, box, item_bytes)           the byte ranges of a box inside a row-major array
 
-A tensor that several ranks hold alike is written once: a large one is split over its holders, a small one belongs to
-the holder that its name picks. The order of tensors in every file is that of the index: widest dtype first (so that
-all data is aligned), then by name.
+A replicated tensor is written once: a large one is split over the ranks that hold it, a small one is written by one
+of them, chosen by a hash of its name. The order of tensors in every file is that of the index: widest dtype first (so
+that all data is aligned), then by name.
 """
 
 import json
@@ -35,9 +35,9 @@ ITEM_BYTES = {
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
-# The folder of what each rank has for itself; no section bears this name.
+# The folder of per-rank tensors; no section has this name.
 OWN = "own"
-# Replicated tensors below this are written whole by one holder: splitting them would only make more entries.
+# Replicated tensors below this size are written whole by one rank: splitting them would only create more entries.
 SPLIT_BYTES = 1 << 20
 # The safetensors reader refuses longer headers.
 HEADER_LIMIT_BYTES = 100_000_000
@@ -45,7 +45,7 @@ HEADER_LIMIT_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor: where it begins and how large it is, one number a dim."""
+    """A rectangular part of a tensor: its offset and size in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -56,20 +56,20 @@ class Box:
         return prod(self.sizes)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The part that both cover, None where there is none."""
+        """The intersection of both, None if it is empty."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes)]  # noqa: B905
         sizes = tuple(end - begin for begin, end in zip(begins, ends))  # noqa: B905
         return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, outer: "Box") -> "Box":
-        """This box in the coordinates of one that contains it."""
+        """This box in the coordinates of a box that contains it."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets)), self.sizes)  # noqa: B905
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """An arrangement of ranks, row by row. `ranks` is None for 0, 1, 2, ..."""
+    """A mesh of ranks, in row-major order. `ranks` is None for 0, 1, 2, ..."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...] | None = None
@@ -81,7 +81,7 @@ class Mesh:
         return prod(self.shape)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank stands, None where it has no place."""
+        """The coordinate of a rank, None if it is not in the mesh."""
         if self.ranks is None:
             return unravel(rank, self.shape) if 0 <= rank < self.size else None
         if not self._positions:
@@ -90,7 +90,7 @@ class Mesh:
         return None if position is None else unravel(position, self.shape)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """Who stands there."""
+        """The rank at a coordinate."""
         position = 0
         for size, number in zip(self.shape, coordinate):  # noqa: B905
             position = position * size + number
@@ -99,7 +99,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the index. `placements` has one item an axis of the mesh: the dim it shards, None: replicated."""
+    """One tensor of the index. `placements` has one item for each mesh axis: the sharded dim, or None: replicated."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -112,7 +112,7 @@ class TensorEntry:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of it."""
+        """Whether ranks hold different parts of the tensor."""
         return any(dim is not None for dim in self.placements)
 
     @property
@@ -144,20 +144,20 @@ class Index:
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def mesh_number(self, mesh: Mesh) -> int:
-        """The number of a mesh, which is added where it is new."""
+        """The number of a mesh, which is added if it is new."""
         if mesh not in self.meshes:
             self.meshes.append(mesh)
         return self.meshes.index(mesh)
 
     def sort(self) -> None:
-        """Bring every section into file order."""
+        """Sort every section into file order."""
         for section, entries in self.sections.items():
             names = sorted(entries, key=lambda name: (-ITEM_BYTES[entries[name].dtype], name))
             self.sections[section] = {name: entries[name] for name in names}
 
 
 def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The coordinate of the position-th cell, counted row by row."""
+    """The coordinate of the position-th cell in row-major order."""
     numbers = []
     for size in reversed(shape):
         position, number = divmod(position, size)
@@ -173,7 +173,7 @@ def part(size: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def local_box(entry: TensorEntry, mesh: Mesh, coordinate: Sequence[int]) -> Box:
-    """What the rank at a coordinate of the mesh holds of a tensor."""
+    """The part of a tensor that the rank at a coordinate of the mesh holds."""
     offsets, sizes = [0] * len(entry.shape), list(entry.shape)
     for axis, dim in enumerate(entry.placements):
         if dim is not None:
@@ -184,7 +184,7 @@ def local_box(entry: TensorEntry, mesh: Mesh, coordinate: Sequence[int]) -> Box:
 
 @dataclass(frozen=True)
 class _Copies:
-    """How the holders of equal bytes share the writing: split along `dim`, or all by holder `owner`."""
+    """How the ranks with the same replica share the writing: split along `dim`, or, if it is None, all by `owner`."""
 
     axes: tuple[int, ...]
     count: int
@@ -203,7 +203,7 @@ def _copies(name: str, entry: TensorEntry, mesh: Mesh) -> _Copies:
 
 
 def chunk_of(name: str, entry: TensorEntry, mesh: Mesh, rank: int) -> Chunk | None:
-    """The piece of a tensor that a rank writes, None where it writes none of it."""
+    """The piece of a tensor that a rank writes, None if it writes none."""
     coordinate = mesh.coordinate(rank)
     if coordinate is None:
         return None
@@ -226,13 +226,13 @@ def _narrow(box: Box, dim: int, begin: int, size: int) -> Box:
 
 
 def chunks_of(index: Index, section: str, rank: int) -> list[Chunk]:
-    """What a rank writes of a section, in file order. A pure function: it takes O(tensors), whatever the world size."""
+    """The chunks of a section that a rank writes, in file order. O(tensors), independent of the world size."""
     chunks = (chunk_of(name, e, index.meshes[e.mesh], rank) for name, e in index.sections[section].items())
     return [chunk for chunk in chunks if chunk is not None]
 
 
 def saved_chunks(name: str, entry: TensorEntry, mesh: Mesh, box: Box) -> Iterator[tuple[int, Box]]:
-    """(rank, box) of every saved piece that overlaps a box of the tensor. Takes O(overlapping pieces)."""
+    """(rank, box) of every saved piece that overlaps a box of the tensor. O(overlapping pieces)."""
     if not (box.count and prod(entry.shape)):
         return
     copies = _copies(name, entry, mesh)
@@ -272,11 +272,11 @@ def _descend(
 
 
 def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) in bytes of each contiguous stretch of a box inside a row-major array, in order."""
+    """(offset, length) in bytes of each contiguous range of a box inside a row-major array, in order."""
     if not box.count:
         return
     strides = [prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
-    split = len(shape)  # dims from here on are covered whole, and so are contiguous
+    split = len(shape)  # dims from here on are covered completely, so they are contiguous
     while split and box.sizes[split - 1] == shape[split - 1]:
         split -= 1
     outer = max(split - 1, 0)
@@ -287,26 +287,26 @@ def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int,
 
 
 def only_run(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[int, int] | None:
-    """(offset, length) in bytes of a box that is one stretch of the array; None where it is several, or none."""
+    """(offset, length) in bytes of a box that is one contiguous range of the array; None otherwise."""
     found = runs(shape, box, item_bytes)
     first = next(found, None)
     return first if next(found, None) is None else None
 
 
 def file_of(index: Index, section: str, rank: int) -> str:
-    """The file, relative to the checkpoint, that a rank writes its chunks of a section into."""
+    """The file, relative to the checkpoint, into which a rank writes its chunks of a section."""
     if index.kind == "full":
         return f"{section}/{section}.safetensors"
     return f"{section}/r{rank:05d}-of-{index.world_size:05d}.safetensors"
 
 
 def own_file(rank: int, world_size: int) -> str:
-    """The file, relative to the checkpoint, with a rank's tensors that the others have differently."""
+    """The file, relative to the checkpoint, with the per-rank tensors of a rank."""
     return f"{OWN}/r{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def pieces(index: Index, section: str, name: str, box: Box) -> Iterator[tuple[str, Box]]:
-    """(file, box) of every piece of a tensor, as files hold it, that overlaps a box. A full file holds one piece."""
+    """(file, box) of every stored piece of a tensor that overlaps a box. In a full file a tensor is one piece."""
     entry = index.sections[section][name]
     if index.kind == "full":
         if box.count:
@@ -317,7 +317,7 @@ def pieces(index: Index, section: str, name: str, box: Box) -> Iterator[tuple[st
 
 
 def header(items: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The length and JSON that begin a safetensors file with these (name, dtype, shape), data in the same order."""
+    """The header of a safetensors file (length and JSON) with these (name, dtype, shape); data in the same order."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, dtype, shape in items:
@@ -331,7 +331,7 @@ def header(items: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[st
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a safetensors file keeps one tensor: `begin` counts from the start of the file."""
+    """The place of one tensor in a safetensors file: `begin` counts from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -340,7 +340,7 @@ class Stored:
 
 
 def read_header(read: Any, file_bytes: int, where: str) -> dict[str, Stored]:
-    """Every tensor of a safetensors file. `read(offset, length)` returns bytes. CheckpointCorrupted on any nonsense."""
+    """Every tensor of a safetensors file. `read(offset, length)` returns bytes. CheckpointCorrupted if invalid."""
     try:
         (length,) = struct.unpack("<Q", read(0, 8))
         if length > min(HEADER_LIMIT_BYTES, file_bytes - 8):
@@ -358,7 +358,7 @@ def _stored(value: Mapping[str, Any], data: int) -> Stored:
     begin, end = value["data_offsets"]
     shape, dtype = tuple(value["shape"]), value["dtype"]
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end)):
-        raise ValueError("sizes must be whole numbers")
+        raise ValueError("sizes must be non-negative integers")
     if end - begin != prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{end - begin} bytes for shape {list(shape)} of {dtype}")
     return Stored(dtype, shape, data + begin, end - begin)
@@ -368,7 +368,7 @@ def _check_no_holes(found: Mapping[str, Stored], data: int, file_bytes: int) -> 
     position = data
     for stored in sorted(found.values(), key=lambda item: (item.begin, item.bytes)):
         if stored.begin != position:
-            raise ValueError("its tensors overlap or leave holes")
+            raise ValueError("its tensors overlap or leave gaps")
         position += stored.bytes
     if position != file_bytes:
         raise ValueError(f"its tensors end at byte {position} of {file_bytes}")

@@ -1,4 +1,4 @@
-"""What a load gives to the live objects, and what of a checkpoint does not fit them. Nothing is read but JSON."""
+"""Which parts of a checkpoint a load applies to the live objects, and mismatches between them. Reads only JSON."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,29 +16,29 @@ from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointCorrupted
 from shardkit.storage.url import Place
 
-# A run may change its precision between a save and a load; its loss scale then has no place to go, or starts anew.
+# A run may change its precision between a save and a load: the loss scale is then not loaded, or starts at its default.
 OPTIONAL = ("scaler",)
 
 
 @dataclass
 class Unfinished:
-    """What a load that failed had begun to write: `parts` of the live state, from the checkpoint `path`."""
+    """The `parts` of the live state that a failed load may have overwritten, from the checkpoint `path`."""
 
     path: Place | None = None
     parts: set[str] = field(default_factory=set)
 
     def begin(self, path: Place, parts: set[str]) -> None:
-        """From now on the live state is a mix."""
+        """Record that a load begins to overwrite the live state."""
         self.path, self.parts = path, self.parts | parts
 
     def end(self) -> None:
-        """It is whole again."""
+        """Record that the live state is complete again."""
         self.path, self.parts = None, set()
 
 
 @dataclass(frozen=True)
 class How:
-    """How to load, and what an earlier load has left."""
+    """Options of a load, and the state of an earlier failed load."""
 
     verify: str
     strict: bool
@@ -48,11 +48,11 @@ class How:
 
 @dataclass
 class Plan:
-    """What this rank is to be given."""
+    """What this rank loads."""
 
     common: dict[str, Any]
     own: dict[str, Any] | None
-    """What this rank had for itself; None on another number of ranks."""
+    """The per-rank state of this rank; None if the number of ranks changed."""
     own_rank: int | None = None
     left_out: set[tuple[int, str]] = field(default_factory=set)
     of_rank_0: list[str] = field(default_factory=list)
@@ -60,12 +60,12 @@ class Plan:
     weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     """(section, saved name, live tensor)."""
     parts: set[str] = field(default_factory=set)
-    """Of the live state, what is written."""
-    untold: set[int] = field(default_factory=set)
-    """Numbers of the models that are not in the checkpoint, and that load hooks may know of."""
+    """The parts of the live state that are overwritten."""
+    for_hooks: set[int] = field(default_factory=set)
+    """Numbers of the models that are not in the checkpoint's sections; load hooks may load them."""
 
     def leave_out(self, number: int) -> None:
-        """A model that somebody else has loaded."""
+        """Do not load this model: a hook has loaded it."""
         section = state.section_name("model", number)
         self.weights = [one for one in self.weights if one[0] != section]
         self.parts = {part for part in self.parts if not part.startswith(f"{section}: ")}
@@ -81,7 +81,7 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How)
     for number, model in enumerate(live.models):
         section = section_name("model", number)
         if section not in index.sections and live.take is not None:
-            plan.untold.add(number)
+            plan.for_hooks.add(number)
             continue
         _plan_model(model, section, index, strict, plan)
     names = state.parameter_names(live.models)
@@ -95,18 +95,18 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How)
     plan.problems += _unusable_positions(live, plan, checkpoint.manifest.world_size)
     left = sorted(how.unfinished.parts - plan.parts)
     if left:
-        text = f"written by the load of {how.unfinished.path} that failed, and not in this checkpoint"
+        text = f"overwritten by the failed load of {how.unfinished.path}, and not in this checkpoint"
         plan.problems.append(f"{per_rank.labels_text(left)}: {text}")
     return plan
 
 
 def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:
-    """The live parameters by the names that optimizers know them by."""
+    """The live parameters by their names in optimizer states."""
     return {names[id(p)]: p for model in live.models for p in model.parameters() if id(p) in names}
 
 
 def _take_own(plan: Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor], strict: bool) -> None:
-    """Put what this rank had for itself, or rank 0, where all ranks have the rest."""
+    """Merge per-rank state into the state that all ranks share: this rank's, or rank 0's if the world size changed."""
     index = checkpoint.index
     found = per_rank.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live), strict)
     plan.common, plan.own_rank = found.common, found.own_rank
@@ -115,7 +115,7 @@ def _take_own(plan: Plan, checkpoint: Checkpoint, rank: int, live: dict[str, tor
 
 
 def _is_alike(index: Index, fqn: str, live: dict[str, torch.Tensor]) -> bool:
-    """Whether this rank holds the part of a parameter that the same rank held when it was saved."""
+    """Whether this rank holds the same part of a parameter as when it was saved."""
     saved = entry_of_parameter(index, fqn)
     if saved is None or fqn not in live:
         return False
@@ -154,7 +154,7 @@ def _plan_model(model: nn.Module, section: str, index: Index, strict: bool, plan
 
 
 def _not_saved(section: str) -> str:
-    return f"{section}: prepared now, and not in the checkpoint; load with strict=False to leave it as it is"
+    return f"{section}: prepared in this run, but not in the checkpoint; load with strict=False to keep it unchanged"
 
 
 def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
@@ -163,7 +163,7 @@ def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
     if entry.dtype != tensors.DTYPES.get(tensor.dtype):
         return f"dtype {entry.dtype} in the checkpoint, {tensors.DTYPES.get(tensor.dtype)} in the model"
     if not tensors.has_memory(tensor):
-        return "has no values yet in the model (got a tensor on the meta device); prepare the model first"
+        return "has no values in the model yet (got a tensor on the meta device); prepare the model first"
     return None
 
 
@@ -183,17 +183,17 @@ def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[str]:
     missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
     unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL)]
     return [
-        *optimizers.listed("objects", "registered now, not in the checkpoint", missing),
-        *optimizers.listed("objects", "in the checkpoint, not registered now", unexpected),
+        *optimizers.listed("objects", "registered in this run, not in the checkpoint", missing),
+        *optimizers.listed("objects", "in the checkpoint, not registered in this run", unexpected),
     ]
 
 
-# What schedules write into an optimizer's groups.
+# Keys that schedulers add to an optimizer's param groups.
 _ADDED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
 
 def _other_kinds(live: Live, common: dict[str, Any]) -> list[str]:
-    """Optimizers and schedules of another kind than was saved: each has settings that the other lacks."""
+    """Optimizers and schedulers of another class than was saved: each has settings that the other lacks."""
     pairs: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
     for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
         settings = saved["groups"][0]["settings"] if saved["groups"] else {}
@@ -207,19 +207,19 @@ def _other_kinds(live: Live, common: dict[str, Any]) -> list[str]:
         lost, new = sorted(saved.keys() - own.keys() - _ADDED), sorted(own.keys() - saved.keys() - _ADDED - {"params"})
         if saved and lost and new:
             problems.append(
-                f"{name}: saved of another kind than {type(now).__name__} (it has {', '.join(lost[:3])} in place of "
-                f"{', '.join(new[:3])}); prepare the kind that was saved, or load with strict=False"
+                f"{name}: was saved from another class than {type(now).__name__} (it has {', '.join(lost[:3])} instead "
+                f"of {', '.join(new[:3])}); prepare the class that was saved, or load with strict=False"
             )
     return problems
 
 
 def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[str]:
-    """Whole models and optimizers of the checkpoint that nothing live takes: forgotten, or not prepared yet."""
+    """Models and optimizers in the checkpoint that are not prepared in this run."""
     models = {name for name in index.sections if name.startswith("model")}
     models -= {section_name("model", number) for number in range(len(live.models))}
     unclaimed = [section_name("optim", n) for n in range(len(live.optimizers), len(common["optimizers"]))]
     return [
-        f"{section}: in the checkpoint, and not prepared now; prepare it before loading, or load with strict=False"
+        f"{section}: in the checkpoint, but not prepared; prepare it before loading, or load with strict=False"
         for section in [*sorted(models), *unclaimed]
     ]
 
@@ -229,18 +229,18 @@ def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[str]:
     if not missing:
         return []
     return [
-        f"{', '.join(missing)}: its position is in the checkpoint, and it is not prepared now; "
+        f"{', '.join(missing)}: the checkpoint has its position, but it is not prepared; "
         "prepare it before loading, or load with data_position=False"
     ]
 
 
 def positions(plan: Plan) -> dict[str, Any]:
-    """By loader, as saved."""
+    """The saved positions by loader."""
     return (plan.common if plan.own is None else plan.own)["loaders"]
 
 
 def _unusable_positions(live: Live, plan: Plan, saved_ranks: int) -> list[str]:
-    """Positions in the data that mean nothing for the loaders that are prepared now."""
+    """Saved positions that do not match the prepared loaders."""
     problems, saved = [], positions(plan)
     for name, loader in live.loaders.items():
         if name in saved:
@@ -250,4 +250,4 @@ def _unusable_positions(live: Live, plan: Plan, saved_ranks: int) -> list[str]:
 
 
 def no_tensor(name: str) -> Any:
-    raise CheckpointCorrupted(f"state: a position in the data holds a tensor ({name}); it is damaged.")
+    raise CheckpointCorrupted(f"state: a position in the data contains a tensor ({name}); the file is damaged.")

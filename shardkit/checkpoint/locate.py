@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a path means: a project folder, a folder of checkpoints, or a checkpoint itself."""
+"""Finds the checkpoint for a path: a project folder, a folder of checkpoints, or a checkpoint."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from shardkit.errors import CheckpointError
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
-# What Accelerator(project_config=...) puts the step folders of a project into.
+# The folder in a project in which Accelerator(project_config=...) saves step folders.
 SERIES = "checkpoints"
 
 
@@ -27,42 +27,42 @@ def _with_steps(path: Place) -> Place | None:
 
 
 def _none_at(path: Place, others: list[Place]) -> CheckpointError:
-    """Why a path is no folder of step folders; `others` are the checkpoints in it that are not named by step."""
+    """Why a path is not a folder of step folders; `others` are the checkpoints in it that are not named by step."""
     if _is_checkpoint(path):
-        what = "one checkpoint; give the folder of a run, which may hold several"
+        what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
     elif not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
         what = "no such folder; give a project folder or a folder of checkpoints"
     elif others:
         what = f"its checkpoints are not named by step ({', '.join(other.name for other in others)}); give one of them"
     else:
-        what = f"no step-* folder in it, nor in its {SERIES}; give the folder of a run"
+        what = f"contains no step-* folder, and neither does its folder {SERIES}; give the folder of a run"
     return CheckpointError(f"checkpoint: {path}: {what}.")
 
 
 def _is_checkpoint(path: Place) -> bool:
     if isinstance(path, Url):
         return manifest.is_here(path)
-    # os.path: what cannot be read is told by whoever opens it.
+    # os.path instead of Path.exists: no PermissionError here; opening the file reports it.
     return os.path.exists(path / manifest.NAME) or (
         folder.STEP.fullmatch(path.name) is not None and os.path.isdir(path)
     )
 
 
 def checkpoint(path: Place) -> Checkpoint:
-    """The checkpoint at a path, or the newest whole one of a folder of them; CheckpointError with the reason."""
-    with _in_words(path):
+    """The checkpoint at a path, or the newest complete one in a folder. Raises CheckpointError with the reason."""
+    with _as_checkpoint_error(path):
         if _is_checkpoint(path):
             return open_checkpoint(path)
         root = series(path)
         found, skipped = folder.newest_valid(root)
         if found is None:
-            raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is whole: {skipped[0].reason}")
+            raise CheckpointError(f"{root}: none of its {len(skipped)} checkpoints is complete: {skipped[0].reason}")
         return open_checkpoint(found.path)
 
 
 def checkpoints(path: Place) -> list[Place]:
-    """The checkpoint at a path alone, or all of a folder of them: those named by step, oldest first, then others."""
-    with _in_words(path):
+    """The checkpoint at a path, or all checkpoints in a folder: those named by step, oldest first, then others."""
+    with _as_checkpoint_error(path):
         if _is_checkpoint(path):
             return [path]
         root = _with_steps(path) or path
@@ -73,13 +73,13 @@ def checkpoints(path: Place) -> list[Place]:
 
 
 @contextmanager
-def _in_words(path: Place) -> Iterator[None]:
-    """What the file system or the store refuses is a CheckpointError."""
+def _as_checkpoint_error(path: Place) -> Iterator[None]:
+    """Turns errors of the file system or the store into CheckpointError, and adds the prefix `checkpoint: `."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint: {path}: cannot be read ({error.strerror}); see to its permissions."
+            f"checkpoint: {path}: cannot be read ({error.strerror}); check its permissions."
         ) from error
     except CheckpointError as error:
         text = str(error)

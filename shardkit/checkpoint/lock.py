@@ -1,4 +1,5 @@
-"""One writer a folder: a second run that saves into the same folder of checkpoints is refused, by name."""
+"""One writer per folder: a second run that saves into the same folder of checkpoints gets an error that names the
+first."""
 
 import contextlib
 import fcntl
@@ -19,8 +20,8 @@ logger = get_logger(__name__)
 
 @dataclass
 class _Held:
-    """A lock that this process holds. The system drops it where any descriptor of the file is closed, so there is one,
-    however many runs of this process save into the folder, one after another."""
+    """A lock that this process holds. The system releases it as soon as any descriptor of the file is closed, so all
+    runs in this process share one descriptor."""
 
     descriptor: int
     users: int = 0
@@ -31,13 +32,13 @@ _held: dict[Path, _Held] = {}
 
 @dataclass
 class Lock:
-    """A run's share in a held lock. It ends with `release`, or with the process."""
+    """A run's use of a held lock. It ends with `release`, or with the process."""
 
     path: Path
     is_released: bool = False
 
     def release(self) -> None:
-        """Leave the folder to others. A second call does nothing."""
+        """Allow other runs to use the folder. A second call does nothing."""
         if self.is_released:
             return
         self.is_released = True
@@ -55,9 +56,9 @@ def _key(path: Path) -> Path:
 
 
 def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock:
-    """The lock of a folder; that of a dead run is taken over.
+    """Lock a folder. The lock of a dead run is taken over.
 
-    CheckpointSaveError names the run that holds it, and gives the advice.
+    Raises CheckpointSaveError that names the run which holds the lock, and ends with the advice.
     """
     path = root / NAME
     if _key(path) not in _held:
@@ -67,20 +68,26 @@ def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock
 
 
 def _locked(root: Path, path: Path, run_id: str, advice: str) -> int:
-    """A descriptor of the lock's file, locked."""
+    """A locked descriptor of the lock file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    # A record lock: the system drops it when the process dies, and forked DataLoader workers do not inherit it.
+    # A record lock: the system releases it when the process dies, and forked DataLoader workers do not inherit it.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         holder = _holder(descriptor)
         os.close(descriptor)
-        raise CheckpointSaveError(f"checkpoint: {root}: {_who(holder)} saves here; {advice}.") from None
+        raise CheckpointSaveError(f"checkpoint: {root}: {_who(holder)} saves into this folder; {advice}.") from None
     except OSError as error:
-        logger.warning("checkpoint: %s: this file system has no locks (%s); a second run is not noticed.", root, error)
+        logger.warning(
+            "checkpoint: %s: the file system does not support locks (%s); a second run in the folder is not detected.",
+            root,
+            error,
+        )
     before = _holder(descriptor)
     if before and before.get("run_id") != run_id:
-        logger.warning("checkpoint: %s: %s ended without leaving; taking over.", root, _who(before))
+        logger.warning(
+            "checkpoint: %s: %s ended without releasing its lock; this run takes it over.", root, _who(before)
+        )
     _write(descriptor, {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid()})
     return descriptor
 

@@ -1,7 +1,7 @@
-"""The commit record of a checkpoint: what it is, and the size and digests of every file in it.
+"""The commit record of a checkpoint: its metadata, and the size and digests of every file in it.
 
-It is written last, carries a digest of itself, and is read strictly: what is not exactly as written is refused with
-the reason. A file has one digest for each rank that wrote into it, over that rank's bytes in file order.
+It is written last and contains a digest of itself. Any change is an error with the reason. A file has one digest for
+each rank that wrote into it, over the bytes of that rank in file order.
 """
 
 import hashlib
@@ -21,33 +21,33 @@ from shardkit.storage.url import Place, Url
 
 NAME = "MANIFEST.json"
 FORMAT = "shardkit-checkpoint"
-VERSION = 4  # the newest that this shardkit reads
-STORE_VERSION = 4  # of a checkpoint that was saved into a store of objects
-ADDITIONS_VERSION = 3  # of a checkpoint that holds what hooks have added
-APART_VERSION = 2  # of a checkpoint that holds what optimizers and ranks may have otherwise
-PLAIN_VERSION = 1  # of a checkpoint that holds nothing that readers of version 1 would leave out
+VERSION = 4  # the newest version that this shardkit reads
+STORE_VERSION = 4  # of a checkpoint in an object store
+ADDITIONS_VERSION = 3  # of a checkpoint with files that hooks added
+APART_VERSION = 2  # of a checkpoint with per-rank state, or optimizer state beyond that of its parameters
+PLAIN_VERSION = 1  # of a checkpoint that readers of version 1 read completely
 
-# The only names that a reader opens. Anything else in a manifest is refused, so none leads out of the folder.
+# The only names that a reader opens. A manifest with other names is refused, so no path leads out of the folder.
 FILE_NAME = re.compile(
     r"index\.json|config\.(json|yaml)|state/(common|rank-\d{5,7})\.json"
     r"|(?P<section>[a-z][a-z0-9_]{0,31})/((?P=section)|r\d{5,7}-of-\d{5,7})\.safetensors"
 )
 
-# Where the files of a checkpoint lie below it: on a disk beside the manifest, in a store under the save's own id.
+# The prefix of a checkpoint's files in a store: the save id. On a disk they are next to the manifest.
 DATA = re.compile(r"[0-9a-f]{32}")
 
-# Names that hooks may give to their files: no folder above, no name that a shell or another system cannot hold.
+# Names that hooks may give to their files: no parent folders, and no characters that other systems do not allow.
 ADDITION = re.compile(r"[^/\\\x00-\x1f]{1,255}(/[^/\\\x00-\x1f]{1,255}){0,15}")
 
 
 def is_addition(name: str) -> bool:
-    """Whether a file of such a name may be added to a checkpoint."""
+    """Whether a hook may add a file with this name to a checkpoint."""
     return bool(ADDITION.fullmatch(name)) and not {".", ".."} & {*name.split("/")} and name != NAME
 
 
 @dataclass(frozen=True)
 class File:
-    """One file: its size, and the digest of what each rank wrote into it."""
+    """One file: its size, and the digest of the bytes that each rank wrote into it."""
 
     bytes: int
     digests: dict[int, str]
@@ -55,7 +55,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """The metadata of a checkpoint."""
 
     kind: str
     step: int
@@ -75,32 +75,32 @@ class Manifest:
     files: dict[str, File] = field(default_factory=dict)
     version: int = PLAIN_VERSION
     additions: dict[str, File] = field(default_factory=dict)
-    """What the user's hooks have added: verified as the rest, and opened by no reader."""
+    """Files that the user's hooks added: verified like the rest, but not opened by a reader."""
     data: str | None = None
-    """The folder below this one that holds the files; None: they lie beside the manifest."""
+    """The subfolder with the files; None: they are next to the manifest."""
 
     def stored(self, name: str) -> str:
-        """Where a file lies, from the manifest's folder."""
+        """The path of a file, relative to the manifest's folder."""
         return name if self.data is None else f"{self.data}/{name}"
 
     @property
     def every_file(self) -> dict[str, File]:
-        """The checkpoint's own files and those added to it."""
+        """The checkpoint's files and those that hooks added."""
         return {**self.files, **self.additions}
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of all files."""
         return sum(file.bytes for file in self.every_file.values())
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest as it stands in its file, with the digest of itself."""
+    """The manifest as the bytes of its file, with the digest of itself."""
     value: dict[str, Any] = {"format": FORMAT, "min_reader": manifest.version, **asdict(manifest)}
     value["files"] = _files_to_json(manifest.files)
     value["additions"] = _files_to_json(manifest.additions)
     if not manifest.additions:
-        del value["additions"]  # so that older versions stay as they are, to the byte
+        del value["additions"]  # so that files of older versions stay byte-identical
     if manifest.data is None:
         del value["data"]
     value["self_sha256"] = hashlib.sha256(disk.to_json(value)).hexdigest()
@@ -115,20 +115,21 @@ def _files_to_json(files: dict[str, File]) -> dict[str, Any]:
 
 
 def self_digest(folder: Place) -> str:
-    """sha256 of the manifest's bytes: what all ranks must see alike."""
+    """sha256 of the manifest's bytes; must be equal on all ranks."""
     return hashlib.sha256(disk.read_small(folder, NAME)).hexdigest()
 
 
 def read(folder: Place) -> Manifest:
-    """The manifest of a checkpoint; a CheckpointError with the reason where there is none, or not a good one."""
+    """The manifest of a checkpoint. Raises CheckpointError with the reason if it is missing or invalid."""
     where = str(folder / NAME)
     if not is_here(folder):
         if not (objects.is_there(folder) if isinstance(folder, Url) else folder.exists()):
             raise CheckpointError(
-                f"{folder}: no checkpoint here, nor a folder of this name; name one, or a folder in which checkpoints "
-                "are."
+                f"{folder}: no such folder; give a checkpoint, or a folder that contains checkpoints."
             )
-        raise CheckpointError(f"{folder}: no checkpoint ({NAME} is missing); a save that was cut off leaves none.")
+        raise CheckpointError(
+            f"{folder}: not a checkpoint, or an incomplete one ({NAME} is missing); use another checkpoint."
+        )
     return from_bytes(disk.read_small(folder, NAME), where)
 
 
@@ -141,15 +142,15 @@ def from_bytes(text: bytes, where: str) -> Manifest:
     """As `read`, from the manifest's bytes."""
     value = disk.from_json(text, where)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise CheckpointCorrupted(f"{where}: not a manifest of shardkit.")
+        raise CheckpointCorrupted(f"{where}: not a shardkit manifest.")
     if not isinstance(value.get("min_reader"), int) or value["min_reader"] > VERSION:
         found = value.get("version")
         raise CheckpointError(
-            f"{where}: format version {found} is newer than this shardkit reads ({VERSION}); upgrade."
+            f"{where}: format version {found} is newer than this shardkit supports ({VERSION}); upgrade shardkit."
         )
     stated = value.pop("self_sha256", None)
     if stated != hashlib.sha256(disk.to_json(value)).hexdigest():
-        raise CheckpointCorrupted(f"{where}: its digest of itself does not match; it was changed or damaged.")
+        raise CheckpointCorrupted(f"{where}: its digest does not match its contents; it was changed or damaged.")
     try:
         return _from_json(value)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -163,20 +164,20 @@ def _from_json(value: dict[str, Any]) -> Manifest:
         raise ValueError(f"unknown digest or kind (got {value['digest']!r}, {value['kind']!r})")
     numbers = ("step", "epoch", "samples_seen", "world_size", "version")
     if not all(type(value[key]) is int and value[key] >= 0 for key in numbers):
-        raise ValueError(f"{', '.join(numbers)} must be whole numbers")
+        raise ValueError(f"{', '.join(numbers)} must be non-negative integers")
     given["files"] = {name: _file(name, file, value["world_size"]) for name, file in value["files"].items()}
     added = value.get("additions", {})
     given["additions"] = {name: _file(name, file, value["world_size"], is_added=True) for name, file in added.items()}
     if twice := given["files"].keys() & given["additions"].keys():
         raise ValueError(f"a file is listed twice (got {min(twice)!r})")
     if given.get("data") is not None and not DATA.fullmatch(given["data"]):
-        raise ValueError(f"a folder name that no checkpoint has (got {given['data']!r})")
+        raise ValueError(f"an invalid folder name (got {given['data']!r})")
     return Manifest(**given)
 
 
 def _file(name: str, value: dict[str, Any], world_size: int, is_added: bool = False) -> File:
     if not (is_addition(name) if is_added else FILE_NAME.fullmatch(name)):
-        raise ValueError(f"a file name that no checkpoint has (got {name[:80]!r})")
+        raise ValueError(f"an invalid file name (got {name[:80]!r})")
     texts = {int(rank): text for rank, text in value["digests"].items()}
     if type(value["bytes"]) is not int or value["bytes"] < 0 or not texts:
         raise ValueError(f"{name}: size or digests are missing")
@@ -188,7 +189,8 @@ def _file(name: str, value: dict[str, Any], world_size: int, is_added: bool = Fa
 
 
 def check_sizes(folder: Place, manifest: Manifest) -> list[str]:
-    """What is wrong with the files' presence, kind and size; nothing is read. Empty: all there. One look at each."""
+    """Problems with the presence, type and size of the files; empty if there are none. Reads no contents, and looks at
+    each file once."""
     if isinstance(folder, Url):
         return _check_objects(folder, manifest)
     problems, found = [], _below(folder)
@@ -198,14 +200,14 @@ def check_sizes(folder: Place, manifest: Manifest) -> list[str]:
         if seen is None and (parent is None or stat.S_ISDIR(parent.st_mode)):
             problems.append(f"{path}: missing")
         elif seen is None or not stat.S_ISREG(seen.st_mode):
-            problems.append(f"{path}: not a plain file")
+            problems.append(f"{path}: not a regular file")
         elif seen.st_size != file.bytes:
             problems.append(_other_size(path, seen.st_size, file))
     return problems + [f"{path}: not part of this checkpoint" for path in _strangers(folder, found, manifest)]
 
 
 def _check_objects(url: Url, manifest: Manifest) -> list[str]:
-    """As `check_sizes`, in a store. What a listing does not show yet is looked for by its name."""
+    """As `check_sizes`, in a store. A file that the listing does not show yet is looked up by name."""
     listed = objects.below(url if manifest.data is None else url / manifest.data)
     problems, found = [], {manifest.stored(name): seen for name, seen in listed.items()}
     for name, file in manifest.every_file.items():
@@ -219,11 +221,11 @@ def _check_objects(url: Url, manifest: Manifest) -> list[str]:
 
 
 def _other_size(path: Place, size: int, file: File) -> str:
-    return f"{path}: {size} bytes where {file.bytes} were saved (cut short or overwritten)"
+    return f"{path}: has {size} bytes instead of the {file.bytes} that were saved (truncated or overwritten)"
 
 
 def strangers(folder: Path, manifest: Manifest) -> list[Path]:
-    """Files below the folder that the manifest does not know; hidden ones (.DS_Store, .nfs...) are let be."""
+    """Files below the folder that are not in the manifest, except hidden ones (.DS_Store, .nfs...)."""
     return _strangers(folder, _below(folder), manifest)
 
 
@@ -238,7 +240,7 @@ def _unknown(names: Iterable[str], manifest: Manifest) -> list[str]:
 
 
 def _below(folder: Path) -> dict[str, os.stat_result]:
-    """Everything below the folder by name; links are not followed."""
+    """The stat results of all files and folders below the folder, by relative path; links are not followed."""
     found, folders = {}, [""]
     while folders:
         inside = folders.pop()

@@ -1,6 +1,6 @@
-"""The model of a checkpoint as an export: its files are read once, from front to back, hashed, and copied into place.
+"""Exports the models of a checkpoint: its files are read once, sequentially, hashed, and copied to their places.
 
-Extra memory is one tensor piece. Where the dtype stays, bytes are copied and no torch is loaded.
+Extra memory is one tensor piece. If the dtype does not change, bytes are copied and torch is not imported.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from shardkit.checkpoint.layout import ITEM_BYTES, Stored
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file
 from shardkit.errors import CheckpointError, UsageError
 
-# Names of the safetensors format by what people write.
+# Dtype names of the safetensors format by the names that users give.
 DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16", "bf16": "BF16", "bfloat16": "BF16"}
 DTYPES |= {"fp64": "F64", "float64": "F64"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -29,16 +29,18 @@ def merge(
     max_shard_size: str | int = "5GB",
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[Path, list[ExportFile]]:
-    """Write every model of a checkpoint as safetensors; the files by folder. Nothing is published where bytes differ.
+    """Write every model of a checkpoint as safetensors, and return the files by folder. If any digest differs, nothing
+    is published.
 
-    The first model goes into `folder`, further ones into `folder/model_1`, ... `on_bytes` is told what was read.
+    The first model is written to `folder`, further ones to `folder/model_1`, ... `on_bytes` is called with the number
+    of bytes just read.
     """
     limit, target = export.size_in_bytes(max_shard_size), _target(dtype)
     sections = [name for name in checkpoint.index.sections if name.split("_")[0] == "model"]
     if not any(checkpoint.index.sections[name] for name in sections):
         added = of_hooks(checkpoint)
-        said = f"its models are in what the script's save hook wrote (got {added})" if added else "holds no model"
-        raise CheckpointError(f"checkpoint: {checkpoint.path}: {said}; there is nothing to merge.")
+        reason = f"its models are in files of the script's save hook (got {added})" if added else "contains no model"
+        raise CheckpointError(f"checkpoint: {checkpoint.path}: {reason}; there is nothing to merge.")
     written = {}
     with ExitStack() as stack:
         for section in sections:
@@ -46,26 +48,26 @@ def merge(
             written[where] = _begin(checkpoint, section, where, target, limit)
             stack.callback(export.discard, written[where])
             _copy(checkpoint, section, written[where], on_bytes)
-        for opened in written.values():  # only now are the bytes of all models known to be good
+        for opened in written.values():  # only after the digests of all models have been checked
             export.publish(opened)
     return {where: opened.files for where, opened in written.items()}
 
 
 def of_hooks(checkpoint: Checkpoint) -> str:
-    """Names of the files that save hooks have added, the first of many; a model that a hook has saved itself is in
-    them, and in no merge. Empty where there are none."""
+    """Names of the files that save hooks added, shortened; empty without any. A model that a hook saved is in these
+    files, and is not merged."""
     names = sorted(checkpoint.manifest.additions)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def model_bytes(checkpoint: Checkpoint) -> int:
-    """What `merge` reads."""
+    """The number of bytes that `merge` reads."""
     return sum(file.bytes for name, file in checkpoint.manifest.files.items() if name.startswith("model"))
 
 
 def _target(dtype: str | None) -> str | None:
     if dtype is not None and dtype.lower() not in DTYPES:
-        raise UsageError(f"--dtype: unknown (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
+        raise UsageError(f"--dtype: unknown dtype (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
     return None if dtype is None else DTYPES[dtype.lower()]
 
 
@@ -89,7 +91,8 @@ def _copy(checkpoint: Checkpoint, section: str, opened: Opened, on_bytes: OnByte
 
 
 class _Output:
-    """The files that are written; `take` lends memory for a piece, which is written when the next one is asked for."""
+    """The files that are written. `take` returns memory for a piece; its contents are written at the next `take` or
+    `flush`."""
 
     def __init__(self, folder: Path, targets: list[ExportFile]) -> None:
         self._where = {name: (file.name, place) for file in targets for name, place in file.places.items()}
@@ -121,7 +124,7 @@ class _Output:
         return memoryview(self._memory)[:size]
 
     def flush(self) -> None:
-        """Write the piece that was lent out last."""
+        """Write the piece whose memory `take` returned last."""
         if self._waiting is None:
             return
         (span, dtype, size), self._waiting = self._waiting, None
@@ -135,7 +138,7 @@ class _Output:
 
 
 def _put(file: disk.Durable, data: memoryview, place: Stored, first: int, dtype: str) -> None:
-    """Write elements, from the `first` of the tensor on, cast where the file has another dtype."""
+    """Write elements of a tensor, from element number `first` on, cast to the dtype of the file."""
     begin, item = place.begin + first * ITEM_BYTES[place.dtype], ITEM_BYTES[dtype]
     if place.dtype == dtype:
         file.put(data, begin)

@@ -1,4 +1,5 @@
-"""The beginning of a save: same step and same state on all ranks; then rank 0 looks for room and makes a folder."""
+"""The first phase of a save: all ranks check that they save the same step and state; then rank 0 checks the free space
+and makes a folder."""
 
 import os
 import shutil
@@ -32,12 +33,12 @@ from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.storage.url import Place, Url
 
-# Room beyond the data that a save asks for: headers, JSON, and what the file system needs itself.
+# Free space that a save requires beyond its data: headers, JSON, and metadata of the file system.
 MARGIN_BYTES = 1 << 20
 
 
 class Opening:
-    """A save before it is written: what all ranks agree on. Every method is collective."""
+    """A save before it is written. Every method is collective."""
 
     def __init__(self, request: SaveRequest, control: ControlGroup) -> None:
         self.request, self.control = request, control
@@ -50,7 +51,7 @@ class Opening:
         self._mine: dict[str, Any]
 
     def capture(self, take: Callable[[], Captured]) -> None:
-        """Capture, and begin where all ranks hold the same, and nothing else is to be looked at."""
+        """Capture the state. If it is equal on all ranks, and `unless_equal` is not set, begin the save."""
 
         def act() -> None:
             self._captured = take()
@@ -58,23 +59,24 @@ class Opening:
             self._mine = self._details()
             faults.reach("preflight", self.control.rank)
 
-        def tell(_: None) -> list[Any]:
+        def answer(_: None) -> list[Any]:
             digest = digests.of_bytes("xxh3", disk.to_json(self._mine))
             return [digest, tensors.bytes_to_write(self._pieces), self.request.save_id]
 
-        def judge(told: list[Any]) -> list[Any]:
-            is_alike = len({digest for digest, *_ in told}) == 1
+        def judge(answers: list[Any]) -> list[Any]:
+            is_alike = len({digest for digest, *_ in answers}) == 1
             is_begun = is_alike and not self.request.unless_equal
             if is_begun:
-                self._begin(sum(size for _, size, _ in told))
+                self._begin(sum(size for _, size, _ in answers))
             return [is_alike, is_begun, self.request.save_id]
 
-        verdict = together(self.control, self.request, "capture", act, tell, judge).verdict
+        verdict = together(self.control, self.request, "capture", act, answer, judge).verdict
         self.is_alike, self.is_begun, save_id = verdict
         self.request = replace(self.request, save_id=save_id)
 
     def keep_apart(self) -> None:
-        """Tell one another what it is that differs. What may, is kept by each rank; anything else is an error."""
+        """Exchange the details of the states. Differences that are allowed are saved as per-rank state; others raise
+        CheckpointSaveError."""
         mine = [self._mine, socket.gethostname()]
         found = together(self.control, self.request, "compare", lambda: mine, answer=list, judge=_compared).verdict
         if found["problems"]:
@@ -84,15 +86,15 @@ class Opening:
         self._pieces = _pieces_of(self._captured, self.control.rank)
 
     def begin_unless_saved(self) -> None:
-        """Begin, unless all that would be written is there already."""
+        """Begin the save, unless the existing checkpoint already has the same contents."""
 
         def act() -> bool:
             return self.request.unless_equal and is_there(self.prepared(), self.control)
 
-        def judge(told: list[Any]) -> bool:
-            if all(is_there for is_there, _ in told):
+        def judge(answers: list[Any]) -> bool:
+            if all(is_there for is_there, _ in answers):
                 return False
-            self._begin(sum(size for _, size in told))
+            self._begin(sum(size for _, size in answers))
             return True
 
         size = tensors.bytes_to_write(self._pieces)
@@ -100,7 +102,7 @@ class Opening:
         self.is_begun = found.verdict
 
     def prepared(self) -> PreparedSave:
-        """What `finish` takes."""
+        """The argument for `finish`."""
         captured, temporary = self._captured, files_of(self.request)
         plain = captured.index, captured.common, captured.own
         return PreparedSave(
@@ -108,7 +110,7 @@ class Opening:
         )
 
     def discard(self) -> None:
-        """Remove what was begun."""
+        """Remove everything that the save has created."""
         if self._hold is not None:
             let_go(self._hold)
             shutil.rmtree(str(files_of(self.request)), ignore_errors=True)
@@ -118,7 +120,7 @@ class Opening:
             self.request.staging.discard()
 
     def _details(self) -> dict[str, Any]:
-        """What must be, or may not be, the same on all ranks: of everything a digest."""
+        """Digests of everything that must be, or may be, equal on all ranks."""
         request, captured = self.request, self._captured
         several = self.control.world_size > 1
         return {
@@ -133,7 +135,7 @@ class Opening:
         }
 
     def _begin(self, needed: int) -> None:
-        """On rank 0: make the temporary folder, with what all ranks write into."""
+        """On rank 0: make the temporary folder, and the folders and files in it that several ranks write into."""
         request, index = self.request, self._captured.index
         request.claim()
         if isinstance(request.final, Url):
@@ -141,7 +143,7 @@ class Opening:
             faults.reach("temporary", 0)
             self._attempt = in_store.begin(request)
             return
-        _look_for_room(request.final, needed)
+        _check_free_space(request.final, needed)
         faults.reach("temporary", 0)
         _refuse_taken(request, request.final)
         folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
@@ -157,7 +159,7 @@ class Opening:
 
 
 def _pieces_of(captured: Captured, rank: int) -> Pieces:
-    """What this rank writes."""
+    """The pieces that this rank writes."""
     index = captured.index
     pieces: Pieces = {
         section: tensors.pieces_to_write(index, section, captured.tensors[section], rank) for section in index.sections
@@ -170,10 +172,10 @@ def _pieces_of(captured: Captured, rank: int) -> Pieces:
     return pieces
 
 
-def _compared(told: list[Any]) -> dict[str, Any]:
-    """What ranks must have alike and have not; what each is to keep for itself; which buffers differ."""
-    hosts = [f"rank {rank} (host {host})" for rank, (_, host) in enumerate(told)]
-    given = [details for details, _ in told]
+def _compared(answers: list[Any]) -> dict[str, Any]:
+    """Forbidden differences of ranks ("problems"), per-rank items ("apart") and buffers that differ ("drifted")."""
+    hosts = [f"rank {rank} (host {host})" for rank, (_, host) in enumerate(answers)]
+    given = [details for details, _ in answers]
     problems = _different_requests([one["request"] for one in given], hosts)
     problems += _different_tensors([one["sections"] for one in given], hosts)
     return {
@@ -189,26 +191,28 @@ def _different_requests(given: list[dict[str, Any]], hosts: list[str]) -> list[s
         for host, other in zip(hosts, given, strict=True):
             if other[key] != expected:
                 both = f"{expected} on {hosts[0]}, {other[key]} on {host}"
-                problems.append(f"the ranks do not save the same {key}: {both}; call save_state on all ranks alike")
+                problems.append(
+                    f"the ranks do not save the same {key}: {both}; give save_state the same arguments on all ranks"
+                )
                 break
     return problems
 
 
 def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[str]:
     problems = []
-    for section in dict.fromkeys(section for told in given for section in told):
+    for section in dict.fromkeys(section for one in given for section in one):
         for host, other in zip(hosts, given, strict=True):
             if other.get(section) != given[0].get(section):
                 problems.append(
-                    f"{section}: {host} has other tensors than {hosts[0]} (their names, shapes, dtypes or placements); "
-                    "prepare and register on all ranks what is alike on all"
+                    f"{section}: the tensors on {host} differ from those on {hosts[0]} in names, shapes, dtypes or "
+                    "placements; prepare and register the same objects on all ranks"
                 )
                 break
     return problems
 
 
-def _look_for_room(final: Path, needed: int) -> None:
-    """CheckpointError where there is less room on the disk than is needed."""
+def _check_free_space(final: Path, needed: int) -> None:
+    """Raises CheckpointError if the disk has less free space than needed."""
     final.parent.mkdir(parents=True, exist_ok=True)
     free = disk.free_bytes(final.parent)
     needed = needed + needed // 20 + MARGIN_BYTES
@@ -219,7 +223,7 @@ def _look_for_room(final: Path, needed: int) -> None:
 
 
 def files_of(request: SaveRequest) -> Place:
-    """Where the files of a save are written."""
+    """The folder or prefix into which the files of a save are written."""
     if isinstance(request.final, Url):
         return in_store.files_of(request.final, request.save_id)
     return folder.temporary_folder(request.final, request.save_id)
@@ -228,27 +232,25 @@ def files_of(request: SaveRequest) -> Place:
 def _refuse_full(index: Index) -> None:
     if index.kind == "full":
         raise CheckpointError(
-            "a full state is one file that all ranks write into, which a store of objects has not; save as "
-            "SHARDED_STATE_DICT, and make whole files with `shardkit checkpoint merge URL -o FOLDER`"
+            "in a FULL_STATE_DICT checkpoint all ranks write one file, which object stores do not support; save as "
+            "SHARDED_STATE_DICT, and export whole files with `shardkit checkpoint merge URL -o FOLDER`"
         )
 
 
 def _refuse_taken(request: SaveRequest, final: Path) -> None:
-    """FileExistsError where something has the name that may not be replaced."""
+    """Raises FileExistsError if the name is taken and may not be replaced."""
     if not is_taken(final):
         return
     if not request.replace:
-        raise FileExistsError(17, "a checkpoint of this name exists, and is never written again", str(final))
+        raise FileExistsError(17, "a checkpoint with this name exists, and checkpoints are not overwritten", str(final))
     if not (final / manifest.NAME).exists():
-        there = "a folder with other things in it" if final.is_dir() else "a file"
-        raise FileExistsError(17, f"{there}; give another name", str(final))
+        there = "a folder with other files in it" if final.is_dir() else "a file"
+        raise FileExistsError(17, f"{there}; use another name", str(final))
 
 
 def fingerprints(captured: Captured) -> dict[str, str]:
-    """By section: the same for two ranks whose tensors in it have equal names, dtypes, shapes and placements.
-
-    Without those that ranks may have differently.
-    """
+    """{section: digest of the names, dtypes, shapes and placements of its tensors}, without those in `captured.items`,
+    which may differ between ranks."""
     value = index_json.to_json(captured.index)
     meshes = [digests.of_bytes("xxh3", disk.to_json(mesh)) for mesh in value["meshes"]]
     for item in captured.items.values():

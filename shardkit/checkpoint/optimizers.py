@@ -1,8 +1,8 @@
-"""Between a torch optimizer and what a checkpoint holds of it: everything by fqn, nothing by number.
+"""Saving and loading the state of a torch optimizer, with parameters named by fqn instead of numbered.
 
-An optimizer whose class overrides `state_dict` or `load_state_dict` is asked by them: some keep more there than
-`state` and `param_groups` (wrapped optimizers, slow weights). Where their dict has parameters' numbers, as torch's own
-has, also in dicts below, names are saved; numbers come back in the order that the optimizer has when it is loaded.
+If an optimizer's class overrides `state_dict` or `load_state_dict`, these are called, since some classes keep more
+state than `state` and `param_groups` (wrapped optimizers, slow weights). Parameter numbers in the dict, also in nested
+dicts, are saved as names, and turned into numbers in the order of the loading optimizer.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,29 +24,29 @@ from shardkit.log import get_logger
 
 logger = get_logger(__name__)
 
-# How an optimizer computes, not what it remembers: these stay as the run that loads has them.
+# Settings of the implementation, not state: a load keeps those of the run.
 RUN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 _STANDARD = ("state", "param_groups")
 
 
 @dataclass(frozen=True)
 class OptimizerDescription:
-    """An optimizer's whole state: (fqns, settings) of each group; what it keeps of each parameter, and of none."""
+    """An optimizer's whole state: (fqns, settings) of each group, and `rows`, the state of each parameter by fqn."""
 
     groups: list[tuple[list[str], dict[str, Any]]]
     rows: dict[str, dict[str, Any]]
     globals: dict[str, Any]
-    """What stands in `optimizer.state` under text."""
+    """Entries of `optimizer.state` with string keys, which belong to no parameter."""
     extra: dict[str, Any]
-    """What its own state_dict() holds besides."""
+    """Further keys of its overridden state_dict()."""
     sharded: set[str]
-    """Parameters of which every rank holds another part."""
+    """The sharded parameters."""
     is_whole: bool = False
-    """Whether `extra` is all that its own state_dict() gives, since that has not torch's form."""
+    """Whether `extra` is the complete overridden state_dict(), because that does not have torch's format."""
 
 
 def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> OptimizerDescription:
-    """The state now, sharing memory. CheckpointError where a parameter has no name."""
+    """The current state. Tensors share memory. Raises CheckpointError if a parameter is in no prepared model."""
     members = [
         [named(parameter, names, f"{section}.param_groups[{number}]") for parameter in group["params"]]
         for number, group in enumerate(optimizer.param_groups)
@@ -62,7 +62,7 @@ def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> Op
 
 
 def named(parameter: torch.Tensor, names: Mapping[int, str], where: str) -> str:
-    """The fqn of an optimizer's parameter; CheckpointError where no model has it."""
+    """The fqn of an optimizer's parameter. Raises CheckpointError if no prepared model has it."""
     if id(parameter) not in names:
         shape = list(parameter.shape)
         raise CheckpointError(f"{where}: a parameter of shape {shape} is in no prepared model; prepare its model too.")
@@ -70,7 +70,8 @@ def named(parameter: torch.Tensor, names: Mapping[int, str], where: str) -> str:
 
 
 def is_of_no_parameter(section: str, name: str) -> bool:
-    """Whether a saved tensor of an optimizer belongs to no parameter: a setting such as a learning rate, or its own."""
+    """Whether a saved tensor of an optimizer belongs to no parameter: a setting such as a learning rate, or state of
+    the optimizer as a whole."""
     return name.startswith((f"{section}.param_groups[", f"{section}.globals.", f"{section}.extra."))
 
 
@@ -89,27 +90,27 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _with_text_keys(found: Mapping[Any, Any], where: str) -> dict[str, Any]:
     for key in found:
         if not isinstance(key, str):
-            raise CheckpointError(f"{where}[{key!r}]: a key of type {type(key).__name__} cannot be saved; use text.")
+            raise CheckpointError(f"{where}[{key!r}]: a key of type {type(key).__name__} cannot be saved; use strings.")
     return dict(found)
 
 
 def _described_by_itself(
     optimizer: Optimizer, members: list[list[str]], sharded: set[str], section: str
 ) -> OptimizerDescription:
-    told = _with_text_keys(optimizer.state_dict(), f"{section}: state_dict()")
-    numbers = _numbers(told, members)
+    state = _with_text_keys(optimizer.state_dict(), f"{section}: state_dict()")
+    numbers = _numbers(state, members)
     if numbers is None:
         bare: list[tuple[list[str], dict[str, Any]]] = [(those, {}) for those in members]
-        return OptimizerDescription(bare, {}, {}, with_names(told, members), sharded, is_whole=True)
-    rows = {numbers[key]: dict(row) for key, row in told["state"].items() if key in numbers}
-    rest = {key: value for key, value in told["state"].items() if key not in numbers}
-    groups = [(those, _settings(group)) for those, group in zip(members, told["param_groups"], strict=True)]
-    extra = {key: with_names(value, members) for key, value in told.items() if key not in _STANDARD}
+        return OptimizerDescription(bare, {}, {}, with_names(state, members), sharded, is_whole=True)
+    rows = {numbers[key]: dict(row) for key, row in state["state"].items() if key in numbers}
+    rest = {key: value for key, value in state["state"].items() if key not in numbers}
+    groups = [(those, _settings(group)) for those, group in zip(members, state["param_groups"], strict=True)]
+    extra = {key: with_names(value, members) for key, value in state.items() if key not in _STANDARD}
     return OptimizerDescription(groups, rows, _with_text_keys(rest, f"{section}: state"), extra, sharded)
 
 
 def _numbers(value: Any, members: list[list[str]]) -> dict[int, str] | None:
-    """{number: fqn} where a dict is formed as torch's state_dict() is, over these parameters; else None."""
+    """{number: fqn} if a dict has the format of torch's state_dict() for these parameters; else None."""
     if not (isinstance(value, Mapping) and isinstance(value.get("state"), Mapping)):
         return None
     groups = value.get("param_groups")
@@ -125,7 +126,7 @@ def _numbers(value: Any, members: list[list[str]]) -> dict[int, str] | None:
 
 
 def with_names(value: Any, members: list[list[str]]) -> Any:
-    """The value, with a ParameterName for each number in dicts of torch's form, at any depth."""
+    """The value, with a ParameterName for each parameter number in dicts of torch's format, at any depth."""
     numbers = _numbers(value, members)
     if isinstance(value, Mapping):
         found = {key: with_names(item, members) for key, item in value.items()}
@@ -144,11 +145,14 @@ def _name_of(numbers: Mapping[int, str], key: Any) -> Any:
 
 
 def _with_numbers(value: Any, members: list[list[str]]) -> Any:
-    """What `_with_names` was given, with the numbers that parameters have in the groups of now."""
+    """The inverse of `with_names`, with the numbers that parameters have in the current groups."""
     order = {fqn: number for number, fqn in enumerate(fqn for those in members for fqn in those)}
     if isinstance(value, ParameterName):
         if value.fqn not in order:
-            raise CheckpointError(f"{value.fqn}: a parameter of the saved optimizer, and none of this one.")
+            raise CheckpointError(
+                f"{value.fqn}: the saved optimizer has this parameter, this optimizer does not; "
+                "give it the parameters that were saved."
+            )
         return order[value.fqn]
     if isinstance(value, Mapping):
         return {_with_numbers(key, members): _with_numbers(item, members) for key, item in value.items()}
@@ -158,7 +162,7 @@ def _with_numbers(value: Any, members: list[list[str]]) -> Any:
 
 
 def _in_present_order(value: Sequence[Any], members: list[list[str]]) -> Sequence[Any]:
-    """A saved group's parameters in the order of now: torch pairs them with the optimizer's by their position."""
+    """A saved group's parameters in the current order, since torch matches them with the optimizer's by position."""
     saved = {item.fqn for item in value if isinstance(item, ParameterName)}
     if not saved or len(saved) < len(value):
         return value
@@ -171,7 +175,7 @@ def _in_present_order(value: Sequence[Any], members: list[list[str]]) -> Sequenc
 def problems_with(
     optimizer: Optimizer, names: Mapping[int, str], section: str, saved: Mapping[str, Any], strict: bool
 ) -> list[str]:
-    """What of the saved optimizer does not fit this one."""
+    """Mismatches between the saved optimizer and this one."""
     mine = parameters_by_name(optimizer, names, section)
     theirs = {name for group in saved["groups"] for name in group["params"]}
     problems = _unmatched_groups(optimizer, names, saved["groups"], section)
@@ -182,7 +186,7 @@ def problems_with(
 
 
 def listed(section: str, what: str, names: list[str]) -> list[str]:
-    """One line with the first names of many; none where there are none."""
+    """One line with the first names, or no line if there are none."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return [f"{section}: {what}: {', '.join(names[:5])}{more}"] if names else []
 
@@ -197,13 +201,13 @@ def parameters_by_name(optimizer: Optimizer, names: Mapping[int, str], section: 
 def _unmatched_groups(
     optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
 ) -> list[str]:
-    """A live group must lie within one saved group, or nobody knows its learning rate."""
+    """Live groups whose parameters come from several saved groups: their settings would be ambiguous."""
     owner = {name: number for number, group in enumerate(saved) for name in group["params"]}
     problems = []
     for number, group in enumerate(optimizer.param_groups):
         owners = {owner[name] for name in (names[id(p)] for p in group["params"]) if name in owner}
         if len(owners) > 1:
-            text = "its parameters were in several groups when saved; group them as they were"
+            text = "its parameters were saved in several groups; use the groups that were saved"
             problems.append(f"{section}: param_groups[{number}]: {text}")
     return problems
 
@@ -216,9 +220,9 @@ def restore(
     saved: Saved,
     left_out: Collection[str] = (),
 ) -> None:
-    """Give the optimizer its state; `state` is what common.json says of it. Tensors that it has are filled in place.
+    """Load the optimizer's state; `state` is its entry in common.json. Existing tensors are filled in place.
 
-    The state of the parameters in `left_out` starts anew. Where this raises, the optimizer's state is of no use.
+    The state of the parameters in `left_out` is reset. If this raises, the optimizer's state is incomplete.
     """
     loading = _Loading(optimizer, names, section, state, saved, left_out)
     if not _overrides(optimizer, "load_state_dict"):
@@ -226,15 +230,19 @@ def restore(
         return
     now = describe(optimizer, names, section)
     missing = [key for key in now.extra if key not in state.get("extra", {})]
-    if missing or now.is_whole != state.get("is_whole", False):  # saved before shardkit asked for it
-        logger.warning("checkpoint: %s: saved without %s, which stays as it is.", section, ", ".join(missing) or "it")
+    if missing or now.is_whole != state.get("is_whole", False):  # saved by a shardkit that did not call state_dict()
+        logger.warning(
+            "checkpoint: %s: the checkpoint has no %s of this optimizer; it stays unchanged.",
+            section,
+            ", ".join(missing) or "state_dict()",
+        )
         loading.in_place()
     else:
         loading.by_itself(now)
 
 
 def _tensors_of(now: OptimizerDescription, section: str) -> dict[str, torch.Tensor]:
-    """The tensors that belong to no parameter, by the names that they have in a checkpoint."""
+    """The tensors that belong to no parameter, by their names in a checkpoint."""
     found: dict[str, torch.Tensor] = {}
 
     def note(path: str, value: Any) -> str | None:
@@ -243,14 +251,14 @@ def _tensors_of(now: OptimizerDescription, section: str) -> dict[str, torch.Tens
         found[path] = value
         return path
 
-    for kind, told in (("globals", now.globals), ("extra", now.extra)):
-        for key, value in told.items():
+    for kind, entries in (("globals", now.globals), ("extra", now.extra)):
+        for key, value in entries.items():
             values.encode(value, f"{section}.{kind}.{key}", note)
     return found
 
 
 class _Loading:
-    """An optimizer that is being given its state."""
+    """An optimizer whose state is being loaded."""
 
     def __init__(
         self,
@@ -267,7 +275,7 @@ class _Loading:
         self.left_out = left_out
         referenced = {*values.tensors_in(dict(state))}
         self.bare: dict[str, list[str]] = {fqn: [] for fqn in self.mine}
-        """The tensors that are kept of a parameter, by key."""
+        """The keys of the state tensors of each parameter."""
         for path in saved.names(section):
             fqn, _, key = path.rpartition("/")
             if path not in referenced and fqn in self.mine:
@@ -279,7 +287,7 @@ class _Loading:
             group.update(settings)
         group_of = {fqn: group for those, group in zip(self.members, groups, strict=True) for fqn in those}
         for fqn, parameter in self.mine.items():
-            before = self.optimizer.state.pop(parameter, {})  # what is not filled anew is given up at once
+            before = self.optimizer.state.pop(parameter, {})  # frees tensors at once that are not reused
             row = self._row(fqn, before if isinstance(before, Mapping) else {}, group_of[fqn])
             if row:
                 self.optimizer.state[parameter] = row
@@ -287,7 +295,7 @@ class _Loading:
             self.optimizer.state[key] = value  # type: ignore[index]
 
     def by_itself(self, now: OptimizerDescription) -> None:
-        """As its own load_state_dict() takes it. Its tensors are new ones: nobody knows what becomes of the old."""
+        """Load through its overridden load_state_dict(). All tensors are new, since it may still use the old ones."""
         live = _tensors_of(now, self.section)
         state = _with_numbers(self._decoded("extra", live), self.members)
         if not now.is_whole:
@@ -307,7 +315,7 @@ class _Loading:
         return {"state": rows, "param_groups": groups}
 
     def _saved_settings(self) -> list[dict[str, Any]]:
-        """What was saved of each live group's settings; nothing where the checkpoint knows none of its parameters."""
+        """The saved settings of each live group; empty if none of its parameters is in the checkpoint."""
         owner = {fqn: group for group in self.state["groups"] for fqn in group["params"]}
         found = []
         for those, group in zip(self.members, self.optimizer.param_groups, strict=True):
@@ -324,7 +332,7 @@ class _Loading:
         return load
 
     def _decoded(self, kind: str, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """What was saved beside parameters' states, sharded as the tensors of now are, or as their parameter is."""
+        """The saved "globals" or "extra", with tensors sharded as the current ones are, or as their parameter is."""
 
         def load(name: str) -> torch.Tensor:
             fqn = next((fqn for fqn in self.mine if f"[{ParameterName(fqn)!r}]" in name), None)
@@ -335,32 +343,32 @@ class _Loading:
         return {key: values.decode(value, load) for key, value in self.state.get(kind, {}).items()}
 
     def _row(self, fqn: str, before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """What is kept of a parameter, in tensors of `before` where they fit, else in new ones."""
+        """The state of a parameter, in the tensors of `before` where shape and dtype match, else in new ones."""
         if fqn in self.left_out:
             return {}
         parameter = self.mine[fqn]
         row = {}
         for key, value in self.state["plain"].get(fqn, {}).items():
             device = _device_of(key, parameter, group)
-            row[key] = values.decode(value, partial(self._beside, parameter, device))
+            row[key] = values.decode(value, partial(self._tensor_in_value, parameter, device))
         for key in self.bare[fqn]:
             row[key] = self._tensor(fqn, key, before.get(key), group)
         return row
 
-    def _beside(self, parameter: torch.Tensor, device: torch.device | None, name: str) -> torch.Tensor:
+    def _tensor_in_value(self, parameter: torch.Tensor, device: torch.device | None, name: str) -> torch.Tensor:
         return self.saved.new(self.section, name, parameter, device)
 
     def _tensor(self, fqn: str, key: str, before: Any, group: Mapping[str, Any]) -> torch.Tensor:
         name, parameter = f"{fqn}/{key}", self.mine[fqn]
         entry = self.saved.entry(self.section, name)
-        if _is_room_for(entry, before):
+        if _can_hold(entry, before):
             self.saved.fill(self.section, name, before)
             return before
         like = parameter if self._is_kept_as_parameter(fqn, key, entry, before) else None
         return self.saved.new(self.section, name, like, _device_of(key, parameter, group))
 
     def _is_kept_as_parameter(self, fqn: str, key: str, entry: TensorEntry, before: Any) -> bool:
-        """Whether a tensor is sharded as its parameter is: as it is now, or was when it was saved."""
+        """Whether a state tensor is sharded like its parameter, now or when it was saved."""
         if isinstance(before, torch.Tensor) and tuple(before.shape) == entry.shape:
             return isinstance(before, DTensor)
         if key == "step" or entry.shape != tuple(self.mine[fqn].shape):
@@ -369,15 +377,16 @@ class _Loading:
         return was is None or not was.is_sharded or entry.is_sharded
 
 
-def _is_room_for(entry: TensorEntry, before: Any) -> bool:
-    """Whether a saved tensor can be read into one that is there."""
+def _can_hold(entry: TensorEntry, before: Any) -> bool:
+    """Whether a saved tensor can be read into an existing one."""
     if not isinstance(before, torch.Tensor) or tuple(before.shape) != entry.shape:
         return False
     return tensors.DTYPES.get(before.dtype) == entry.dtype and tensors.has_memory(before)
 
 
 def _device_of(key: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device | None:
-    """Where torch's optimizers keep it: beside the parameter, but a `step` in host memory unless fused or captured."""
+    """The device of this state in torch's optimizers: that of the parameter; for `step` the CPU, unless fused or
+    capturable."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return None
     return local_part(parameter).device

@@ -1,12 +1,12 @@
-"""What ranks hold differently: each rank's own is saved beside what all share, and given back to it.
+"""Per-rank state: state that differs between ranks. Each rank saves and loads its own copy.
 
-Ranks compare digests. Where all are equal, nothing is kept apart, and a checkpoint looks as it always did. Else the
-items that differ leave `common` and the index, and every rank writes its own into `state/rank-*.json` ("apart") and,
-of the tensors in it, into `own/`. `common` keeps a list of what there is. What an optimizer keeps of its parameters
-goes together by key: a message grows with the number of keys, not of parameters.
+Ranks compare digests. If all are equal, there is no per-rank state. Otherwise the items that differ are moved out of
+`common` and the index: every rank writes its values to `state/rank-*.json` ("apart"), and their tensors to `own/`.
+`common` keeps a list of these items. Optimizer state of parameters is grouped by key, so that the messages between
+ranks grow with the number of keys, not of parameters.
 
-On the same number of ranks each gets its own back. On another, objects and settings get rank 0's, with a warning;
-what an optimizer keeps of a part of a parameter has no meaning there, and is refused.
+On the same number of ranks, each rank loads its own copy. On another number, objects and settings are loaded from
+rank 0, with a warning; per-rank optimizer state of a part of a parameter cannot be used, and is an error.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,12 +22,12 @@ from shardkit.checkpoint.state import Captured, Item, fqn_at, put
 from shardkit.checkpoint.verify import Checkpoint
 
 Place = Sequence[str | int]
-# Tensors that every rank should hold alike, and that are larger, are compared by so many bytes of each.
+# Larger tensors that should be equal on all ranks are compared by a sample of so many bytes.
 SAMPLE_BYTES = 8 << 10
 
 
 def of_items(captured: Captured) -> dict[str, str]:
-    """A digest of all items at one place, tensors included; the place is written as JSON."""
+    """{place as JSON: digest of all items at it, including their tensors}."""
     wanted = [
         (captured.tensors[item.section][name], SAMPLE_BYTES if item.is_replicated else None)
         for item in captured.items.values()
@@ -61,14 +61,14 @@ def together(found: Mapping[str, str]) -> str:
     return digests.of_bytes("xxh3", disk.to_json(dict(found)))
 
 
-def differing(told: Sequence[Mapping[str, str]]) -> list[str]:
-    """The labels that not all ranks have with the same digest."""
-    labels = dict.fromkeys(label for one in told for label in one)
-    return [label for label in labels if len({one.get(label) for one in told}) > 1]
+def differing(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """The labels whose digests are not equal on all ranks. `of_ranks`: {label: digest} of each rank."""
+    labels = dict.fromkeys(label for one in of_ranks for label in one)
+    return [label for label in labels if len({one.get(label) for one in of_ranks}) > 1]
 
 
 def keep(captured: Captured, places: Iterable[str]) -> None:
-    """Take the items at these places out of what all ranks share."""
+    """Move the items at these places from the shared state to this rank's own."""
     chosen, own = [*places], []
     for label, item in [*captured.items.items()]:
         if _text(_place_of_all(item.at)) in chosen:
@@ -82,7 +82,7 @@ def keep(captured: Captured, places: Iterable[str]) -> None:
 
 
 def _place_of_all(at: Place) -> Place:
-    """Where the item stands, or where what is kept of all parameters under its key does: such items go together."""
+    """The place of an item; for optimizer state of a parameter, one place for its key in all parameters."""
     return at if fqn_at(at) is None else [*at[:3], "*", *at[4:]]
 
 
@@ -91,7 +91,7 @@ def _text(place: Place) -> str:
 
 
 def _take(tree: Any, at: Place) -> None:
-    """Remove what stands at a place; a group's settings become empty."""
+    """Remove the value at a place; a group's settings become empty."""
     for key in at[:-1]:
         if isinstance(tree, dict) and key not in tree:
             return
@@ -113,16 +113,16 @@ def _move_tensors(captured: Captured, item: Item) -> None:
 
 @dataclass
 class Shared:
-    """What common.json says to this rank: with what this rank had for itself, or rank 0."""
+    """The state of common.json, completed with the per-rank state of this rank, or of rank 0."""
 
     common: dict[str, Any]
     own_rank: int | None = None
-    """Whose file in `own/` holds the tensors of that; None: of no rank."""
+    """The rank whose file in `own/` has the tensors of the per-rank state; None without per-rank state."""
     problems: list[str] = field(default_factory=list)
     of_rank_0: list[str] = field(default_factory=list)
-    """What ranks had differently, and all get as rank 0 had it."""
+    """Labels of per-rank state that all ranks load from rank 0."""
     left_out: set[tuple[int, str]] = field(default_factory=set)
-    """(number of the optimizer, fqn) of parameters whose state starts anew."""
+    """(number of the optimizer, fqn) of parameters whose optimizer state is not loaded."""
 
 
 def shared(
@@ -133,18 +133,18 @@ def shared(
     is_laid_out_alike: Callable[[str], bool],
     strict: bool,
 ) -> Shared:
-    """The state that this rank is to have. `own`: its state/rank-*.json, None on another number of ranks.
+    """The state that this rank loads. `own`: its state/rank-*.json, None if the number of ranks changed.
 
-    `is_laid_out_alike(fqn)` tells whether this rank holds the same part of a parameter as it did then.
+    `is_laid_out_alike(fqn)`: whether this rank holds the same part of a parameter as when it was saved.
     """
     if "apart" not in common:
         return Shared(common)
     found = Shared(deepcopy(common), 0 if own is None else rank)
-    told = checkpoint.json("state/rank-00000.json") if own is None else own
+    source = checkpoint.json("state/rank-00000.json") if own is None else own
     refused: dict[str, list[str]] = {}
-    if own is None:  # rank 0 may have had none of what others had
+    if own is None:  # rank 0 may not have items that other ranks had
         refused = {_text(place): [] for place in common["apart"] if not _is_of_no_part(place)}
-    for item in told["apart"]:
+    for item in source["apart"]:
         at, fqn = item["at"], fqn_at(item["at"])
         if own is not None and (fqn is None or is_laid_out_alike(fqn)):
             put(found.common, at, item["value"])
@@ -156,25 +156,25 @@ def shared(
             if fqn is not None:
                 found.left_out.add((at[1], fqn))
     if strict:
-        why = "the number of ranks is another now" if own is None else "it is laid out otherwise now"
+        why = "the number of ranks has changed" if own is None else "the sharding of its parameter has changed"
         world_size = checkpoint.manifest.world_size
         found.problems = [_refusal(labels or [place], world_size, why) for place, labels in refused.items()]
     return found
 
 
 def _is_of_no_part(at: Place) -> bool:
-    """Whether the item says nothing of a part of a parameter: an object's state, or a group's settings."""
+    """Whether the item does not depend on how a parameter is sharded: an object's state, or a group's settings."""
     return at[0] == "objects" or list(at[2:3]) == ["groups"]
 
 
 def _refusal(labels: list[str], world_size: int, why: str) -> str:
     return (
-        f"{labels_text(labels)}: each of the {world_size} ranks that saved it has its own, and {why}; load on "
-        f"{world_size} ranks with the same strategy, or with strict=False to let the state of such parameters start "
-        "anew"
+        f"{labels_text(labels)}: each of the {world_size} ranks saved a different value, and {why}; load on "
+        f"{world_size} ranks with the same strategy, or with strict=False to reset the optimizer state of these "
+        "parameters"
     )
 
 
 def labels_text(labels: Sequence[str]) -> str:
-    """The first of many."""
+    """The first labels, and the number of the others."""
     return ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")

@@ -1,4 +1,5 @@
-"""The bytes of a save: every rank its own, hashed in the same pass, on disk before it tells so."""
+"""Writing the bytes of a save: every rank writes and hashes its pieces in one pass, and they are durable before it
+reports success."""
 
 import os
 import time
@@ -22,27 +23,27 @@ from shardkit.storage.url import Place, Url
 
 Result = TypeVar("Result")
 
-# How long a freshly made folder may take to be seen by other machines: the attribute cache of NFS (nfs(5), acdirmax).
+# How long it may take until other machines see a new folder: the attribute cache of NFS (nfs(5), acdirmax).
 SHARED_STORAGE_WAIT_S = 30.0
 
 
 def wait_until_seen(temporary: Path) -> None:
-    """Until the folder that rank 0 made is seen here; CheckpointError where the storage is not shared."""
+    """Wait until this rank sees the folder that rank 0 made. Raises CheckpointError if the storage is not shared."""
     deadline = time.monotonic() + SHARED_STORAGE_WAIT_S
     while True:
         with suppress(OSError):
-            if additions.PROBE in os.listdir(temporary):  # a listing, which a stale cache of names cannot answer
+            if additions.PROBE in os.listdir(temporary):  # a listing, since a look-up can get a stale cached result
                 return
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     raise CheckpointError(
-        f"{temporary.parent} is not storage that all ranks share: rank 0 made a folder, not seen here"
+        f"{temporary.parent} is not shared by all ranks: rank 0 made a folder that this rank does not see"
     )
 
 
 def write_all(prepared: PreparedSave, control: ControlGroup) -> dict[str, list[Any]]:
-    """{file: [bytes, digest]} of everything this rank wrote; all of it is on disk."""
+    """Write everything of this rank durably. Returns {file: [bytes, digest]}."""
     if prepared.trouble is not None:
         raise prepared.trouble
     temporary, request = prepared.temporary, prepared.request
@@ -62,7 +63,7 @@ def write_all(prepared: PreparedSave, control: ControlGroup) -> dict[str, list[A
 
 
 def is_there(prepared: PreparedSave, control: ControlGroup) -> bool:
-    """Whether the checkpoint that has the name holds, of this rank, just what would be written."""
+    """Whether the existing checkpoint with this name contains exactly what this rank would write."""
     request = prepared.request
     try:
         found = folder.inspect(request.final) if control.rank == 0 else manifest.read(request.final)
@@ -79,7 +80,7 @@ def is_there(prepared: PreparedSave, control: ControlGroup) -> bool:
 
 
 def full_header(index: Index, section: str) -> bytes:
-    """The header of the one file that all ranks write a section into."""
+    """The header of the file into which all ranks write a section."""
     return layout.header(((name, e.dtype, e.shape) for name, e in index.sections[section].items()), {"format": "pt"})
 
 
@@ -92,22 +93,23 @@ def begin_full_file(index: Index, temporary: Path, section: str) -> None:
 
 
 class File(Protocol):
-    """What a file is written into."""
+    """A file that is written at offsets."""
 
     def put(self, data: memoryview, offset: int) -> None: ...
 
 
 class Sink(Protocol):
-    """Where a save goes."""
+    """The target of a save."""
 
     def write(self, path: Place, size: int, action: Callable[[File], Result], flags: int = disk.NEW) -> Result:
-        """What the action returns, which writes a whole file; with `flags` 0 a part of one that is there already."""
+        """Open a file, let the action write it, and return the action's result. With `flags` 0 the file exists already,
+        and the action writes a part of it."""
 
     def reach(self, point: str) -> None: ...
 
 
 class _Disk:
-    """A folder."""
+    """A folder on a disk."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -122,7 +124,7 @@ class _Disk:
 
 
 class _Store(_Disk):
-    """A store of objects: a file that fails is begun again."""
+    """An object store. A failed upload is repeated."""
 
     def write(self, path: Place, size: int, action: Callable[[File], Result], flags: int = disk.NEW) -> Result:
         assert isinstance(path, Url) and flags == disk.NEW
@@ -135,7 +137,7 @@ class _Store(_Disk):
 
 
 class Nowhere:
-    """Takes what would be written, for its digests."""
+    """Writes nothing; used to compute the digests of what would be written."""
 
     def write(self, path: Place, size: int, action: Callable[[File], Result], flags: int = disk.NEW) -> Result:
         return action(self)
@@ -146,7 +148,7 @@ class Nowhere:
 
 
 def put_all(prepared: PreparedSave, control: ControlGroup, sink: Sink) -> dict[str, list[Any]]:
-    """Put everything of this rank there; {file: [bytes, digest]}."""
+    """Write everything of this rank to the sink. Returns {file: [bytes, digest]}."""
     written: dict[str, list[Any]] = {}
     control.work.expect(tensors.bytes_to_write(prepared.pieces))
     with _Hasher(prepared.request.digest) as hasher:
@@ -176,24 +178,24 @@ def _json_files(prepared: PreparedSave, rank: int) -> dict[str, bytes]:
 
 
 class _Hasher:
-    """Digests of what is written, worked out beside the writing where hashing is slow (hashlib frees the GIL)."""
+    """Computes digests of what is written; sha256, which is slow, in a thread (hashlib releases the GIL)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._beside = ThreadPoolExecutor(1, "shardkit-digest") if name == "sha256" else None
+        self._thread = ThreadPoolExecutor(1, "shardkit-digest") if name == "sha256" else None
 
     def __enter__(self) -> "_Hasher":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def write(self, digest: digests.Digest, data: memoryview, file: File, offset: int) -> None:
         """Hash and write the same bytes, block by block."""
         for begin in range(0, len(data), disk.BLOCK_BYTES):
             block = data[begin : begin + disk.BLOCK_BYTES]
-            hashed: Future[None] | None = self._beside.submit(digest.update, block) if self._beside else None
+            hashed: Future[None] | None = self._thread.submit(digest.update, block) if self._thread else None
             try:
                 file.put(block, offset + begin)
             finally:
@@ -206,7 +208,7 @@ class _Hasher:
 def _in_host_memory(
     pieces: list[tuple[Chunk, torch.Tensor]], control: ControlGroup, sink: Sink
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """The pieces one by one, each on the CPU when its turn comes."""
+    """The pieces one by one, each copied to the CPU when it is yielded."""
     for number, (chunk, tensor) in enumerate(pieces):
         if number == len(pieces) // 2:
             sink.reach("write")
@@ -256,7 +258,7 @@ def _put_into_full(
 
     def write(file: File) -> str:
         digest = digests.new(hasher.name)
-        if rank == 0:  # who wrote the header, answers for it
+        if rank == 0:  # rank 0 wrote the header
             digest.update(memoryview(head))
         for chunk, data in _in_host_memory(pieces, control, sink):
             shape = index.sections[section][chunk.name].shape
@@ -283,7 +285,7 @@ def _put_runs(
     digest: digests.Digest,
     hasher: _Hasher,
 ) -> None:
-    """Put a box where it belongs in the whole tensor: one run where it is split on dim 0, else one a row."""
+    """Write a box to its place in the whole tensor: one byte range if it is sharded on dim 0, else one per row."""
     bytes_of_chunk, done = tensors.memory(data), 0
     for offset, length in layout.runs(shape, chunk.box, layout.ITEM_BYTES[chunk.dtype]):
         hasher.write(digest, bytes_of_chunk[done : done + length], file, begin + offset)

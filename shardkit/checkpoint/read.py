@@ -1,15 +1,15 @@
 """Loading: any checkpoint on any number of ranks. Everything is verified before anything is applied.
 
-    open      every rank reads the manifest, and all see the same one
-    plan      which saved tensors this rank needs; what does not fit is listed, and nothing is read
-    verify    each rank hashes its share of the files, in small blocks; objects' states are read; all agree
-    apply     objects take their states: all, or none
-    fill      this rank's ranges, straight into the live tensors; all agree
+    open      every rank reads the manifest, and all must read the same one
+    plan      which saved tensors this rank needs; mismatches are listed; no tensor is read
+    verify    each rank hashes its share of the files, in small blocks; the states of objects are read; all agree
+    apply     objects load their states: all of them, or none
+    fill      each rank reads its parts directly into the live tensors; all agree
 
-Up to `fill` a failure changes nothing. In it, it leaves a mix: the newest checkpoint before is then loaded as a whole,
-or every rank raises StateIncomplete, and `Unfinished` says so until another load succeeds.
+Before `fill` a failure changes nothing. A failure in `fill` leaves a mix of two states: then the next older checkpoint
+is loaded, or every rank raises StateIncomplete, and `Unfinished` records that until another load succeeds.
 
-A sharded checkpoint and a full one differ in `layout.pieces` only: a full tensor is one piece in one file.
+A sharded checkpoint and a full one differ only in `layout.pieces`: in a full one each tensor is one piece in one file.
 """
 
 import copy
@@ -51,15 +51,15 @@ class LoadedState:
 
 
 def open_together(path: Place, control: ControlGroup) -> Checkpoint:
-    """As `open_checkpoint`, on all ranks, which must all see the same one. Collective."""
+    """As `open_checkpoint`, on all ranks. Collective. Raises if the ranks do not read the same manifest."""
     found, problem, seen, is_unreachable = None, None, None, False
     try:
         found = open_checkpoint(path) if control.rank == 0 else Checkpoint(path, manifest.read(path))
         seen = manifest.self_digest(path)
     except (CheckpointError, OSError) as error:
         problem, is_unreachable = str(error), isinstance(path, Url) and isinstance(error, OSError)
-    told = [problem, seen, is_unreachable]
-    trouble, is_unreachable = control.decide(told, lambda answers: _not_seen_alike(path, answers))
+    answer = [problem, seen, is_unreachable]
+    trouble, is_unreachable = control.decide(answer, lambda answers: _not_seen_alike(path, answers))
     if trouble is not None:
         raise (CheckpointUnreachable if is_unreachable else CheckpointError)(trouble)
     assert found is not None
@@ -67,13 +67,14 @@ def open_together(path: Place, control: ControlGroup) -> Checkpoint:
 
 
 def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, bool]:
-    """What is wrong with what the ranks say, (problem, digest of the manifest, is it the store); is it the store."""
+    """(the error or None, whether the store is unreachable), from each rank's [problem, digest of the manifest, whether
+    the store is unreachable]."""
     is_unreachable = any(answer[2] for answer in answers)
     if answers[0][0] is not None:
         return f"checkpoint: {answers[0][0]}", is_unreachable
     problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text is not None]
     if problems:
-        return f"checkpoint: {path}: rank 0 sees it, others do not: {'; '.join(problems[:3])}", is_unreachable
+        return f"checkpoint: {path}: rank 0 can read it, others cannot: {'; '.join(problems[:3])}", is_unreachable
     if len({text for _, text, _ in answers}) > 1:
         return f"checkpoint: {path}: ranks see different checkpoints; use storage that all ranks share.", False
     return None, False
@@ -89,9 +90,9 @@ def load(
     data_position: bool = True,
     unfinished: Unfinished | None = None,
 ) -> LoadedState:
-    """Put the checkpoint into the live objects. Collective; all ranks raise, or none does.
+    """Load the checkpoint into the live objects. Collective; all ranks raise, or none does.
 
-    CheckpointError: nothing was changed. StateIncomplete: part of the state was, and `unfinished` holds which.
+    CheckpointError: nothing was changed. StateIncomplete: part of the state was changed; `unfinished` has the parts.
     """
     checkpoint = open_together(path, control)
     how = How(verify, strict, data_position, unfinished or Unfinished())
@@ -108,10 +109,10 @@ def load_newest(
     data_position: bool = True,
     unfinished: Unfinished | None = None,
 ) -> LoadedState | None:
-    """As `load`, from the newest checkpoint that is whole and undamaged; None where no step was ever saved. Collective.
+    """As `load`, from the newest checkpoint that is complete and undamaged; None if there is no checkpoint. Collective.
 
-    Falls back over damaged ones, and over those of which loading failed half-way, with a warning that counts the
-    steps. A checkpoint that is undamaged but does not fit the model is an error, and no reason to fall back.
+    Skips checkpoints that are damaged, or whose load failed in the middle, with a warning that counts the lost steps. A
+    checkpoint that is undamaged but does not match the model raises an error.
     """
     skipped: list[SkippedFolder] = []
     how = How(verify, strict, data_position, unfinished or Unfinished())
@@ -140,15 +141,16 @@ def load_newest(
 def _none_left(root: Place, skipped: list[SkippedFolder], unfinished: Unfinished) -> CheckpointError:
     reasons = "\n".join(f"  step {item.step}: {item.reason}" for item in skipped[:5])
     if unfinished.parts:
-        text = f"checkpoint: no checkpoint in {root} can be loaded, and the state is incomplete now:\n{reasons}"
+        text = f"checkpoint: no checkpoint in {root} can be loaded, and the state is now incomplete:\n{reasons}"
         return StateIncomplete(text)
     return CheckpointError(
-        f"checkpoint: every checkpoint in {root} is damaged; nothing is loaded, and nothing starts anew:\n{reasons}"
+        f"checkpoint: every checkpoint in {root} is damaged; nothing was loaded, and training does not restart from "
+        f"step 0:\n{reasons}"
     )
 
 
 def _candidates(root: Place, control: ControlGroup) -> list[tuple[int, str]]:
-    """(step, name) of what may be loaded, as rank 0 sees it, in the order to try them. Collective."""
+    """(step, name) of the checkpoints that rank 0 finds, in the order to try them. Collective."""
 
     def look() -> list[tuple[int, str]]:
         return [(found.step, found.path.name) for found in folder.candidates(root)] if control.rank == 0 else []
@@ -171,29 +173,33 @@ def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: Cont
     stale = sorted(set(above) - known)
     if stale:
         given_up = ", ".join(map(str, stale[:5]))
-        logger.warning("checkpoint: resuming at step %d, which is newer than what is saved of step %s.", step, given_up)
+        logger.warning(
+            "checkpoint: resuming at step %d, which was saved after the checkpoints of the higher steps %s.",
+            step,
+            given_up,
+        )
 
 
 def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> LoadedState:
     here = f"checkpoint: {checkpoint.path}"
     if not how.data_position:
         live = replace(live, loaders={})
-    before = "the state stays incomplete" if how.unfinished.parts else "nothing was changed"
+    unchanged = "the state is still incomplete" if how.unfinished.parts else "nothing was changed"
     with ExitStack() as stack:
-        with _Agreement(control, here, before) as step:
+        with _Agreement(control, here, unchanged) as step:
             files = stack.enter_context(Files(checkpoint))
             plan = plan_of(live, checkpoint, control, how)
             step.problems = plan.problems
         saved = Saved(files, plan.own_rank, control.work)
         control.work.expect(_bytes_to_read(plan, saved.index))
-        with _Agreement(control, here, before):
+        with _Agreement(control, here, unchanged):
             _verify(files, control, how.verify)
             objects = [*_object_states(live, plan, saved)]
             faults.reach("read", control.rank)
         if live.take is not None:
-            assert isinstance(checkpoint.path, Path), "load hooks read files: refused before"
+            assert isinstance(checkpoint.path, Path), "load hooks with a store were refused before"
             _let_hooks_load(live.take, checkpoint.path, plan, control, how.strict)
-        _apply_objects(objects, control, here, before)
+        _apply_objects(objects, control, here, unchanged)
         _fill(live, plan, saved, control, here, how.unfinished)
     _warn_of_rank_0(plan, control)
     _restore_random(checkpoint, plan, control, has_loaders=bool(live.loaders))
@@ -223,7 +229,7 @@ class _Agreement:
 
 
 def _all_problems(answers: list[Any]) -> tuple[list[str], bool]:
-    """(the first lines of what is wrong on any rank, each once; whether anything is damaged)."""
+    """(the first problems of all ranks without duplicates; whether anything is damaged)."""
     unique = list(dict.fromkeys(line for found, _ in answers for line in found))
     return unique[:8], any(corrupted for _, corrupted in answers)
 
@@ -232,7 +238,7 @@ def _all_problems(answers: list[Any]) -> tuple[list[str], bool]:
 
 
 def _verify(files: Files, control: ControlGroup, verify: str) -> None:
-    """Read this rank's share of the files once, and compare. Not collective."""
+    """Read this rank's share of the files once, and compare the digests. Not collective."""
     faults.reach("verify", control.rank)
 
     def count(span: Span) -> None:
@@ -252,8 +258,8 @@ def _verify(files: Files, control: ControlGroup, verify: str) -> None:
 
 
 def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
-    """The (file, writer) pairs that this rank hashes. Neighbours in rank are neighbours in most tensors, too: what a
-    rank hashes is what it reads anyway, also where their number is another than at the save."""
+    """The (file, writer) pairs that this rank hashes: those of the ranks whose shards it mostly reads anyway, also if
+    the number of ranks has changed."""
     pairs = [(name, writer) for name, file in record.every_file.items() for writer in file.digests]
     return sorted(pair for pair in pairs if pair[1] * control.world_size // record.world_size == control.rank)
 
@@ -262,12 +268,12 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 
 
 def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[Stateful, Any]]:
-    """What loaders, schedulers and registered objects are to load; tensors are read."""
+    """(object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
     for name, item in live.objects.items():
         if name in plan.common["objects"]:
             yield item, _decoded(item, name, plan.common["objects"][name], saved)
     saved_positions = positions(plan)
-    for name, loader in live.loaders.items():  # last: that they take their positions is known, so none is taken back
+    for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail
         if name in saved_positions:
             yield loader, values.decode(saved_positions[name], no_tensor)
 
@@ -285,11 +291,11 @@ def _decoded(item: Stateful, name: str, encoded: Any, saved: Saved) -> Any:
     return values.decode(encoded, lambda path: saved.new("objects", path, sharded.get(path)))
 
 
-def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, here: str, before: str) -> None:
-    """Give all objects their states, or none: user code may refuse, and what others took is then taken back."""
+def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, here: str, unchanged: str) -> None:
+    """Load the states of all objects, or of none: if user code raises, the objects loaded so far are restored."""
     applied: list[tuple[Stateful, Any]] = []
     try:
-        with _Agreement(control, here, before):
+        with _Agreement(control, here, unchanged):
             faults.reach("apply", control.rank)
             for item, wanted in states:
                 applied.append((item, copy.deepcopy(item.state_dict())))
@@ -306,21 +312,23 @@ def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, he
 def _let_hooks_load(
     take: Callable[[Path], set[int]], path: Path, plan: Plan, control: ControlGroup, is_strict: bool
 ) -> None:
-    """What load hooks take is not loaded here. CheckpointError on all ranks where one fails, or ranks take others."""
-    outcome = "what load hooks have loaded by then stays as it is; load a checkpoint before you go on"
+    """Run the load hooks; models that they load are not loaded here. Raises CheckpointError on all ranks if a hook
+    fails, or if the hooks load different models on different ranks."""
+    outcome = "models that load hooks have loaded so far stay changed; load a checkpoint before you continue"
     taken: set[int] = set()
     with _Agreement(control, f"checkpoint: {path}", outcome) as step:
         taken = take(path)
-        missing = plan.untold - taken if is_strict else ()
+        missing = plan.for_hooks - taken if is_strict else ()
         step.problems = [
-            f"{section_name('model', number)}: a save hook has taken it from the checkpoint, and no load hook takes it "
-            "from `models`; register a load hook that loads it, or load with strict=False to leave it as it is"
+            f"{section_name('model', number)}: a save hook removed it from `weights`, so the checkpoint lacks it, and "
+            "no load hook removed it from `models`; register a load hook that loads it, or load with strict=False to "
+            "keep it unchanged"
             for number in sorted(missing)
         ]
     if not control.decide(sorted(taken), lambda answers: all(one == answers[0] for one in answers)):
         raise CheckpointError(
-            f"checkpoint: {path}: load hooks have taken other models on some ranks than on others (got "
-            f"{sorted(taken)} on rank {control.rank}); take the same on all ranks: {outcome}."
+            f"checkpoint: {path}: load hooks loaded different models on different ranks (got models {sorted(taken)} on "
+            f"rank {control.rank}); load the same on all ranks: {outcome}."
         )
     for number in taken:
         plan.leave_out(number)
@@ -330,8 +338,8 @@ def _let_hooks_load(
 
 
 def _fill(live: Live, plan: Plan, saved: Saved, control: ControlGroup, here: str, unfinished: Unfinished) -> None:
-    """Read weights and optimizer states into the live tensors. StateIncomplete on all ranks where it fails on one."""
-    outcome = "part of the state is this checkpoint's now, and part is not; load another one before you go on"
+    """Read weights and optimizer states into the live tensors. If it fails on one rank, all raise StateIncomplete."""
+    outcome = "only part of the state was loaded; load another checkpoint before you continue"
     unfinished.begin(saved.files.checkpoint.path, plan.parts)
     try:
         with _Agreement(control, here, outcome):
@@ -343,7 +351,7 @@ def _fill(live: Live, plan: Plan, saved: Saved, control: ControlGroup, here: str
 
 
 def _bytes_to_read(plan: Plan, index: Index) -> int:
-    """About how much of the tensors this rank reads: as much of all of them as it holds of the weights."""
+    """An estimate of the bytes that this rank reads: its share of the weights, applied to all tensors."""
     held = whole = 0
     for _, _, tensor in plan.weights:
         held += local_part(tensor).numel() * tensor.element_size()
@@ -357,32 +365,33 @@ def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int) -> None:
             faults.reach("fill", rank)
         saved.fill(section, name, tensor)
     names = state.parameter_names(live.models)
-    for number, (optimizer, told) in enumerate(zip(live.optimizers, plan.common["optimizers"], strict=False)):
+    for number, (optimizer, encoded) in enumerate(zip(live.optimizers, plan.common["optimizers"], strict=False)):
         section = section_name("optim", number)
         if section in saved.index.sections:
             left_out = {fqn for which, fqn in plan.left_out if which == number}
-            optimizers.restore(optimizer, names, section, told, saved, left_out)
+            optimizers.restore(optimizer, names, section, encoded, saved, left_out)
     saved.files.refuse_changed()
 
 
 def _warn_of_rank_0(plan: Plan, control: ControlGroup) -> None:
     if plan.of_rank_0 and control.rank == 0:
         logger.warning(
-            "checkpoint: %s: each rank that saved had its own; on another number of ranks all get that of rank 0.",
+            "checkpoint: %s: each rank saved a different value; since the number of ranks has changed, all ranks load "
+            "that of rank 0.",
             per_rank.labels_text(plan.of_rank_0),
         )
 
 
 def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, has_loaders: bool) -> None:
-    """Last of all, so that nothing before it draws from the generators."""
+    """Restore the random generators. Must be the last step, so that nothing draws from them afterwards."""
     if plan.own is not None:
         random_state.restore(plan.own["rng"])
         return
     random_state.derive(plan.common["seed"], checkpoint.manifest.step, control.rank)
     if control.rank == 0:
         logger.warning(
-            "checkpoint: saved by %d ranks, loading on %d: %s are exact; random generators are seeded anew from (seed, "
-            "step, rank).",
+            "checkpoint: saved by %d ranks, loading on %d: %s are restored exactly; random generators are seeded from "
+            "(seed, step, rank).",
             checkpoint.manifest.world_size,
             control.world_size,
             "weights, optimizer and data position" if has_loaders else "weights and optimizer",

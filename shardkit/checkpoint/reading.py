@@ -1,4 +1,4 @@
-"""The files of one checkpoint, for whoever reads them: in a folder on a disk, or in a store of objects."""
+"""Access to the files of one checkpoint, in a folder on a disk or in an object store."""
 
 import os
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from shardkit.storage.url import Place, Url
 
 
 class Folder(Protocol):
-    """Where the files are, until it is closed."""
+    """Read access to the files of a checkpoint, until `close`."""
 
     def small(self, name: str) -> bytes:
-        """The whole of a small file."""
+        """The contents of a small file."""
 
     def opened(self, name: str) -> AbstractContextManager[Any]:
-        """What `disk.read_into` reads a file from. CheckpointCorrupted where there is no such file."""
+        """A source for `disk.read_into`. Raises CheckpointCorrupted if the file does not exist."""
 
     def state(self, name: str, source: Any) -> Any:
-        """Another value once the file was written anew."""
+        """A value that changes when the file is rewritten."""
 
     def close(self) -> None: ...
 
 
 def folder(place: Place) -> Folder:
-    """The folder that has the name now; on a disk it stays that one where another gets the name meanwhile."""
+    """The folder at a place. On a disk it stays the same folder, even if another one gets its name meanwhile."""
     return InStore(place) if isinstance(place, Url) else OnDisk(place)
 
 

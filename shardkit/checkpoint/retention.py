@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder may go, and deleting them. Runs after a commit, never before."""
+"""Which checkpoints of a folder are deleted, and deleting them. Runs after a commit, never before."""
 
 from collections.abc import Callable, Container, Hashable, Iterable
 from functools import lru_cache
@@ -11,7 +11,7 @@ from shardkit.log import get_logger
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
-PIN = "PIN"  # a file of this name beside a checkpoint, `step-00000120.PIN`, keeps it for good
+PIN = "PIN"  # a file `step-00000120.PIN` next to a checkpoint protects it from retention
 
 logger = get_logger(__name__)
 
@@ -21,17 +21,17 @@ def _pin_of(path: PlaceKind) -> PlaceKind:
 
 
 def is_pinned(path: Place) -> bool:
-    """Whether somebody asked to keep this checkpoint."""
+    """Whether this checkpoint is pinned."""
     return objects.look(_pin_of(path)) is not None if isinstance(path, Url) else _pin_of(path).exists()
 
 
 def pin(path: Place) -> None:
-    """Keep this checkpoint, whatever retention says."""
+    """Protect this checkpoint from retention."""
     objects.put(_pin_of(path), b"{}") if isinstance(path, Url) else _pin_of(path).touch()
 
 
 def unpin(path: Place) -> None:
-    """Leave this checkpoint to retention again."""
+    """Remove the protection of `pin`."""
     objects.remove(_pin_of(path)) if isinstance(path, Url) else _pin_of(path).unlink(missing_ok=True)
 
 
@@ -44,15 +44,15 @@ def expendable(
 ) -> list[FoundCheckpoint]:
     """Checkpoints that retention would delete, oldest first.
 
-    Kept are: the newest `keep_last` that are whole, multiples of `keep_every` steps, pinned ones, those whose save_id
-    is in `protected`, and everything that is not a checkpoint of ours or that cannot be read. Steps above the one that
-    was committed last belong to a run that was given up; they do not push newer work out, so age counts by commit.
+    Kept are: the newest `keep_last` complete ones, multiples of `keep_every` steps, pinned ones, those whose save_id is
+    in `protected`, and everything that is not a shardkit checkpoint or cannot be read. The newest is the one that was
+    committed last: higher steps can exist from before a run resumed from an earlier step.
 
-    `is_good` may look into what would be kept, the newest first: a checkpoint that is not good stays, and does not
-    count. After a commit nobody looks: reading whole checkpoints would hold up the training.
+    `is_good(path)` may check the contents of those that would count among the newest: one that is not good is kept, but
+    not counted. It is not used after a commit, since reading whole checkpoints would delay training.
 
-    A committed checkpoint does not change, so this process reads each manifest once, and looks once at the files of
-    those alone that it would count among the newest or delete.
+    A committed checkpoint does not change. So each manifest is read once per process, and the files are checked once,
+    and only of checkpoints that would be counted or deleted.
     """
     committed = [(found, record) for found in folder.steps(root) if (record := _record(found.path)) is not None]
     committed.sort(key=lambda item: (item[1].created_utc, item[0].step), reverse=True)
@@ -72,7 +72,7 @@ def expendable(
 
 
 class _Record(NamedTuple):
-    """What retention goes by; `version` tells one manifest file from another of the same name."""
+    """What retention needs of a manifest; `version` differs if the manifest file was replaced."""
 
     created_utc: str
     save_id: str
@@ -108,12 +108,12 @@ def _is_whole(path: Place, record: _Record) -> bool:
 
 
 def apply(root: Place, keep_last: int, keep_every: int = 0, protected: Container[str] = ()) -> list[Place]:
-    """Delete what `expendable` names; the folders deleted."""
+    """Delete the checkpoints that `expendable` returns. Returns the deleted folders."""
     return delete(expendable(root, keep_last, keep_every, protected))
 
 
 def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
-    """Delete these; the folders deleted. A failure to delete is a warning, never an error."""
+    """Delete these checkpoints. Returns the deleted folders. A failure to delete is a warning, never an error."""
     removed: list[Place] = []
     for found in going:
         try:
@@ -123,12 +123,12 @@ def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
                 disk.remove_folder(found.path)
             removed.append(found.path)
         except OSError as error:
-            logger.warning("checkpoint: %s: cannot be deleted (%s); delete it by hand.", found.path, error)
+            logger.warning("checkpoint: %s: cannot be deleted (%s); delete it manually.", found.path, error)
     return removed
 
 
 def debris(root: Place) -> list[Place]:
-    """What killed saves have left in a folder of checkpoints, without what may be written right now."""
+    """What killed saves left in a folder of checkpoints, without files of saves that may still run."""
     if not isinstance(root, Url):
         return [*folder.debris(root)]
     with in_store.now(root) as mark:
@@ -136,7 +136,7 @@ def debris(root: Place) -> list[Place]:
 
 
 def clean_debris(root: Place) -> list[Place]:
-    """Delete `debris`; what is deleted."""
+    """Delete `debris`. Returns what was deleted."""
     if not isinstance(root, Url):
         return [*folder.clean_debris(root)]
     with in_store.now(root) as mark:

@@ -1,8 +1,8 @@
-"""save_model: every rank writes its own byte ranges of a model straight into the files that other programs open.
+"""save_model: every rank writes its parts of a model directly into safetensors files.
 
-Nothing is gathered: the ranks agree on the plan without exchanging it (`export.plan` is a pure function), rank 0 makes
-the files, each rank casts and writes block by block, and rank 0 gives the files their names. The extra memory is one
-block, and one tensor piece where a piece is not contiguous.
+Nothing is gathered: all ranks compute the same plan (`export.plan` is a pure function), rank 0 makes the files, each
+rank casts and writes block by block, and rank 0 renames the files. The extra memory is one block, and one tensor piece
+if a piece is not contiguous.
 """
 
 import copy
@@ -36,14 +36,14 @@ DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp64": torch.float64, "float64": torch.float64,
 }  # fmt: skip
-# Narrow floats are widened unless the caller says otherwise; wide ones, integers and 8-bit floats stay what they are.
+# Without `dtype`, 16-bit floats are saved in fp32. fp64, integers and 8-bit floats keep their dtype.
 _WIDENED = {torch.float16, torch.bfloat16, torch.float32}
 _CAST = {*_WIDENED, torch.float64}
 
 
 @dataclass
 class Part:
-    """What is saved into one folder: tensors by name, further names of them, and the JSON files beside."""
+    """The contents of one folder: tensors by name, tied names, and the JSON files that `write_beside` writes."""
 
     folder: Place
     stem: str
@@ -55,12 +55,12 @@ class Part:
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The torch dtype of bf16, float32, torch.bfloat16, ...; UsageError on what floats cannot be saved as."""
+    """The torch dtype for bf16, float32, torch.bfloat16, ...; UsageError for others."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.").lower()
     if name not in DTYPES:
-        raise UsageError(f"save_model: dtype is unknown (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
+        raise UsageError(f"save_model: unknown dtype (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
     return DTYPES[name]
 
 
@@ -72,12 +72,12 @@ def save(
     dtype: str | torch.dtype | None = None,
     compare_buffers: bool = False,
 ) -> list[str]:
-    """Write the whole model as safetensors that plain torch, Transformers and peft open. Collective.
+    """Write the whole model as safetensors files that torch, Transformers and peft can load. Collective.
 
-    In fp32 unless `dtype` says otherwise; tied weights once; of a peft model its adapters only. All ranks raise
-    CheckpointSaveError where one fails, and an earlier export in the folder is then whole.
+    In fp32 unless `dtype` is given; tied weights once; of a peft model only its adapters. If one rank fails, all raise
+    CheckpointSaveError, and an earlier export in the folder stays complete.
 
-    The buffers that ranks hold differently where that is to be looked for, else none; rank 0's are written.
+    Returns the names of buffers that differ between ranks (empty without `compare_buffers`). Those of rank 0 are saved.
     """
     limit, wanted = export.size_in_bytes(max_shard_size), dtype_named(dtype)
     drifted = []
@@ -90,7 +90,7 @@ def save(
 
 def _parts(model: nn.Module, folder: Place) -> list[Part]:
     if not isinstance(model, nn.Module):
-        raise CheckpointError(f"a model is expected (got {type(model).__name__}); give what prepare() returned")
+        raise CheckpointError(f"expected a model (got {type(model).__name__}); give the model that prepare() returned")
     inner: Any = unwrapped(model)
     if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
         return [_adapter(inner, name, folder) for name in inner.peft_config]
@@ -102,12 +102,12 @@ def _parts(model: nn.Module, folder: Place) -> list[Part]:
 
 
 def _adapter(model: Any, adapter: str, folder: Place) -> Part:
-    """One adapter of a peft model, in peft's own layout: the default one in the folder, others in folders below."""
+    """One adapter of a peft model, in peft's layout: the adapter `default` in the folder, others in subfolders."""
     from peft import get_peft_model_state_dict
 
     found = state.model_tensors(model)
-    # Looking only for embeddings of the base model could ask the network, and differ between ranks.
-    with torch.no_grad():  # of p-tuning peft saves what its encoder computes; the unit around it gathers by itself
+    # save_embedding_layers="auto" may access the network, and its result may differ between ranks.
+    with torch.no_grad():  # for p-tuning peft runs the prompt encoder and saves its output; FSDP gathers in its forward
         chosen = get_peft_model_state_dict(model, state_dict=found, adapter_name=adapter, save_embedding_layers=False)
     _warn_of_left_out(model, chosen)
     buffers = {id(found[name]) for name in map(clean_name, dict(model.named_buffers())) if name in found}
@@ -124,21 +124,21 @@ def _adapter(model: Any, adapter: str, folder: Place) -> Part:
 
 
 def _warn_of_left_out(model: nn.Module, chosen: Mapping[str, torch.Tensor]) -> None:
-    """Parameters that were trained, belong to no adapter, and so would be lost without a word."""
+    """Warn of trained parameters that are not part of an adapter, and so are not saved."""
     saved = {local_part(tensor).data_ptr() for tensor in chosen.values()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and local_part(p).numel()}
     names = [clean_name(name) for name, p in trained.items() if local_part(p).data_ptr() not in saved]
     names = [name for name in names if not any(mark in name for mark in ("lora_", "prompt_encoder", "modules_to_save"))]
     if names:
         logger.warning(
-            "save_model: trained, but part of no adapter, and not saved: %s; name their modules in peft's "
-            "modules_to_save.",
+            "save_model: trained parameters that are not part of an adapter are not saved: %s; add their modules to "
+            "modules_to_save of the peft configuration.",
             ", ".join(names[:5]),
         )
 
 
 def _write_model_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    """config.json and generation_config.json, where the model has them. Trouble with these is a warning."""
+    """Write config.json and generation_config.json, if the model has them. Errors here are warnings."""
     try:
         config: Any = getattr(model, "config", None)
         if hasattr(config, "save_pretrained"):
@@ -146,17 +146,17 @@ def _write_model_config(model: Any, folder: Path, dtype: torch.dtype | None) -> 
             if hasattr(config, "architectures"):
                 config.architectures = [_class_name(model)]
             if hasattr(config, "dtype") and dtype is not None:
-                config.dtype = dtype  # what from_pretrained loads the weights as
+                config.dtype = dtype  # the dtype in which from_pretrained loads the weights
             config.save_pretrained(folder)
         generation: Any = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):
             generation.save_pretrained(folder)
-    except Exception as error:  # whatever another library does here: the weights matter more
+    except Exception as error:  # an error in another library must not prevent saving the weights
         logger.warning("save_model: %s: the model's configuration was not written (%s).", folder.parent, error)
 
 
 def _class_name(model: nn.Module) -> str:
-    """The model's class as its author named it: fully_shard gives the object a subclass."""
+    """The name of the model's original class: fully_shard changes the object's class to a subclass."""
     kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.")]
     own = [kind for kind in kinds if not (kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2)]
     return own[0].__name__
@@ -192,13 +192,13 @@ def _save_files(part: Part, control: ControlGroup, limit: int, wanted: torch.dty
 
 
 Plan = Callable[[str], list[ExportFile]]
-"""The files, whose names end so where there are several."""
+"""Returns the files for a suffix, which is part of their names if there are several."""
 
 
 def _onto_disk(
     part: Part, folder: Path, index: Index, targets: Mapping[str, torch.dtype], plan: Plan, control: ControlGroup
 ) -> None:
-    """Every rank writes its ranges into files that rank 0 has made, and which get their names at the end."""
+    """Every rank writes its parts into files that rank 0 has made and renames at the end."""
     opened: list[Opened] = []
     try:
         temporary, tag = _together(
@@ -220,7 +220,7 @@ def _onto_disk(
 def _into_store(
     part: Part, url: Url, index: Index, targets: Mapping[str, torch.dtype], plan: Plan, control: ControlGroup
 ) -> None:
-    """Every rank uploads its pieces; then each reads them all together into some of the files."""
+    """Every rank uploads its pieces; then each rank builds some of the files from the pieces of all."""
     export_id = uuid.uuid4().hex
     unnamed: list[ExportFile] | None = None
 
@@ -254,14 +254,14 @@ def _into_store(
 
 
 def _index(part: Part, world_size: int) -> Index:
-    """The tensors of a part by name, with their placements: what `layout` works out each rank's ranges from."""
+    """The index of a part's tensors, from which `layout` computes the pieces of each rank."""
     index = Index("full", world_size)
     everyone, first = Mesh((world_size,)), Mesh((1,))
     entries = index.sections.setdefault("model", {})
     for name, tensor in part.tensors.items():
         if tensor.is_meta:
             raise CheckpointError(f"{name}: has no values yet (meta device); prepare() the model first")
-        # Replicas of a buffer may drift apart (batch norm): rank 0's is written, and never a mix.
+        # Replicas of a buffer may differ (batch norm): rank 0 writes it alone, so that the result is not a mix.
         holders = first if name in part.buffers else everyone
         entries[name] = tensors.entry_of(tensor, index, holders, name)
     index.sort()
@@ -269,7 +269,7 @@ def _index(part: Part, world_size: int) -> Index:
 
 
 def _drifted(part: Part, control: ControlGroup) -> list[str]:
-    """Buffers that ranks hold differently: all are compared at once, and one by one only where they differ."""
+    """Buffers that differ between ranks. One digest of all is compared first, and each buffer only if it differs."""
     plain = {name: part.tensors[name] for name in sorted(part.buffers & {*part.tensors})}
     found = per_rank.of_tensors({name: tensor for name, tensor in plain.items() if not isinstance(tensor, DTensor)})
     if not control.decide(per_rank.together(found), lambda answers: len({*answers}) > 1):
@@ -293,16 +293,16 @@ def _same_on_all_ranks(part: Part, files: list[ExportFile], control: ControlGrou
         raise CheckpointSaveError(problem)
 
 
-def _difference(folder: Place, told: list[list[str]]) -> str | None:
-    if any(other != told[0][0] for other, _ in told):
-        return f"save_model: the ranks give different folders: {[other for other, _ in told]}."
-    if any(other != told[0] for other in told):
-        return f"save_model: {folder}: the ranks hold different models; call it on all alike."
+def _difference(folder: Place, answers: list[list[str]]) -> str | None:
+    if any(other != answers[0][0] for other, _ in answers):
+        return f"save_model: the ranks give different folders (got {[other for other, _ in answers]}); give the same."
+    if any(other != answers[0] for other in answers):
+        return f"save_model: {folder}: the models differ between ranks; call it on all ranks with the same model."
     return None
 
 
 def _begin(folder: Path, stem: str, plan: Plan, control: ControlGroup, opened: list[Opened]) -> list[str] | None:
-    """Rank 0 makes the files; where they are, and the end of their names."""
+    """Rank 0 makes the files. Returns their temporary folder and the suffix of their names; None on other ranks."""
     if control.rank != 0:
         return None
     tag = export.free_tag(plan(""), export.names_in(folder))
@@ -316,7 +316,7 @@ def _write_beside(part: Part, opened: list[Opened], targets: Mapping[str, torch.
 
 
 def _only_float(targets: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    """The dtype of all floats, where they have one."""
+    """The dtype of all floating-point tensors, if it is the same; else None."""
     floats = {dtype for dtype in targets.values() if dtype.is_floating_point}
     return floats.pop() if len(floats) == 1 else None
 
@@ -334,7 +334,7 @@ def _write(
     temporary: Path,
     control: ControlGroup,
 ) -> None:
-    """Write what this rank holds, and bring it to disk."""
+    """Write the pieces of this rank durably."""
     put.wait_until_seen(temporary)
     where = {name: (file.name, place) for file in files for name, place in file.places.items()}
     opened: dict[str, disk.Durable] = {}
@@ -352,7 +352,7 @@ def _write(
 
 
 def _write_piece(file: disk.Durable, chunk: Chunk, piece: torch.Tensor, place: Stored, target: torch.dtype) -> None:
-    """Cast a piece and put it where it belongs in the whole tensor, a block at a time."""
+    """Cast a piece and write it to its place in the file, a block at a time."""
     flat = piece.detach().contiguous().view(-1)
     item, done = layout.ITEM_BYTES[place.dtype], 0
     at_once = disk.BLOCK_BYTES // max(item, flat.element_size())
@@ -371,7 +371,7 @@ def _together(
     answer: Callable[[Result], Any] = lambda result: None,
     judge: Callable[[list[Any]], Any] = lambda answers: None,
 ) -> Attempt[Result]:
-    """What came of the action. Where it failed on one rank, all raise the same error."""
+    """The result of the action. Collective. If it failed on one rank, all raise the same error."""
     try:
         attempt = control.attempt(action, answer, judge)
     except LostRank as error:
@@ -381,5 +381,5 @@ def _together(
     return attempt
 
 
-def _report(folder: Place, said: str) -> str:
-    return f"save_model: {folder}: {said}. What was in the folder before is as it was."
+def _report(folder: Place, reason: str) -> str:
+    return f"save_model: {folder}: {reason}. The previous contents of the folder are unchanged."

@@ -1,4 +1,4 @@
-"""What a save is asked for, and what all ranks have agreed to write."""
+"""The arguments of a save, and what all ranks have agreed to write."""
 
 import uuid
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.storage.url import Place
 
 Pieces = dict[str, list[tuple[Chunk, torch.Tensor]]]
-"""What a rank writes, by section, in file order: views of its memory."""
+"""The pieces that a rank writes, by section, in file order: views of its memory."""
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Where and as what a state is saved."""
+    """Where and how a state is saved."""
 
     final: Place
-    """Where it lies: no link, as this rank sees it; or in a store of objects."""
+    """The folder, with links followed, as this rank sees it; or a place in an object store."""
     step: int
     run_id: str
     name: str = ""
-    """As the script calls the folder: what ranks compare; by default the path."""
+    """The folder as the script named it, for the comparison between ranks; by default the path."""
     epoch: int = 0
     samples_seen: int = 0
     parent: str | None = None
@@ -34,18 +34,18 @@ class SaveRequest:
     config_text: str | None = None
     mesh: dict[str, Any] = field(default_factory=dict)
     in_series: bool = False
-    """Whether this is one of a folder of step checkpoints, which has a LATEST and a retention."""
+    """Whether this is a step checkpoint in a folder with LATEST and retention."""
     keep_last: int = 0
-    """How many of the newest stay; 0: all."""
+    """How many of the newest are kept; 0: all."""
     keep_every: int = 0
     unless_equal: bool = False
-    """Whether nothing is written where the checkpoint that is there holds the same bytes. Equal on all ranks."""
+    """Whether to write nothing if the existing checkpoint has the same contents. Equal on all ranks."""
     compare_buffers: bool = False
-    """Whether to look for buffers that ranks hold differently. Equal on all ranks."""
+    """Whether to look for buffers that differ between ranks. Equal on all ranks."""
     claim: Callable[[], None] = lambda: None
-    """What rank 0 does before it writes anything; what it raises, all ranks raise as a CheckpointSaveError."""
+    """Called on rank 0 before anything is written; if it raises, all ranks raise CheckpointSaveError."""
     staging: Staging | None = None
-    """Where the user's hooks have written what they add."""
+    """The folder with the files that the user's hooks wrote."""
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -59,15 +59,15 @@ class PreparedSave:
     own: dict[str, Any]
     pieces: Pieces
     temporary: Place
-    """The folder that files are written into, before it is committed; in a store that one stays theirs."""
+    """The folder into which files are written, and which is renamed at the commit; in a store their final prefix."""
     hold: int | None
     drifted: list[str] = field(default_factory=list)
-    """Buffers that ranks hold differently, where that was looked for; rank 0's are saved."""
+    """Buffers that differ between ranks, if `compare_buffers` was set; rank 0's are saved."""
     trouble: Exception | None = None
-    """What went wrong on this rank since; the write raises it."""
+    """An error on this rank since then; `write_all` raises it."""
     added: dict[str, File] = field(default_factory=dict)
-    """On rank 0, what the user's hooks have added, once it lies in the temporary folder."""
+    """On rank 0: the files of the user's hooks, after they were moved into the temporary folder."""
     record: Manifest | None = None
-    """On rank 0, once it is committed."""
+    """On rank 0, after the commit."""
     attempt: Any = None
-    """On rank 0, of a save into a store: an `in_store.Attempt`."""
+    """On rank 0, for a save into a store: an `in_store.Attempt`."""

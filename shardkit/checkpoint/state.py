@@ -1,11 +1,11 @@
 """The live objects of a training run, as tensors and plain values by name.
 
-Tensors of models and optimizers are named by fqn (`<fqn>/exp_avg`), so neither the world size, nor the strategy, nor
-the order of parameters matters to a checkpoint. Sections: `model`, `model_1`, ...; `optim`, `optim_1`, ...; and
-`objects` for tensors inside the states of schedulers and registered objects.
+Tensors of models and optimizers are named by fqn (`<fqn>/exp_avg`), so a checkpoint does not depend on the world size,
+the strategy or the order of parameters. Sections: `model`, `model_1`, ...; `optim`, `optim_1`, ...; and `objects` for
+tensors inside the states of schedulers and registered objects.
 
-What ranks may hold differently (everything that is not a tensor of a model, nor sharded) is captured as items, which
-`apart` compares between ranks.
+State that may differ between ranks (everything except model tensors and sharded tensors) is captured as items, which
+`per_rank` compares between ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from shardkit.errors import CheckpointError
 
 
 class Stateful(Protocol):
-    """Whatever has a state: schedulers, scalers, loaders, registered objects."""
+    """An object with a state: a scheduler, scaler, loader or registered object."""
 
     def state_dict(self) -> Any: ...
 
@@ -36,15 +36,15 @@ class Stateful(Protocol):
 
 
 class Positioned(Stateful, Protocol):
-    """A loader: its state is a position in the data, which may mean nothing where the data are others."""
+    """A loader: its state is a position in the data, which may be invalid for other data."""
 
     def misfit(self, state: Any, saved_ranks: int) -> str | None:
-        """Why a position that so many ranks saved cannot be loaded; None where it can."""
+        """Why a position that was saved on `saved_ranks` ranks cannot be loaded; None if it can."""
 
 
 @dataclass
 class Live:
-    """What a checkpoint is made of, and applied to. Names in `objects` and `loaders` are free, and stay."""
+    """The objects that are saved and loaded. The names in `objects` and `loaders` identify them in a checkpoint."""
 
     models: list[nn.Module]
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -52,27 +52,27 @@ class Live:
     loaders: dict[str, Positioned] = field(default_factory=dict)
     seed: int | None = None
     elsewhere: frozenset[int] = frozenset()
-    """Numbers of the models that a hook has saved itself: they are in no section."""
+    """Numbers of the models that a save hook has saved: they are in no section."""
     take: Callable[[Path], set[int]] | None = None
-    """The user's load hooks: given the verified checkpoint, they load models themselves, and this gives their numbers.
-    Every rank calls it."""
+    """Runs the user's load hooks on the folder of the verified checkpoint. Returns the numbers of the models that they
+    loaded. Every rank calls it."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A value that ranks may hold differently: where it stands in `common`, as JSON, with its plain tensors."""
+    """A value that may differ between ranks: its place in `common`, its JSON value, the names of its plain tensors."""
 
     at: tuple[str | int, ...]
     value: Any
     section: str
     tensors: tuple[str, ...]
     is_replicated: bool = False
-    """Whether its parameter is held alike by all ranks: large tensors are then compared by a sample."""
+    """Whether its parameter is replicated: large tensors are then compared by a sample."""
 
 
 @dataclass
 class Captured:
-    """A training state as it is now: tensors share memory with the live objects."""
+    """A captured training state. Tensors share memory with the live objects."""
 
     index: Index
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -80,9 +80,9 @@ class Captured:
     own: dict[str, Any]
     items: dict[str, Item] = field(default_factory=dict)
     own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What this rank has differently from others, by `<section>:<name>`; see `apart`."""
+    """Per-rank tensors, by `<section>:<name>`; see `per_rank`."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Buffers that each rank updates for itself, by `<section>: <name>`."""
+    """Buffers that each rank updates independently, by `<section>: <name>`."""
 
 
 def section_name(kind: str, number: int) -> str:
@@ -91,19 +91,22 @@ def section_name(kind: str, number: int) -> str:
 
 
 def is_changed_by_steps_only(section: str, name: str) -> bool:
-    """Whether a tensor is what an optimizer remembers of a parameter, which nothing but its steps changes in place."""
+    """Whether a tensor is optimizer state of a parameter, which only the optimizer's steps change."""
     return section.startswith("optim") and not optimizers.is_of_no_parameter(section, name)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by fqn, sharing memory; sharded ones as DTensors, on XLA devices themselves:
-    what is put into an alias there does not reach them."""
+    """Parameters and persistent buffers by fqn, sharing memory; sharded ones as DTensors. On XLA devices the parameters
+    themselves, since writes to an alias do not reach them there."""
     found: dict[str, torch.Tensor] = {}
     is_xla = xla.is_started()
-    # state_dict() first brings FSDP parameters back to their shards, whatever state the step left them in.
+    # state_dict() first reshards FSDP parameters that are still gathered.
     for name, value in unwrapped(model).state_dict(keep_vars=is_xla).items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{name}: extra state of a {type(value).__name__} cannot be saved; return tensors.")
+            raise CheckpointError(
+                f"{name}: extra state of type {type(value).__name__} cannot be saved; return a tensor from "
+                "get_extra_state()."
+            )
         found[clean_name(name)] = value.detach() if value.requires_grad and not is_xla else value
     return found
 
@@ -120,7 +123,7 @@ def whole_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def parameter_names(models: list[nn.Module]) -> dict[int, str]:
-    """id of each parameter -> fqn; parameters of the second model begin with `1:`, and so on."""
+    """{id of the parameter: fqn}; fqns of the second model get the prefix `1:`, and so on."""
     names: dict[int, str] = {}
     for number, model in enumerate(models):
         prefix = "" if number == 0 else f"{number}:"
@@ -130,8 +133,8 @@ def parameter_names(models: list[nn.Module]) -> dict[int, str]:
 
 
 def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
-    """The state now. Tensors share memory, values are copies. Of what is in the index, sharded tensors and those of
-    models are the same on all ranks; the rest is in `items` as well."""
+    """Capture the current state. Tensors share memory, other values are copied. Index entries of sharded tensors and of
+    models are equal on all ranks; the other values are in `items`, too."""
     taken = _Capture(Index(kind, world_size))
     for number, model in enumerate(live.models):
         if number not in live.elsewhere:
@@ -155,7 +158,7 @@ def _no_tensor(path: str, value: Any) -> str | None:
 
 
 class _Capture:
-    """A capture under way."""
+    """A capture in progress."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -182,13 +185,13 @@ class _Capture:
         for name, tensor in found.items():
             if name in ties:
                 continue
-            # Replicas of a buffer may drift apart (batch norm); rank 0's is written, and never a mix.
+            # Replicas of a buffer may differ (batch norm): rank 0 writes it alone, so that the result is not a mix.
             self.store(section, name, tensor, everyone if name in parameters else first, f"{section}: {name}")
             if is_drifting and name not in parameters and not isinstance(tensor, DTensor):
                 self.buffers[f"{section}: {name}"] = tensor
 
     def add_optimizer(self, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> None:
-        """Param groups and what is no tensor as JSON; tensors into the index."""
+        """Add param groups and other values as JSON, and tensors to the index."""
         section, everyone, at = section_name("optim", number), Mesh((self.index.world_size,)), ("optimizers", number)
         found = optimizers.describe(optimizer, names, section)
         self.begin(section)
@@ -217,7 +220,7 @@ class _Capture:
         holders: Mesh,
         is_replicated: bool = False,
     ) -> None:
-        """Note a value that ranks may hold differently, with the tensors inside."""
+        """Add a value that may differ between ranks, with its tensors."""
         plain: list[str] = []
 
         def store(name: str, item: Any) -> str | None:
@@ -236,12 +239,12 @@ class _Capture:
 
 
 def fqn_at(at: Sequence[str | int]) -> str | None:
-    """The parameter of which an item at this place is kept; None where it is of none."""
+    """The parameter to which an item at this place belongs; None if it belongs to none."""
     return str(at[3]) if len(at) > 3 and at[2] == "plain" else None
 
 
 def put(tree: Any, at: Sequence[str | int], value: Any) -> None:
-    """Set what stands at a place of a tree of dicts and lists; dicts on the way are made."""
+    """Set the value at a place in a tree of dicts and lists. Missing dicts are created."""
     *inner, last = at
     for key in inner:
         tree = tree.setdefault(key, {}) if isinstance(tree, dict) else tree[key]
@@ -249,7 +252,7 @@ def put(tree: Any, at: Sequence[str | int], value: Any) -> None:
 
 
 def gets_buffers_of_rank_0(model: nn.Module) -> bool:
-    """Whether DistributedDataParallel gives rank 0's buffers to all at each forward: those count, and none drifts."""
+    """Whether DistributedDataParallel broadcasts rank 0's buffers in each forward, so that they cannot differ."""
     if isinstance(model, DistributedDataParallel):
         return bool(model.broadcast_buffers)
     inner = model.__dict__.get("_modules", {}).get("_orig_mod")
@@ -257,7 +260,7 @@ def gets_buffers_of_rank_0(model: nn.Module) -> bool:
 
 
 def tied_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Second and further names of one parameter or buffer -> its first name. The same on all ranks."""
+    """{further name of a parameter or buffer: its first name}. The same on all ranks."""
     inner = unwrapped(model)
     objects = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
     identity = {clean_name(name): id(item) for name, item in objects}

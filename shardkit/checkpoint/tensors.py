@@ -1,4 +1,4 @@
-"""Between torch tensors and the layout: their placement, their bytes, and pieces of them."""
+"""Torch tensors and the layout: placements, bytes and pieces of tensors."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -24,9 +24,11 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> TensorEntry:
-    """How the index describes a tensor. A plain one is held alike by all ranks of `holders`."""
+    """The index entry of a tensor. A tensor that is not a DTensor is replicated on all ranks of `holders`."""
     if tensor.dtype not in DTYPES:
-        raise CheckpointError(f"{where}: safetensors has no such dtype (got {tensor.dtype}); convert it first.")
+        raise CheckpointError(
+            f"{where}: safetensors does not support this dtype (got {tensor.dtype}); convert it first."
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(f"{where}: only dense tensors can be saved (got {tensor.layout}); convert it first.")
     shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
@@ -35,9 +37,9 @@ def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> T
     return TensorEntry(shape, dtype, index.mesh_number(mesh_of(tensor.device_mesh)), _placements(tensor, where))
 
 
-@lru_cache(maxsize=16)  # DeviceMesh works its ranks out anew each time: as much as all else of planning a tensor
+@lru_cache(maxsize=16)  # DeviceMesh computes its ranks in each call, which takes half of the time to plan a tensor
 def mesh_of(mesh: DeviceMesh) -> Mesh:
-    """The ranks that sharded tensors are spread over."""
+    """The mesh of a DTensor, for the index."""
     ranks = tuple(mesh.mesh.flatten().tolist())
     return Mesh(tuple(mesh.mesh.shape), None if ranks == tuple(range(len(ranks))) else ranks, mesh.mesh_dim_names or ())
 
@@ -55,7 +57,7 @@ def _placements(tensor: DTensor, where: str) -> tuple[int | None, ...]:
 
 
 def held_box(tensor: torch.Tensor) -> Box:
-    """What this rank holds of a live tensor."""
+    """The part of a live tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     entry = TensorEntry(tuple(tensor.shape), "U8", 0, _placements(tensor, "a live tensor"))
@@ -66,7 +68,7 @@ def held_box(tensor: torch.Tensor) -> Box:
 
 
 def pieces_to_write(index: Index, section: str, tensors: dict[str, torch.Tensor], rank: int) -> list[Any]:
-    """(chunk, view of this rank's memory) of everything that this rank writes of a section, in file order."""
+    """(chunk, view of this rank's memory) of each piece of a section that this rank writes, in file order."""
     pieces = []
     for chunk in chunks_of(index, section, rank):
         entry = index.sections[section][chunk.name]
@@ -92,25 +94,25 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous and in host memory; the tensor itself where it is that already."""
+    """The values in contiguous host memory; no copy if the tensor is that already."""
     return tensor.detach().to("cpu").contiguous()
 
 
 def empty(dtype: str, sizes: Iterable[int]) -> torch.Tensor:
-    """Host memory to read into."""
+    """An uninitialized tensor in host memory."""
     return torch.empty(tuple(sizes), dtype=TORCH_DTYPES[dtype])
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether values can be put into it."""
+    """Whether values can be written into it."""
     local = local_part(tensor)
     return local.layout is torch.strided and not local.is_meta
 
 
 def bytes_of(wanted: Sequence[tuple[torch.Tensor, int | None]]) -> list[torch.Tensor]:
-    """The bytes of each tensor, in host memory; of one with more than its limit the first and the last of them.
+    """The bytes of each tensor, in host memory; if it has more bytes than its limit, the first and the last of them.
 
-    What is on a device comes over in one transfer.
+    Tensors on a device are copied in one transfer.
     """
     found = [_flat_bytes(tensor, limit) for tensor, limit in wanted]
     for device in {flat.device for flat in found if not flat.is_cpu}:
@@ -129,5 +131,5 @@ def _flat_bytes(tensor: torch.Tensor, limit: int | None) -> torch.Tensor:
 
 
 def bytes_to_write(pieces: dict[str, list[tuple[Chunk, torch.Tensor]]]) -> int:
-    """Size of all pieces."""
+    """Total size of all pieces."""
     return sum(chunk.bytes for section in pieces.values() for chunk, _ in section)

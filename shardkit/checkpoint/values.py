@@ -1,9 +1,9 @@
-"""Plain values to JSON and back, over a closed set of types; nothing is ever unpickled.
+"""Plain values to JSON and back, for a fixed set of types, without pickle.
 
-None, bool, int, float, str, list and dict with text keys are themselves. The rest is tagged: {"$tuple": [...]},
+None, bool, int, float, str, list and dict with string keys stay unchanged. Others are tagged: {"$tuple": [...]},
 {"$bytes": base64}, {"$float": "inf"}, {"$dict": [[key, value], ...]} for other keys, {"$counter": ...}, {"$set": ...},
-{"$param": fqn} for a parameter that stood there as a number, and {"$tensor": name} for a tensor, which the caller
-stores beside. Anything else is refused by its path.
+{"$param": fqn} for the number of a parameter, and {"$tensor": name} for a tensor, which the caller stores separately.
+Any other type is an error that names the path of the value.
 """
 
 import base64
@@ -15,13 +15,13 @@ from typing import Any
 
 from shardkit.errors import CheckpointCorrupted, CheckpointError
 
-# Takes the path of a value that JSON has no type for; returns the name it is stored under, or None: not a tensor.
+# Called with the path and the value. Stores a tensor and returns its name; returns None for anything else.
 StoreTensor = Callable[[str, Any], "str | None"]
 
 
 @dataclass(frozen=True)
 class ParameterName:
-    """Stands for a parameter where an optimizer's own state_dict() has its number."""
+    """Stands for a parameter where an optimizer's state_dict() has its number."""
 
     fqn: str
 
@@ -30,11 +30,11 @@ class ParameterName:
 
 
 class NotStorable(CheckpointError):
-    """A value of a type that has no place in a checkpoint; the message names where it stands."""
+    """A value of a type that cannot be saved; the message names its path."""
 
 
 def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
-    """The value as JSON. NotStorable names the path of the first part that is none of the known types."""
+    """The value as JSON. Raises NotStorable with the path of the first part of an unsupported type."""
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, ParameterName):
@@ -55,8 +55,8 @@ def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
     if isinstance(value, (int, float, str)):  # numpy scalars and enumerations with a plain value
         return encode(value.value if hasattr(value, "value") else _plain(value), path, store_tensor)
     raise NotStorable(
-        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; "
-        "return numbers, text, bytes, lists, dicts or tensors from state_dict()."
+        f"{path}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved; "
+        "return numbers, strings, bytes, lists, dicts or tensors from state_dict()."
     )
 
 
@@ -82,7 +82,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, store_tensor: StoreTens
 
 
 def decode(value: Any, load_tensor: Callable[[str], Any]) -> Any:
-    """The value that `encode` was given. `load_tensor` returns the tensor of a name."""
+    """The inverse of `encode`. `load_tensor` returns the tensor with a name."""
     if isinstance(value, list):
         return [decode(item, load_tensor) for item in value]
     if not isinstance(value, dict):
@@ -114,11 +114,13 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             pairs = {decode(key, load_tensor): decode(item, load_tensor) for key, item in inner}
             return Counter(pairs) if tag == "$counter" else pairs
         case _:
-            raise CheckpointCorrupted(f"state: unknown tag {tag!r}; a newer shardkit wrote this, or it is damaged.")
+            raise CheckpointCorrupted(
+                f"state: unknown tag (got {tag!r}); it was saved by a newer shardkit, or it is damaged."
+            )
 
 
 def tensors_in(value: Any) -> Iterator[str]:
-    """The names of all tensors that an encoded value refers to."""
+    """The names of all tensors in an encoded value."""
     if isinstance(value, list):
         for item in value:
             yield from tensors_in(item)

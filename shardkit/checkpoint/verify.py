@@ -1,8 +1,8 @@
-"""Opening a checkpoint and hashing what is in it, without torch.
+"""Opening a checkpoint and verifying its digests, without torch.
 
-open_checkpoint(path)          the manifest is good, and all files are there with their sizes
-damages(checkpoint)            what is wrong with its bytes, a line for each file; empty: nothing
-hash_file(files, name, ...)    the same for what one rank wrote into one file; a reader takes bytes on the way
+open_checkpoint(path)          checks the manifest, and that all files exist with their sizes
+damages(checkpoint)            checks all digests; a line for each damaged file
+hash_file(files, name, ...)    checks the part of one file that one rank wrote; can copy the bytes in the same pass
 """
 
 from collections import OrderedDict
@@ -19,23 +19,24 @@ from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointCorrupted
 from shardkit.storage.url import Place
 
-# Opening a file anew for every tensor takes longer than reading small ones; systems allow 256 (macOS) or more.
+# Files that stay open: opening a file for each tensor takes longer than reading small ones. The limit of open files is
+# 256 (macOS) or more.
 FILES_OPEN = 64
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest has been read: what it says, and its small files, each verified when it is read."""
+    """A checkpoint with its manifest. Its small files are verified when they are read."""
 
     path: Place
     manifest: Manifest
 
     def where(self, name: str) -> str:
-        """A file of it, as messages name it."""
+        """The path of a file, for messages."""
         return str(self.path / self.manifest.stored(name))
 
     def text(self, name: str) -> bytes:
-        """A small file; CheckpointCorrupted where its bytes are not those that were saved."""
+        """The contents of a small file. Raises CheckpointCorrupted if its digest differs."""
         if name not in self.manifest.files:
             raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
         data = disk.read_small(self.path, self.manifest.stored(name))
@@ -50,12 +51,12 @@ class Checkpoint:
 
     @cached_property
     def apart(self) -> list[str]:
-        """What each rank has for itself: names of objects, `optim: */key` for what an optimizer keeps of parameters."""
+        """Labels of the per-rank state: names of objects, and `optim: */key` for optimizer state of parameters."""
         return [_label(place) for place in self.json("state/common.json").get("apart", [])]
 
     @cached_property
     def index(self) -> Index:
-        """What tensors there are, and where."""
+        """The index of all tensors."""
         return index_json.from_json(self.json("index.json"), self.where("index.json"))
 
 
@@ -73,25 +74,25 @@ def _label(place: list[Any]) -> str:
 
 
 def section_of(place: list[Any]) -> str:
-    """The section of the tensors in what stands at a place of common.json."""
+    """The section of the tensors in the value at a place in common.json."""
     number = place[1] if place[0] == "optimizers" else 0
     return "objects" if place[0] == "objects" else f"optim_{number}" if number else "optim"
 
 
 def differs(where: str, record: Manifest) -> str:
-    """The message for bytes that are not those that were saved."""
+    """The message for a file with a wrong digest."""
     return f"{where}: its {record.digest} digest differs from the manifest (corrupted)"
 
 
 def open_checkpoint(path: Place) -> Checkpoint:
-    """A checkpoint whose files are all there with the right sizes; CheckpointError with the reason."""
+    """A checkpoint, after a check that all files exist with the right sizes. Raises CheckpointError with the reason."""
     return Checkpoint(path, folder.inspect(path))
 
 
 def damages(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:
-    """What is wrong with the bytes of a checkpoint, a line for each file that is damaged. Reads everything once.
+    """A line for each damaged file of a checkpoint. Reads everything once.
 
-    `on_file(name, bytes)` is called after each part, for a progress bar.
+    `on_file(name, bytes)` is called after each file, for a progress bar.
     """
     problems: list[str] = []
     with Files(checkpoint) as files:
@@ -107,7 +108,7 @@ def damages(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that one file holds: where it lies in the tensor, and where in the file."""
+    """A part of a tensor in one file: its box in the tensor, and its place in the file."""
 
     file: str
     box: Box
@@ -115,10 +116,10 @@ class Piece:
 
 
 class Files:
-    """The tensor files of a checkpoint, opened when they are first asked for; the latest ones stay open.
+    """The tensor files of a checkpoint. They are opened at first use; the last FILES_OPEN used stay open.
 
-    All of them belong to the folder that had the checkpoint's name at the start. CheckpointCorrupted where that was
-    another checkpoint already, or where a file is not what it was when it was first opened.
+    All are in the folder that had the checkpoint's name when the `with` block began. Raises CheckpointCorrupted if that
+    folder already contains another checkpoint, or if a file changes after it was first opened.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -145,21 +146,23 @@ class Files:
     def _refuse_another(self) -> None:
         text = self._folder.small(manifest.NAME)
         if manifest.from_bytes(text, self.where(manifest.NAME)).save_id != self.checkpoint.manifest.save_id:
-            raise CheckpointCorrupted(f"{self.checkpoint.path}: another checkpoint took its place while it was read.")
+            raise CheckpointCorrupted(
+                f"{self.checkpoint.path}: was replaced by another checkpoint while it was read; load again."
+            )
 
     def _close_oldest(self) -> None:
         _, (_, stack) = self._opened.popitem(last=False)
         stack.close()
 
     def refuse_changed(self) -> None:
-        """CheckpointCorrupted where a file that is open was written since it was first opened."""
+        """Raises CheckpointCorrupted if an open file was rewritten since it was first opened."""
         for name, (source, _) in self._opened.items():
             self._refuse_changed(name, source)
 
     def _refuse_changed(self, name: str, source: disk.Source) -> None:
         seen = self._folder.state(self._stored(name), source)
         if self._seen.setdefault(name, seen) != seen:
-            raise CheckpointCorrupted(f"{self.where(name)}: changed while it was read.")
+            raise CheckpointCorrupted(f"{self.where(name)}: was changed while it was read; load again.")
 
     def where(self, name: str) -> str:
         return self.checkpoint.where(name)
@@ -168,11 +171,11 @@ class Files:
         return self.checkpoint.manifest.stored(name)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has such a file."""
+        """Whether the checkpoint has a file with this name."""
         return name in self.checkpoint.manifest.files
 
     def source(self, name: str) -> disk.Source:
-        """What a file that the manifest knows is read from. Good until others were asked for."""
+        """The source to read a file from. Valid only until the next call, which may close it."""
         if name not in self._opened:
             if name not in self.checkpoint.manifest.every_file:
                 raise CheckpointCorrupted(f"{self.where(name)}: not in the manifest; the checkpoint is incomplete.")
@@ -188,7 +191,7 @@ class Files:
         return self._opened[name][0]
 
     def header(self, name: str) -> dict[str, Stored]:
-        """Where the file keeps its tensors."""
+        """The tensors of a file, with their places."""
         if name not in self._headers:
             size, where, source = self.checkpoint.manifest.files[name].bytes, self.where(name), self.source(name)
             found = layout.read_header(lambda at, length: disk.read_at(source, at, length, where), size, where)
@@ -196,18 +199,19 @@ class Files:
         return self._headers[name]
 
     def pieces(self, section: str, name: str, box: Box) -> Iterator[Piece]:
-        """All that hold something of a box of a tensor; CheckpointCorrupted where a file is not as the index says."""
+        """All pieces that overlap a box of a tensor. Raises CheckpointCorrupted if a file does not match the index."""
         entry = self.checkpoint.index.sections[section][name]
         for file, held in layout.pieces(self.checkpoint.index, section, name, box):
             stored = self.header(file).get(name)
             if stored is None or stored.shape != held.sizes or stored.dtype != entry.dtype:
-                raise CheckpointCorrupted(f"{self.where(file)}: {name} is not as the index says; it is damaged.")
+                raise CheckpointCorrupted(f"{self.where(file)}: {name} does not match the index; it is damaged.")
             yield Piece(file, held, stored)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of what one rank wrote into a file: a piece of a tensor, or (name None) a header or a small file."""
+    """A part of what one rank wrote into a file: a piece of a tensor, or (name None) a header or a whole small
+    file."""
 
     name: str | None
     box: Box | None
@@ -219,7 +223,7 @@ class Span:
 
 
 def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
-    """What a rank wrote into a file, in the order in which it was hashed."""
+    """The parts that a rank wrote into a file, in the order in which they were hashed."""
     record = files.checkpoint.manifest
     size = record.every_file[name].bytes
     if name in record.additions or not name.endswith(".safetensors") or name.startswith(f"{layout.OWN}/"):
@@ -236,7 +240,7 @@ def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
         place = stored.get(chunk.name)
         shape = chunk.box.sizes if index.kind == "sharded" else index.sections[section][chunk.name].shape
         if place is None or (place.dtype, place.shape) != (chunk.dtype, shape):
-            raise CheckpointCorrupted(f"{files.where(name)}: {chunk.name} is not as the index says; it is damaged.")
+            raise CheckpointCorrupted(f"{files.where(name)}: {chunk.name} does not match the index; it is damaged.")
         if index.kind == "sharded":
             yield Span(chunk.name, chunk.box, [(place.begin, place.bytes)])
         else:
@@ -246,7 +250,7 @@ def spans(files: Files, name: str, writer: int) -> Iterator[Span]:
 
 
 def check_headers(files: Files, name: str, writer: int) -> None:
-    """CheckpointCorrupted where a file does not hold what the index says a rank wrote into it. Reads its header."""
+    """Raises CheckpointCorrupted if a file does not match the index. Reads only its header."""
     for _ in spans(files, name, writer):
         pass
 
@@ -254,9 +258,9 @@ def check_headers(files: Files, name: str, writer: int) -> None:
 def hash_file(
     files: Files, name: str, writer: int, take: Callable[[Span], memoryview | None] = lambda span: None
 ) -> None:
-    """Hash what a rank wrote into a file; CheckpointCorrupted where it is not what was saved.
+    """Hash the bytes that a rank wrote into a file. Raises CheckpointCorrupted if the digest differs.
 
-    `take(span)` may return memory of the span's size, which is then filled on the way.
+    `take(span)` may return memory of the span's size; the bytes are then copied into it.
     """
     record = files.checkpoint.manifest
     digest = digests.new(record.digest)

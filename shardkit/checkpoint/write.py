@@ -1,12 +1,13 @@
-"""Saving: a checkpoint exists entirely or not at all, and all ranks succeed or all raise the same error.
+"""Saving: a checkpoint is written completely or not at all, and all ranks succeed or all raise the same error.
 
-    opening.py  same step and same state on all ranks; then rank 0 looks for room and makes a temporary folder
-    put.py      every rank its own bytes, hashed in the same pass, on disk before it tells so, with its digests
-    commit.py   rank 0: manifest, folders to disk, rename, parent folder to disk; every rank learns the outcome;
-                LATEST and retention, which can fail without harm
+    opening.py  all ranks check that step and state are the same; then rank 0 checks the free space and makes a
+                temporary folder
+    put.py      every rank writes and hashes its bytes in one pass; they are durable before it reports its digests
+    commit.py   rank 0: manifest, fsync of the folders, rename, fsync of the parent folder; every rank gets the outcome;
+                then LATEST and retention, whose errors are only warnings
 
-Two agreements in all; two more where ranks hold something differently (`apart`), one more where a state that was saved
-a moment ago is asked for again. Nothing here is ever written in place: the folder is temporary until it is whole.
+This takes two agreements; two more if there is per-rank state, one more with `unless_equal`. Existing checkpoints are
+never modified: files are written into a temporary folder until it is complete.
 """
 
 import shutil
@@ -26,7 +27,7 @@ from shardkit.storage.url import Place
 
 
 def save(live: Live, kind: Kind, request: SaveRequest, control: ControlGroup) -> Place:
-    """The committed checkpoint. Collective. CheckpointSaveError on every rank where it failed on one."""
+    """Save, and return the committed checkpoint. Collective. If it fails on one rank, all raise CheckpointSaveError."""
     prepared = prepare(live, kind, request, control)
     return request.final if prepared is None else finish(prepared, control)
 
@@ -34,13 +35,13 @@ def save(live: Live, kind: Kind, request: SaveRequest, control: ControlGroup) ->
 def prepare(live: Live, kind: Kind, request: SaveRequest, control: ControlGroup) -> PreparedSave | None:
     """A save ready to be written: everything checked, the temporary folder made. Collective.
 
-    None where `request.unless_equal` and the checkpoint that is there holds this very state.
+    None if `request.unless_equal` is set and the existing checkpoint has the same contents.
     """
     return ready(lambda: capture(live, kind, control.rank, control.world_size), request, control)
 
 
 def ready(take: Callable[[], Captured], request: SaveRequest, control: ControlGroup) -> PreparedSave | None:
-    """As `prepare`, of the state that `take` captures. Collective."""
+    """As `prepare`, with the state that `take` returns. Collective."""
     opening = Opening(request, control)
     try:
         opening.capture(take)
@@ -55,7 +56,7 @@ def ready(take: Callable[[], Captured], request: SaveRequest, control: ControlGr
 
 
 def finish(prepared: PreparedSave, control: ControlGroup) -> Place:
-    """Write, agree, commit. Collective. The state itself is not touched: this may run beside training."""
+    """Write, agree, commit. Collective. Does not modify the live state, so it may run in the background."""
     request, started = prepared.request, time.monotonic()
     is_everybody_done = False
     try:

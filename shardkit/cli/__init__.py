@@ -1,4 +1,4 @@
-"""The command line: one short file a command; each imports what it needs when it runs."""
+"""The command line: one file per command; each imports what it needs when it runs."""
 
 HELP = {"help_option_names": ["-h", "--help"]}
-"""Of every command: -h is --help."""
+"""Context settings of every command: -h is --help."""

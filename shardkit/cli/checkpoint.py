@@ -1,4 +1,4 @@
-"""`shardkit checkpoint`: what was saved, whether it is whole, what differs; files from and for other programs."""
+"""`shardkit checkpoint`: list, inspect, verify and compare checkpoints; convert from and to files of other programs."""
 
 import json
 import sys
@@ -41,14 +41,14 @@ ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, 
 
 def _named(path: str) -> Path:
     if not path:
-        raise typer.BadParameter("the folder has no name (got ''); name one, or give . for this one.")
+        raise typer.BadParameter("not the path of a folder (got ''); give a folder, or . for the current one.")
     return _on_disk(path)
 
 
 def _on_disk(path: str) -> Path:
     found = place_of(path)
     if isinstance(found, Url):
-        raise typer.BadParameter(f"a store of objects has no folders (got {found}); give one on a disk.")
+        raise typer.BadParameter(f"an object store is not supported here (got {found}); give a folder on a disk.")
     return found
 
 
@@ -59,7 +59,7 @@ def checkpoint() -> None:
 
 @app.command("list")
 def list_(path: Series = Path(), as_json: AsJson = False) -> int:
-    """The checkpoints of a run, oldest first: step, date, size, and whether all files of each are there."""
+    """List the checkpoints of a run, oldest first: step, date, size, and whether all their files exist."""
     from shardkit.checkpoint import folder, locate
 
     found = locate.checkpoints(path)
@@ -96,7 +96,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor: dtype, shape, placement.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """What is in a checkpoint: step, ranks, sizes, versions, and with --tensors every tensor."""
+    """Show the contents of a checkpoint: step, ranks, sizes, versions, and with --tensors every tensor."""
     from shardkit.checkpoint import locate
 
     found = locate.checkpoint(path)
@@ -133,7 +133,7 @@ def _facts(found: "Checkpoint") -> dict[str, Any]:
 
 
 def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
-    """Every tensor by section and name, its placement as in DTensor: S0 is sharded on dim 0, R replicated."""
+    """Every tensor by section and name, with placements as in DTensor: S0 is sharded on dim 0, R is replicated."""
     return {
         section: {
             name: {
@@ -149,7 +149,7 @@ def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
 
 @app.command()
 def verify(path: Where = Path(), as_json: AsJson = False) -> int:
-    """Read every byte and compare it with what was saved. A folder of checkpoints: all of them. Exit code 3 if not."""
+    """Verify the digests of a checkpoint, or of all checkpoints in a folder. Exit code 3 if one is damaged."""
     from shardkit.checkpoint import locate
 
     results = []
@@ -157,13 +157,12 @@ def verify(path: Where = Path(), as_json: AsJson = False) -> int:
         problems, size = _damages(found)
         results.append({"path": str(found), "bytes": size, "problems": problems})
         if not as_json:
-            print("\n".join(problems) if problems else f"{found}: whole ({sizes.in_words(size)})")
+            print("\n".join(problems) if problems else f"{found}: valid ({sizes.in_words(size)})")
     if as_json:
         print(json.dumps(results, indent=2))
     bad = sum(bool(result["problems"]) for result in results)
     if bad:
-        what = "1 checkpoint is" if bad == 1 else f"{bad} checkpoints are"
-        raise CheckpointCorrupted(f"checkpoint: {what} damaged, of {len(results)}; resume from another one.")
+        raise CheckpointCorrupted(f"checkpoint: {bad} of {len(results)} damaged; resume from another checkpoint.")
     return 0
 
 
@@ -180,16 +179,16 @@ def _damages(path: Place) -> tuple[list[str], int]:
 
 @app.command()
 def diff(first: Where, second: Where, as_json: AsJson = False) -> int:
-    """What differs between two checkpoints, whatever ranks saved them. Exit code 1 where the states differ.
+    """Show the differences between two checkpoints, saved on any numbers of ranks. Exit code 1 if the states differ.
 
-    Both are verified first: exit code 3 where one is damaged.
+    Both are verified first. Exit code 3 if one is damaged.
     """
     from shardkit.checkpoint import locate
     from shardkit.checkpoint.compare import compare
 
     one, two = locate.checkpoint(first), locate.checkpoint(second)
     size = 2 * (one.manifest.bytes + two.manifest.bytes)  # verified, then compared
-    with _trouble_with_files(), Progress("compared", size) as progress:
+    with _as_checkpoint_error(), Progress("compared", size) as progress:
         found = compare(one, two, progress.add)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
@@ -209,13 +208,13 @@ def merge(
     max_shard_size: ShardSize = "5GB",
     as_json: AsJson = False,
 ) -> int:
-    """The model of a checkpoint as safetensors files that plain torch and Transformers open, verified on the way."""
+    """Export the model of a checkpoint as safetensors files for torch and Transformers. Verifies the digests."""
     from shardkit.checkpoint import export, locate
     from shardkit.checkpoint.merge import merge as merge_into
     from shardkit.checkpoint.merge import model_bytes, of_hooks
 
     found = locate.checkpoint(path)
-    with _trouble_with_files(), Progress("merged", model_bytes(found)) as progress:
+    with _as_checkpoint_error(), Progress("merged", model_bytes(found)) as progress:
         written = merge_into(found, output, dtype, max_shard_size, progress.add)
     rows: list[dict[str, Any]] = [
         {"folder": str(where), "files": [file.name for file in files], "bytes": export.total_bytes(files)}
@@ -229,8 +228,8 @@ def merge(
         print(f"{row['folder']}: {held}, step {found.manifest.step}")
     if added := of_hooks(found):
         print(
-            f"note: files of the script's save hook stay in {found.path} (got {added}); a model that the hook has "
-            "saved itself is there, and not in what was written.",
+            f"note: files of the script's save hook were not exported (got {added} in {found.path}); if the hook saves "
+            "a model, it is in these files.",
             file=sys.stderr,
         )
     return 0
@@ -239,9 +238,9 @@ def merge(
 @app.command()
 def pin(
     path: Where,
-    undo: Annotated[bool, typer.Option("--undo", help="Leave it to retention again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Remove the protection.")] = False,
 ) -> int:
-    """Keep a checkpoint, whatever retention and prune would delete."""
+    """Protect a checkpoint from retention and prune."""
     from shardkit.checkpoint import locate, retention
 
     chosen = locate.checkpoint(path).path
@@ -253,14 +252,14 @@ def pin(
 @app.command()
 def prune(
     path: Series,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many of the newest stay.")],
-    keep_every: Annotated[int, typer.Option("--keep-every", min=0, help="Multiples of so many steps stay too.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, delete nothing.")] = False,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many of the newest to keep.")],
+    keep_every: Annotated[int, typer.Option("--keep-every", min=0, help="Also keep multiples of so many steps.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Delete older checkpoints, and what killed saves left. Those that stay are read, and a damaged one does not count.
+    """Delete older checkpoints, and files of killed saves. Verifies those that are kept; damaged ones are not counted.
 
-    Pinned and damaged ones stay; a live run is respected.
+    Pinned and damaged checkpoints are kept. An error if a run saves into the folder.
     """
     from shardkit.checkpoint import locate, retention
 
@@ -271,7 +270,7 @@ def prune(
         damaged.extend(problems)
         return not problems
 
-    with _trouble_with_files(), nullcontext() if dry_run else _no_run_in(root):
+    with _as_checkpoint_error(), nullcontext() if dry_run else _no_run_in(root):
         going = retention.expendable(root, keep_last, keep_every, is_good=is_good)
         left = retention.debris(root)
         sizes = {found: _bytes_below(found) for found in [*left, *(found.path for found in going)]}
@@ -298,27 +297,25 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            parser=_on_disk, metavar="SOURCE", help="A folder of Accelerate's save_state, or of torch's dcp.save."
+            parser=_on_disk, metavar="SOURCE", help="A folder of Accelerate's save_state or torch's dcp.save."
         ),
     ],
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", parser=_on_disk, metavar="PATH", help="The folder of checkpoints that it joins."
-        ),
+        typer.Option("--output", "-o", parser=_on_disk, metavar="PATH", help="The folder of checkpoints to add it to."),
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Its step; by default the optimizer's.")] = None,
     model: Annotated[
         str | None, typer.Option(help="module:function or config.json: names for a DDP checkpoint's optimizer.")
     ] = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave optimizer and scheduler out.")] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Skip optimizer and scheduler.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Another program's checkpoint, read once, as one of ours; load_state and resume then take it."""
+    """Convert another program's checkpoint to a shardkit checkpoint, for load_state and resume."""
     from shardkit.checkpoint.convert import convert as convert_into
 
     parameters = None if model is None else _parameters(model)
-    with _trouble_with_files():
+    with _as_checkpoint_error():
         done = convert_into(source, output, step, parameters, weights_only)
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
@@ -339,13 +336,14 @@ def _parameters(spec: str) -> dict[str, bool]:
 
 @contextmanager
 def _no_run_in(root: Place) -> Iterator[None]:
-    """While this lasts, no run saves into the folder; CheckpointSaveError where one does. A store has no locks."""
+    """A context in which no run can save into the folder. Raises CheckpointSaveError if one does. A store has no
+    locks."""
     if isinstance(root, Url):
         yield
         return
     from shardkit.checkpoint import lock
 
-    held = lock.acquire(root, "shardkit checkpoint prune", "wait until it has ended, and prune then")
+    held = lock.acquire(root, "shardkit checkpoint prune", "prune after it has ended")
     try:
         yield
     finally:
@@ -353,11 +351,11 @@ def _no_run_in(root: Place) -> Iterator[None]:
 
 
 @contextmanager
-def _trouble_with_files() -> Iterator[None]:
-    """What the file system refuses is told as every other problem of a checkpoint."""
+def _as_checkpoint_error() -> Iterator[None]:
+    """Turns errors of the file system into CheckpointError."""
     try:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        text = f"checkpoint: {where}{error.strerror or error}; no file was left half-written."
+        text = f"checkpoint: {where}{error.strerror or error}; no incomplete file was left."
         raise CheckpointError(text) from error

@@ -1,4 +1,4 @@
-"""What `shardkit checkpoint` tells of rows, facts and differences, as lines for a reader."""
+"""The text output of `shardkit checkpoint`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def row(row: dict[str, Any]) -> str:
-    """One checkpoint of a list; its name where that is not its step."""
+    """One checkpoint of a list; with its name if it is not named by its step."""
     if row["problem"]:
         return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
     marks = [name for name in ("latest", "pinned") if row[name]]
@@ -36,7 +36,7 @@ def facts(facts: dict[str, Any]) -> list[str]:
             lines.append(f"  {section:<9} {held}, {part['elements']:,} elements, {kinds}{tied}")
     if own := facts.get("own"):
         files = f", {count(own['files'], 'file')} of {sizes.in_words(own['bytes'])}" if own["files"] else ""
-        lines.append(f"  own       {', '.join(own['of'])}, differently on each rank{files}")
+        lines.append(f"  per rank  {', '.join(own['of'])}: different on each rank{files}")
     for section, entries in facts.get("tensors", {}).items():
         lines += [
             f"  {section}: {name}  {e['dtype']} {e['shape']} {' '.join(e['placements'])}" for name, e in entries.items()
@@ -57,8 +57,8 @@ def difference(found: "CheckpointDifference") -> list[str]:
 
 def pruned(result: dict[str, Any]) -> list[str]:
     verb = "would delete" if result["dry_run"] else "deleted"
-    lines = [f"stays, and does not count: {problem}" for problem in result["damaged"]]
-    lines += [f"{verb} {found} (left by a save that was cut off)" for found in result["debris"]]
+    lines = [f"kept, not counted: {problem}" for problem in result["damaged"]]
+    lines += [f"{verb} {found} (leftover of a killed save)" for found in result["debris"]]
     lines += [f"{verb} {found}" for found in result["removed"]]
     end = " (dry run)" if result["dry_run"] else ""
     return [*lines, f"{count(len(result['removed']), 'checkpoint')}, {sizes.in_words(result['bytes'])}{end}"]
@@ -76,5 +76,5 @@ def magnitude(found: "Magnitude") -> str:
     """`12 of 4,096 differ, at most by 0.0013 (2.1% of the larger value)`."""
     text = f"{found.count:,} of {found.of:,} values differ"
     if found.max_abs is None:
-        return f"{text}, not finite"
+        return f"{text}, by non-finite amounts"
     return f"{text}, at most by {found.max_abs:.3g} (relative: {found.max_rel:.3g})"

@@ -1,6 +1,6 @@
-"""`shardkit completion bash`: a script with which the shell completes verbs, commands, flags and their choices.
+"""`shardkit completion bash`: a script for shell completion of verbs, commands, flags and their values.
 
-The script holds every word, so that Tab starts no Python.
+The script contains all completions, so that pressing Tab does not start Python.
 """
 
 from importlib import import_module
@@ -33,13 +33,13 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="bash, zsh or fish.")],
 ) -> int:
-    """Print the completion for a shell. bash and zsh: eval "$(shardkit completion bash)"; fish: pipe it into source."""
+    """Print the completion script for a shell. bash and zsh: eval "$(shardkit completion bash)"; fish: source it."""
     print(_fish() if shell == "fish" else (_ZSH if shell == "zsh" else "") + _bash(), end="")
     return 0
 
 
 def _commands() -> dict[tuple[str, ...], list[str]]:
-    """The words that may follow each verb, and each command of a verb."""
+    """{(verb,) or (verb, command): commands and flags that may follow}."""
     from shardkit.cli.main import VERBS
 
     found: dict[tuple[str, ...], list[str]] = {}
@@ -58,7 +58,7 @@ def _flags(command: Any) -> list[str]:
 
 
 def _values() -> dict[str, list[str]]:
-    """What may follow a flag, where that is a choice."""
+    """{flag: its values}, for flags with a fixed set of values."""
     from shardkit import templates
     from shardkit.config.keys import all_keys
     from shardkit.config.schema import ShardingStrategy

@@ -1,4 +1,4 @@
-"""`shardkit config`: get a shardkit.yaml, by answers or by flags; check it, show it, convert others."""
+"""`shardkit config`: create a shardkit.yaml from answers or flags; validate, show and convert configuration files."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardkit.cli import HELP
+from shardkit.cli import HELP, options
 from shardkit.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -19,36 +19,35 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists; the old one is kept as .bak.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file; the old one is kept as .bak.")]
 
 
 @app.callback(invoke_without_command=True)
 def config(
     context: typer.Context,
-    defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; what suits this machine.")] = False,
-    settings: Settings = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; use defaults for this machine.")] = False,
+    settings: options.Settings = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Begin with a file: ours, Accelerate's, NeMo's.")
+        Path | None, typer.Option("--from", help="Start from a file of shardkit, Accelerate or NeMo.")
     ] = None,
-    template: Annotated[str | None, typer.Option("--template", help="Begin with a template, by name or path.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save; ./shardkit.yaml.")] = None,
+    template: Annotated[str | None, typer.Option("--template", help="Start from a template, by name or path.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; default: ./shardkit.yaml.")
+    ] = None,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, write nothing.")] = False,
-    no_input: Annotated[
-        bool, typer.Option("--no-input", help="Never ask; an error where an answer is missing.")
-    ] = False,
+    no_input: Annotated[bool, typer.Option("--no-input", help="Never ask; an error if an answer is needed.")] = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="Numbered lines instead of menus; for screen readers.")
     ] = False,
-    user: Annotated[bool, typer.Option("--user", help="Save as your own file for all projects.")] = False,
+    user: Annotated[bool, typer.Option("--user", help="Save as the user's file for all projects.")] = False,
     model: Annotated[str | None, typer.Option("--model", help="module:function, config.json or .safetensors.")] = None,
 ) -> int:
-    """Answer a few questions, get a shardkit.yaml. With --defaults, --set, --template or --from: by flags alone."""
+    """Create a shardkit.yaml by answering a few questions; with --defaults, --set, --template or --from from flags."""
     if context.invoked_subcommand is not None:
         return 0
     if source and template:
-        raise UsageError("config: --from and --template both say where to begin; give one of them.")
+        raise UsageError("config: --from and --template exclude each other (got both); give one of them.")
     if defaults or settings or source or template:
         target = _target(output, user)
         start, note = _start(source, template, _settings(settings))
@@ -62,15 +61,17 @@ def config(
 
 @app.command()
 def validate(
-    file: Annotated[Path | None, typer.Argument(help="The file; by default the one that launch would use.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The file; default: the one that launch would use.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
-    """Check a file: everything that is wrong with it, with line and column."""
+    """Validate a file. Prints all problems, with line and column."""
     from shardkit.config.files import find, read
 
     path = file or find(Path.cwd())
     if path is None:
-        raise UsageError(f"config validate: no shardkit.yaml here or above; name the file{_of_accelerate()}.")
+        raise UsageError(
+            f"config validate: no shardkit.yaml in this folder or its parents; give the file{_of_accelerate()}."
+        )
     try:
         loaded = read(path)
     except ConfigError as error:
@@ -89,20 +90,20 @@ def validate(
 
 @app.command()
 def show(
-    key: Annotated[str | None, typer.Argument(help="One setting or block; by default all.")] = None,
+    key: Annotated[str | None, typer.Argument(help="One setting or block; default: all.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--config", help="The file; by default the one launch would use.")
+        Path | None, typer.Option("--config", help="The file; default: the one that launch would use.")
     ] = None,
-    settings: Settings = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Where each value comes from.")] = False,
+    settings: options.Settings = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-    diff: Annotated[Path | None, typer.Option("--diff", help="Only what differs from another file.")] = None,
+    diff: Annotated[Path | None, typer.Option("--diff", help="Show only differences from another file.")] = None,
 ) -> int:
-    """What a launch here would run with: flags over environment over file over what suits this machine."""
+    """Show the configuration of a launch in this folder: flags, then environment, then file, then defaults."""
     from shardkit.config.files import read, resolve
 
     loaded = resolve(file, _settings(settings))
-    name = loaded.path or f"no file; what suits this machine{_of_accelerate()}"
+    name = loaded.path or f"no file; defaults for this machine{_of_accelerate()}"
     print(f"configuration: {name}", file=sys.stderr)
     if diff is not None:
         return _print_difference(loaded.config, read(diff).config)
@@ -122,15 +123,15 @@ def show(
 
 @app.command()
 def convert(
-    file: Annotated[Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, one of ours.")],
-    to: Annotated[str | None, typer.Option("--to", help="accelerate: write for Accelerate what we read.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save; by default printed.")] = None,
+    file: Annotated[Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, a shardkit.yaml.")],
+    to: Annotated[str | None, typer.Option("--to", help="accelerate: write a file for Accelerate.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write; default: print.")] = None,
     force: Force = False,
-    drop: Annotated[bool, typer.Option("--drop", help="Leave out what is refused, instead of stopping.")] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Drop unsupported settings instead of stopping.")] = False,
 ) -> int:
-    """Read another tool's file, or write one for it; says what became of every key."""
+    """Convert a file from or to another tool. Reports what happened to every key."""
     if to is not None and to.lower() != "accelerate":
-        raise UsageError(f"config convert: --to knows accelerate only (got {to}).")
+        raise UsageError(f"config convert: --to: unknown format (got {to}); use accelerate.")
     if to is not None:
         text = _for_accelerate(file)
     else:
@@ -150,7 +151,7 @@ def convert(
 
 @app.command()
 def schema() -> int:
-    """Print the JSON Schema, with which editors complete and check a shardkit.yaml."""
+    """Print the JSON Schema of shardkit.yaml, for completion and validation in editors."""
     from shardkit.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
@@ -158,11 +159,11 @@ def schema() -> int:
 
 
 def _of_accelerate() -> str:
-    """A mention of the user's own file of Accelerate, which is only read where it is named."""
+    """A hint at the user's Accelerate file, which is not used by default; empty if there is none."""
     from shardkit.config.files import accelerates_own
 
     found = accelerates_own()
-    return f" (Accelerate's own is {found}; it is read when it is named)" if found else ""
+    return f" (Accelerate's file {found} is only used if it is given)" if found else ""
 
 
 def _settings(words: list[str] | None) -> dict[str, str]:
@@ -172,7 +173,7 @@ def _settings(words: list[str] | None) -> dict[str, str]:
 
 
 def _start(source: Path | None, template: str | None, settings: dict[str, str]) -> tuple["Config", str]:
-    """The configuration that the flags describe, and what is worth knowing of it."""
+    """(the configuration from the flags, a note on it)."""
     from shardkit.config import files
 
     if source is not None:
@@ -192,21 +193,21 @@ def _start(source: Path | None, template: str | None, settings: dict[str, str]) 
 
 
 def _note_on_device(loaded: "LoadedConfig") -> str:
-    """What to know where this machine's lack of a GPU decides for the CPU. UsageError where it cannot decide: for
-    several machines."""
+    """A note if use_cpu is true because this machine has no GPU. Raises UsageError with several machines, since the
+    others may have GPUs."""
     config, origin = loaded.config, loaded.origins["use_cpu"]
     if origin.kind != "hardware" or not config.use_cpu:
         return ""
     if config.num_machines > 1:
         raise UsageError(
-            f"config --defaults: do the {config.num_machines} machines train on GPUs? (no GPU is found on this one); "
+            f"config --defaults: use_cpu is unknown for {config.num_machines} machines (got no GPU on this one); "
             "add --set use_cpu=false for GPUs, or --set use_cpu=true."
         )
-    return "note: use_cpu is true, because no GPU is found here; for GPUs elsewhere add --set use_cpu=false.\n"
+    return "note: use_cpu is true, because this machine has no GPU; for another machine add --set use_cpu=false.\n"
 
 
 def _report(conversion: "Conversion", drop: bool) -> None:
-    """Print what became of each key; stop where something is refused and may not be dropped."""
+    """Print the report on each key. Raises ConfigError if settings are not supported, unless `drop`."""
     from shardkit.convert.report import in_words, problems
 
     print(in_words(conversion), file=sys.stderr)
@@ -218,7 +219,7 @@ def _target(output: Path | None, user: bool) -> Path:
     from shardkit.config.files import user_path
 
     if user and output:
-        raise UsageError("config: --user has a place of its own; leave out --output.")
+        raise UsageError("config: --user and --output exclude each other (got both); give one of them.")
     return user_path() if user else output or Path("shardkit.yaml")
 
 
@@ -241,7 +242,7 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
     print(target)
     again = f"{command_for(start, None if target == user_path() else target)} --force"
     again += f" --model {shlex.quote(model)}" if model else ""
-    print(f"the same again: {again}{' --user' if target == user_path() else ''}")
+    print(f"to repeat this: {again}{' --user' if target == user_path() else ''}")
 
 
 def _edited(path: Path, config: "Config") -> str:
@@ -252,18 +253,18 @@ def _edited(path: Path, config: "Config") -> str:
 
 
 def target_problem(target: Path, force: bool) -> str | None:
-    """Why no file can be written there; None where it can."""
+    """Why no file can be written there; None if it can."""
     if target.is_dir():
-        return f"{target}: is a folder; name a file in it with --output."
+        return f"{target}: is a folder; give a file with --output."
     if not target.parent.is_dir():
-        return f"{target}: there is no folder {target.parent}; make it, or choose another --output."
+        return f"{target}: there is no folder {target.parent}; create it, or choose another --output."
     if target.exists() and not force:
         return f"{target}: exists; replace it with --force (the old one is kept), or choose another --output."
     return None
 
 
 def write_target(text: str, target: Path, force: bool) -> None:
-    """Write a file; what was there before is kept beside it. UsageError where `target_problem` has one."""
+    """Write a file. An existing one is kept as .bak. Raises UsageError for a `target_problem`."""
     from shardkit.config.files import write_text
 
     problem = target_problem(target, force)
@@ -288,14 +289,14 @@ def _in_words(loaded: "LoadedConfig") -> str:
     config = loaded.config
     count = f"{config.num_processes} process{'es' if config.num_processes > 1 else ''}"
     if loaded.origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
-        count = "one process a device"
+        count = "one process per device"
     kind = config.distributed_type.value
     how = config.fsdp.sharding_strategy.value if kind == "FSDP" else kind
     return f"{count}, {how}, mixed precision {config.mixed_precision}"
 
 
 def _names_below(key: str | None) -> list[str]:
-    """The settings that a name stands for, in either spelling."""
+    """The settings below a key, which may be a YAML or a Python name; all without a key."""
     from shardkit.config.keys import all_keys, resolve_name, suggestion
 
     path = () if key is None else resolve_name(key)

@@ -1,4 +1,4 @@
-"""`shardkit doctor`: tries what a run needs, on one machine or on all of them together, and says what to change."""
+"""`shardkit doctor`: tests what a run needs, on one machine or on all of them together, and advises what to change."""
 
 import json
 import shutil
@@ -13,6 +13,7 @@ import typer
 from shardkit.cli import HELP, options
 
 if TYPE_CHECKING:
+    from shardkit.config.files import LoadedConfig
     from shardkit.config.schema import Config
     from shardkit.doctor.findings import Finding
     from shardkit.launch.preflight import Machine
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 PATIENCE_S = {"meet_timeout_s": 120.0, "hang_timeout_s": 60.0, "process_group_timeout_s": 120.0}
-"""What a run waits for long, and this does not."""
+"""Upper limits of timeouts, which are longer in a run."""
 ONCE = {"shardkit.launch.max_restarts": "0", "shardkit.launch.min_machines": "null"}
 """All machines are tried together, once."""
 
@@ -32,33 +33,48 @@ def doctor(
     machines: options.Machines = None,
     machine_rank: options.MachineRank = None,
     main: options.Main = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Try the CPU and gloo.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Test the CPU and gloo.")] = False,
     settings: options.Settings = None,
     folder: Annotated[
-        Path, typer.Option("--folder", help="Where checkpoints and logs will be: its disk is tried.")
+        Path, typer.Option("--folder", help="Folder of checkpoints and logs, whose disk is tested.")
     ] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
-    """Try what a run with this configuration needs, and say what to change. With several machines: start it on each, as
-    `shardkit launch`. The exit code is not 0 where a run would fail."""
-    from shardkit.config import files
+    """Test what a run with this configuration needs, and advise what to change. With several machines: run it on each,
+    as `shardkit launch`. The exit code is not 0 if a run would fail."""
     from shardkit.config.command import settings_from
     from shardkit.launch import flags
 
-    said = {
+    given = {
         "num_processes": processes,
         "num_machines": machines,
         "machine_rank": machine_rank,
         "use_cpu": "true" if cpu else None,
     }
-    chosen = {name: value for name, value in said.items() if value is not None}
-    chosen |= (flags.main_settings(main) if main else {}) | settings_from(settings or [])
-    loaded = files.resolve(config, chosen)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    more, problems = flags.read_all(
+        (flags.main_settings, main), *((settings_from, [setting]) for setting in settings or [])
+    )
+    loaded = read(config, chosen | more, problems)
     return examine(loaded.config, str(loaded.path or "defaults for this machine"), folder.resolve(), as_json)
 
 
+def read(path: Path | None, settings: dict[str, str], problems: list[str]) -> "LoadedConfig":
+    """The configuration. ConfigError with the problems of the flags and those of the configuration."""
+    from shardkit.config import files
+    from shardkit.errors import ConfigError
+
+    try:
+        loaded = files.resolve(path, settings)
+    except ConfigError as error:
+        raise ConfigError([*problems, *str(error).splitlines()]) from None
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
 def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> int:
-    """Try this machine, then all ranks together; print what was found; the exit code."""
+    """Test this machine, then all ranks together. Prints the findings and returns the exit code."""
     from shardkit import env
     from shardkit.config import hardware
     from shardkit.doctor import findings, machine
@@ -67,12 +83,12 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
 
     found = hardware.detect()
     here = Machine(tuple(device.name for device in found.devices), found.cores, found.memory_bytes)
-    say("tries this machine")
+    say("testing this machine")
     own = [
         replace(finding, machine=config.machine_rank) for finding in machine.findings(config, here, folder, env.copy())
     ]
     if findings.has_error(own):
-        say("a run would not start here: the ranks are not tried")
+        say("a run would not start here, so the ranks are not tested")
         result: dict[str, Any] = {"machines": {}, "findings": findings.as_json(own), "measured": []}
     else:
         result = together(config, config_name, folder, here, own)
@@ -85,7 +101,7 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
 
 
 def together(config: "Config", config_name: str, folder: Path, here: "Machine", own: list["Finding"]) -> dict[str, Any]:
-    """What the ranks of all machines find, with what each machine has found alone."""
+    """The findings of the ranks on all machines, and of each machine alone."""
     from shardkit import env
     from shardkit.config import files
     from shardkit.doctor import findings, ranks_files
@@ -119,5 +135,5 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
 
 
 def say(text: str) -> None:
-    """How far it has come."""
+    """Report progress on stderr."""
     print(f"doctor: {text}", file=sys.stderr, flush=True)

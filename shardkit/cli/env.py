@@ -1,4 +1,4 @@
-"""`shardkit env`: what this machine has. The first thing to paste into a question about it."""
+"""`shardkit env`: facts about this machine and its software, for bug reports."""
 
 import json
 import platform
@@ -20,7 +20,7 @@ _PACKAGES = ["torch", "pydantic", "pyyaml", "safetensors", "transformers", "acce
 
 @app.command()
 def environment(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> int:
-    """What this machine has: devices, memory, cores, backends, versions, scheduler, and the configuration found."""
+    """Show devices, memory, cores, backends, versions, scheduler and the configuration found."""
     facts = _facts()
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -78,7 +78,7 @@ def _versions() -> dict[str, str]:
 
 
 def _backends() -> dict[str, Any]:
-    """What torch itself says. It is imported here only, because that takes seconds."""
+    """The backends of torch, which is imported here only, because that takes seconds."""
     try:
         import torch
         import torch.distributed

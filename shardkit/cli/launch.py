@@ -1,4 +1,4 @@
-"""`shardkit launch train.py`: reads the flags, finds the configuration, checks what it can, starts the ranks."""
+"""`shardkit launch train.py`: reads the flags, finds the configuration, runs checks, and starts the ranks."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,11 +7,12 @@ import typer
 from typer.core import TyperCommand
 
 from shardkit.cli import HELP, options
-from shardkit.errors import ConfigError, UsageError
+from shardkit.errors import ConfigError
 
 
 class LaunchCommand(TyperCommand):
-    """Everything after the script, or after `-m module`, belongs to the script. Accelerate's spelling is read too."""
+    """A command whose arguments after the script, or after `-m module`, are passed to the script. Also accepts
+    Accelerate's flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from shardkit.launch.flags import in_our_words
@@ -39,11 +40,11 @@ def launch(
         str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16, bf16, fp8 or mxfp8.")
     ] = None,
     fsdp: Annotated[
-        str | None, typer.Option("--fsdp", help='Strategy and options in the Trainer\'s words: "full shard auto_wrap".')
+        str | None, typer.Option("--fsdp", help='FSDP options in the Trainer\'s syntax: "full shard auto_wrap".')
     ] = None,
     fsdp_config: Annotated[
         Path | None,
-        typer.Option("--fsdp-config", help="JSON or YAML with FSDP settings in the Trainer's words."),
+        typer.Option("--fsdp-config", help="JSON or YAML file with FSDP settings in the Trainer's syntax."),
     ] = None,
     settings: options.Settings = None,
     resume: Annotated[
@@ -52,7 +53,7 @@ def launch(
     restarts: Annotated[
         str | None,
         typer.Option(
-            "--restarts", metavar="N", help="How often to start again after a failure, from the newest checkpoint."
+            "--restarts", metavar="N", help="How often to restart after a failure, from the newest checkpoint."
         ),
     ] = None,
     logs: Annotated[str | None, typer.Option("--logs", metavar="DIR", help="Folder for every rank's output.")] = None,
@@ -63,32 +64,34 @@ def launch(
         str | None, typer.Option("--start", metavar="HOW", help="fork, exec or auto: how ranks start.")
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Record the real peak of memory per rank.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Start more ranks than the memory seems to hold.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Record the peak memory of each rank.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if the host memory seems too small for the ranks.")
+    ] = False,
     as_accelerate: Annotated[
         bool,
-        typer.Option("--as-accelerate", help="In the script, and in libraries, `import accelerate` is shardkit's."),
+        typer.Option("--as-accelerate", help="Replace accelerate by shardkit.compat, in the script and in libraries."),
     ] = False,
     accelerates_meaning: Annotated[
         str | None,
         typer.Option(
             "--accelerates-meaning",
             metavar="WORDS",
-            help="With --as-accelerate: what is to mean what Accelerate means by it (scheduler, save).",
+            help="With --as-accelerate: use Accelerate's behavior for these (scheduler, save).",
         ),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="With --as-accelerate: say what of Accelerate the script names; start nothing."),
+        typer.Option("--check", help="With --as-accelerate: list the script's names of Accelerate; start nothing."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
-    """Start SCRIPT on several ranks. All that follows the script belongs to the script."""
+    """Start SCRIPT on several ranks. Arguments after the script are passed to it."""
     from shardkit.config.command import settings_from
     from shardkit.launch import flags
 
-    said = {
+    given = {
         "num_processes": processes,
         "machine_rank": machine_rank,
         "use_cpu": "true" if cpu else None,
@@ -99,19 +102,15 @@ def launch(
         "shardkit.launch.show": show,
         "shardkit.launch.start": start_by,
     }
-    chosen = {name: value for name, value in said.items() if value is not None}
-    problems: list[str] = []
-    for read, argument in (
+    chosen = {name: value for name, value in given.items() if value is not None}
+    more, problems = flags.read_all(
         (flags.machines_settings, machines),
         (flags.main_settings, main),
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
-        (settings_from, settings),
-    ):
-        try:
-            chosen |= read(argument) if argument else {}  # type: ignore[arg-type]
-        except (ConfigError, UsageError) as error:
-            problems += str(error).splitlines()
+        *((settings_from, [setting]) for setting in settings or []),
+    )
+    chosen |= more
     command = [module, *(script or [])] if module else list(script or [])
     meaning = (accelerates_meaning or "").replace(" ", "").split(",") if accelerates_meaning else []
     problems += _problems_of_compat(as_accelerate, meaning, check)
@@ -123,7 +122,7 @@ def launch(
 
 
 def _problems_of_compat(as_accelerate: bool, meaning: list[str], check: bool) -> list[str]:
-    """What is wrong with --as-accelerate and the flags that go with it."""
+    """Problems with the flags that require --as-accelerate."""
     flags = [flag for flag, given in (("--check", check), ("--accelerates-meaning", bool(meaning))) if given]
     if not flags:
         return []
@@ -131,16 +130,18 @@ def _problems_of_compat(as_accelerate: bool, meaning: list[str], check: bool) ->
 
     problems = []
     if flags and not as_accelerate:
-        problems.append(f"launch: {', '.join(flags)}: goes with --as-accelerate; add it, or leave it out.")
+        problems.append(
+            f"launch: --as-accelerate is missing (got {', '.join(flags)}); add it, or remove {' and '.join(flags)}."
+        )
     unknown = [word for word in meaning if word not in differences.words()]
     if unknown:
         known = ", ".join(differences.words())
-        problems.append(f"launch: --accelerates-meaning: unknown (got {', '.join(unknown)}); use {known}.")
+        problems.append(f"launch: --accelerates-meaning: unknown value (got {', '.join(unknown)}); use {known}.")
     return problems
 
 
 def _compat_variables(meaning: list[str]) -> dict[str, str]:
-    """What every rank is told so that accelerate is shardkit's in it."""
+    """The environment variables that make ranks replace accelerate."""
     from shardkit.compat import differences
     from shardkit.launch import names
 
@@ -151,7 +152,7 @@ def _compat_variables(meaning: list[str]) -> dict[str, str]:
 
 
 def _notes_on_schedules(command: list[str], is_module: bool, variables: dict[str, str]) -> list[str]:
-    """Where the script stretches a schedule by the number of ranks, as Accelerate's own needs it."""
+    """Notes on lines that multiply the length of a schedule by the number of ranks, as Accelerate requires."""
     from shardkit.launch import names
 
     if names.AROUND_SCRIPT not in variables:
@@ -165,15 +166,14 @@ def _notes_on_schedules(command: list[str], is_module: bool, variables: dict[str
 
 
 def check_names(command: list[str], is_module: bool) -> None:
-    """Prints what of Accelerate a script and the modules beside it name; starts nothing. UsageError where something is
-    refused."""
+    """Print the names of Accelerate in a script and the modules next to it. Exits with 1 if some are not supported."""
     from shardkit.compat import scan
     from shardkit.launch import preflight
     from shardkit.launch.preflight import Problem
 
     script = preflight.script_problems(command[0], is_module) if command else []
     if not command:
-        script = [Problem("launch: no script is named; write: shardkit launch --as-accelerate --check SCRIPT.py")]
+        script = [Problem("launch: no script is given; write: shardkit launch --as-accelerate --check SCRIPT.py")]
     preflight.raise_all(script)
     found = scan.scan_script(command[0], is_module)
     typer.echo(scan.report(found))
@@ -241,7 +241,7 @@ def has_number(loaded: Any) -> bool:
 def start_on_pod(
     loaded: Any, command: list[str], is_module: bool, settings: dict[str, str], dry_run: bool, as_json: bool
 ) -> None:
-    """The launch on every machine of a TPU pod, or what would be started there."""
+    """Launch on every machine of a TPU pod; with `dry_run` print the commands."""
     import json
     import shlex
 
@@ -261,11 +261,11 @@ def start_on_pod(
 
 
 def _other_file() -> str | None:
-    """A note on the user's own file of Accelerate, which is only read where it is named."""
+    """A note on the user's Accelerate file, which is not used by default; None if there is none."""
     from shardkit.config.files import accelerates_own
 
     found = accelerates_own()
-    return f"note: no shardkit.yaml is found; Accelerate's own file is used with --config {found}" if found else None
+    return f"note: no shardkit.yaml was found; to use Accelerate's file, add --config {found}" if found else None
 
 
 def checked(
@@ -273,21 +273,21 @@ def checked(
     is_module: bool,
     path: Path | None,
     settings: dict[str, str],
-    said: list[str],
+    flag_problems: list[str],
     force: bool = False,
     more_variables: dict[str, str] | None = None,
 ) -> tuple[Any, Any]:
-    """The configuration and the machine, after every check; raises all problems at once, prints the notes."""
+    """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes."""
     from shardkit import env
     from shardkit.config import files, hardware
     from shardkit.launch import environment, preflight, spec
     from shardkit.launch.preflight import Machine, Problem
 
-    problems = [Problem(text) for text in said]
+    problems = [Problem(text) for text in flag_problems]
     if command:
         problems += preflight.script_problems(command[0], is_module)
     else:
-        problems.append(Problem("launch: no script is named; write: shardkit launch SCRIPT.py"))
+        problems.append(Problem("launch: no script is given; write: shardkit launch SCRIPT.py"))
     try:
         loaded = files.resolve(path, settings)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`shardkit VERB ...`: finds the verb's file and hands over. Only that file is imported, so every verb starts fast."""
+"""`shardkit VERB ...`: runs the verb's file. Only that file is imported, so every verb starts fast."""
 
 import errno
 import os
@@ -12,24 +12,24 @@ from shardkit import __version__, env
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
 from shardkit.fast_exit import exit_without_torch_teardown
 
-# Where whoever reads the output leaves in the middle of it: as shells tell of a program that SIGPIPE (13) ended.
+# If the reader of the output closes the pipe: the exit code of shells for a program that SIGPIPE (13) ended.
 EXIT_UNREAD = 128 + 13
 
 VERBS = {
-    "config": "answer a few questions, get a shardkit.yaml",
-    "plan": "memory and traffic per rank, on any number of GPUs, with none at hand",
+    "config": "create a shardkit.yaml by answering a few questions",
+    "plan": "estimate memory and traffic per rank, for any number of GPUs, without having them",
     "launch": "start a training script on several ranks",
-    "submit": "a launch as a job of SLURM, Kubeflow, JobSet, SkyPilot, Ray or ssh",
-    "migrate": "what changes in a script that was written for Accelerate",
+    "submit": "make a job for SLURM, Kubeflow, JobSet, SkyPilot, Ray or ssh",
+    "migrate": "show the changes to a script that was written for Accelerate",
     "checkpoint": "list, inspect, verify, diff, merge, prune and convert saved states",
-    "env": "what this machine has: devices, backends, versions",
-    "doctor": "try what a run needs, on one machine or all of them, and say what to change",
-    "completion": "completion of commands and flags with Tab, for bash, zsh and fish",
+    "env": "show this machine's devices, backends and versions",
+    "doctor": "test what a run needs, on one machine or all of them, and advise what to change",
+    "completion": "print the shell completion for bash, zsh or fish",
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The program. Ends the process: 0, or the error's exit code (see shardkit/errors.py)."""
+    """The program. Exits with 0, or the error's exit code (see shardkit/errors.py)."""
     code = run(sys.argv[1:] if arguments is None else arguments)
     if "torch" in sys.modules:
         exit_without_torch_teardown(code)
@@ -37,24 +37,25 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """One command line; its exit code. Problems go to stderr, without a traceback unless $SHARDKIT_DEBUG is set."""
+    """Run one command line and return its exit code. Errors are printed to stderr, with a traceback if $SHARDKIT_DEBUG
+    is set."""
     verb = arguments[0] if arguments else "help"
     code = EXIT_UNREAD
     try:
         code = _answer(verb, arguments[1:])
-        sys.stdout.flush()  # here, where trouble with it can still be told
+        sys.stdout.flush()  # here, where an error can still be reported
         return code
     except KeyboardInterrupt:
         print(f"shardkit {verb}: stopped.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         _stop_printing()
         return code
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             _stop_printing()
             where = error.filename or "the output"
-            print(f"shardkit {verb}: {where}: {error.strerror}; free some, and run it again.", file=sys.stderr)
+            print(f"shardkit {verb}: {where}: {error.strerror}; free some space and try again.", file=sys.stderr)
             return EXIT_MACHINE
         traceback.print_exc()
         print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
@@ -83,7 +84,7 @@ def _answer(verb: str, arguments: list[str]) -> int:
 
 
 def _stop_printing() -> None:
-    """What stdout still holds goes nowhere: Python would try it again at the end, and complain."""
+    """Redirect stdout to /dev/null: otherwise Python flushes its buffer again at exit, and prints an error."""
     with suppress(OSError):  # a stdout without a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -97,7 +98,7 @@ def _call(verb: str, arguments: list[str]) -> int:
     problem_with_the_flags: Any = typer.BadParameter.__mro__[2]
     command = typer.main.get_command(import_module(f"shardkit.cli.{verb}").app)
     try:
-        # What command.main() does, but that would end with 1, as a check that failed, where nobody reads a pipe.
+        # As command.main(), which would exit with 1, the code of a failed check, on a closed pipe.
         with command.make_context(f"shardkit {verb}", arguments) as context:
             result = command.invoke(context)
     except typer.Exit as stop:
@@ -118,7 +119,7 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "shardkit VERB -h explains one of them; shardkit --version prints the version.",
+            "shardkit VERB -h shows help on a verb; shardkit --version prints the version.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""`shardkit migrate script.py`: what changes in a script that was written for Accelerate."""
+"""`shardkit migrate script.py`: changes the imports of a script that was written for Accelerate."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +15,12 @@ def migrate(
     scripts: Annotated[list[Path], typer.Argument(metavar="SCRIPT...", show_default=False)],
     write: Annotated[bool, typer.Option("--write", help="Change the files.")] = False,
 ) -> None:
-    """Print, as a diff, what changes in SCRIPT so that it runs on shardkit; what a diff cannot change is told below."""
+    """Print a diff that makes SCRIPT run on shardkit, and remarks on differences that the diff does not solve."""
     from shardkit.compat import migrate as change
 
     for path in scripts:
         text, found = change.diff(path)
-        typer.echo(text or f"{path}: imports nothing of accelerate; nothing changes.", nl=not text)
+        typer.echo(text or f"{path}: does not import accelerate; nothing to change.", nl=not text)
         for line in change.remarks(found):
             typer.echo(line, err=True)
         if write and text:

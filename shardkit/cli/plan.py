@@ -2,8 +2,9 @@
 
 import shlex
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -11,15 +12,16 @@ from shardkit.cli import HELP
 
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
-    from shardkit.plan.activations import Loss
     from shardkit.plan.answer import Answer, Finding, PlanRequest, Row
     from shardkit.plan.devices import Device
 
 _EIGHT_BIT_NOTES = (
-    "Linear layers in 8 bits: memory and traffic are those of bf16, of which fp8 gathers less; the fastest time has "
-    "the published gain of large layers, and small ones gain nothing.",
+    "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
+    "published speed-up of large layers.",
 )
-_XLA_NOTES = ("PyTorch/XLA schedules its collectives by itself: buffers and traffic are those of torch's FSDP.",)
+_POWER_SGD_NOTES = ("power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step.",)
+
+Choice = TypeVar("Choice", bound=Enum)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
@@ -61,6 +63,9 @@ def plan(
     loss: Annotated[
         str, typer.Option(help="Logits at the loss: held by the script, dropped before backward, or fused (chunked).")
     ] = "held",
+    ema: Annotated[
+        str, typer.Option(help="Averages of weights that the script keeps: no, trained (fp32), or a copy of the model.")
+    ] = "no",
     find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg, .html or .png.")] = None,
     measured: Annotated[
@@ -73,17 +78,22 @@ def plan(
     """What training will cost: memory by category for every strategy, traffic, what fits, what to change."""
     from dataclasses import replace
 
+    from shardkit.errors import UsageError
+    from shardkit.plan.activations import Loss
+    from shardkit.plan.averages import Ema
     from shardkit.plan.report import render
 
     path = _config_path(config)
     _check_simulation(simulate, exact, batch, closed_form, optimizer)
     everything = simulate and (strategy or "").strip().lower() == "all"
-    given = _settings(settings or [], None if everything else strategy)
+    given = _settings(path, settings or [], None if everything else strategy)
     resolved = _configuration(path, given, world, per_machine)
+    if simulate and resolved.mode == "xla" and resolved.downcast_bf16:
+        raise UsageError("--simulate: downcast_bf16 is not simulated (got true); leave --simulate out.")
     request = _request(
         resolved, _model(model, path), per_machine, device, memory, _known(optimizer), batch_size, seq_len
     )
-    request = replace(request, loss=_loss(loss))
+    request = replace(request, loss=_member("--loss", loss, Loss), ema=_member("--ema", ema, Ema))
     if network is not None:
         request = _with_network(request, network)
     answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
@@ -94,15 +104,15 @@ def plan(
         typer.echo(f"\n{_comparison(answer, measured)}")
 
 
-def _loss(name: str) -> "Loss":
+def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
+    """The member of the enumeration that the flag names."""
     from shardkit.errors import UsageError
-    from shardkit.plan.activations import Loss
 
     try:
-        return Loss(name.strip().lower())
+        return kind(name.strip().lower())
     except ValueError:
-        known = ", ".join(loss.value for loss in Loss)
-        raise UsageError(f"--loss: unknown (got {name!r}); use one of {known}.") from None
+        known = ", ".join(member.value for member in kind)
+        raise UsageError(f"{flag}: unknown (got {name!r}); use one of {known}.") from None
 
 
 def _check_simulation(simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str) -> None:
@@ -209,13 +219,17 @@ def _config_path(config: Path | None) -> Path | None:
     return config or find(Path.cwd())
 
 
-def _settings(pairs: list[str], strategy: str | None) -> dict[str, str]:
+def _settings(path: Path | None, pairs: list[str], strategy: str | None) -> dict[str, str]:
+    """What --set and --strategy say, by key. A strategy applies to FSDP, on TPUs to PyTorch/XLA's."""
     from shardkit.config.command import settings_from
+    from shardkit.config.files import resolve
 
     given = settings_from(pairs)
-    if strategy is not None:
-        given |= {"distributed_type": "FSDP", "fsdp_config.fsdp_sharding_strategy": strategy}
-    return given
+    if strategy is None:
+        return given
+    is_on_tpu = resolve(path, given, defaults_for_hardware=False).config.mode == "xla"
+    kind = {"distributed_type": "XLA", "xla": "true"} if is_on_tpu else {"distributed_type": "FSDP"}
+    return given | kind | {"fsdp_config.fsdp_sharding_strategy": strategy}
 
 
 def _configuration(path: Path | None, given: dict[str, str], world: int | None, per_machine: int | None) -> "Config":
@@ -258,7 +272,7 @@ def _request(
     seq_len: int | None,
 ) -> "PlanRequest":
     from shardkit.model.sources import describe
-    from shardkit.plan import optimizers
+    from shardkit.plan import optimizers, tpu
     from shardkit.plan.answer import PlanRequest
     from shardkit.spinner import waiting
 
@@ -267,7 +281,7 @@ def _request(
     ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
     with waiting(f"reading the model {model}"):
         description = describe(model)
-    return PlanRequest(
+    request = PlanRequest(
         description=description,
         config=config if description.has_class_names else _without_class_names(config),
         world_size=config.num_processes,
@@ -277,6 +291,7 @@ def _request(
         batch_size=batch_size,
         seq_len=seq_len,
     )
+    return tpu.as_planned(request)
 
 
 def _with_network(request: "PlanRequest", gigabits_per_s: float) -> "PlanRequest":
@@ -347,8 +362,8 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
         notes=(
             *request.description.notes,
             *(remark for remark in remarks if remark),
-            *(_XLA_NOTES if request.config.mode == "xla" else ()),
             *(_EIGHT_BIT_NOTES if eight_bits(request.config) else ()),
+            *(_POWER_SGD_NOTES if request.config.shardkit.ddp.comm_hook == "power_sgd" else ()),
             *notes,
         ),
     )

@@ -1,4 +1,4 @@
-"""How far long work on many bytes has come."""
+"""Progress output for commands that read many bytes."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from shardkit import sizes
 
 
 class Progress:
-    """Tells on stderr how far a long reading has come; silent where it takes less than two seconds."""
+    """Prints progress in bytes to stderr, from two seconds after the start."""
 
     def __init__(self, verb: str, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.verb, self.total, self.done = verb, total_bytes, 0
@@ -23,7 +23,7 @@ class Progress:
             print(file=sys.stderr)
 
     def add(self, count: int) -> None:
-        """So many more bytes are done."""
+        """Add the bytes that were just processed."""
         self.done += count
         now = self.clock()
         if now < self.next_s:

@@ -1,4 +1,4 @@
-"""`shardkit submit --to ENGINE train.py`: the configuration and the script as a job, printed, written, or started."""
+"""`shardkit submit --to ENGINE train.py`: makes a job from configuration and script; prints, writes or starts it."""
 
 import sys
 from pathlib import Path
@@ -27,54 +27,53 @@ def submit(
     processes: options.Processes = None,
     machines: options.Machines = None,
     settings: options.Settings = None,
-    name: Annotated[str | None, typer.Option(help="Name of the job; by default the script's.")] = None,
-    time: Annotated[str | None, typer.Option(help="Longest run: 4h, 90m, 1d12h or 1-12:00:00.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job; default: that of the script.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit: 4h, 90m, 1d12h or 1-12:00:00.")] = None,
     cpus: Annotated[
-        int | None, typer.Option(min=1, help="Cores of each machine; by default 8 for a GPU, 1 for a rank on the CPU.")
+        int | None, typer.Option(min=1, help="Cores per machine; default: 8 per GPU, or 1 per rank on the CPU.")
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Host memory of each machine, e.g. 500GiB.")] = None,
-    device: Annotated[str | None, typer.Option(help="Which GPUs, in the names of shardkit plan: h100-80.")] = None,
+    device: Annotated[str | None, typer.Option(help="GPU type, by its name in shardkit plan: h100-80.")] = None,
     image: Annotated[str | None, typer.Option(help="Container image with the script and shardkit.")] = None,
     volume: Annotated[
         list[str] | None,
         typer.Option(metavar="SOURCE:FOLDER", help="Storage for checkpoints: CLAIM:/data, or s3://bucket:/data."),
     ] = None,
-    hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with a host on each line.")] = None,
+    hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with one host per line.")] = None,
     ssh: Annotated[
-        str | None, typer.Option(help="For ssh: the program and its options, where it is not `ssh -tt ...`.")
+        str | None, typer.Option(help="For ssh: the ssh program with its options; default: `ssh -tt ...`.")
     ] = None,
     program: Annotated[
-        str | None, typer.Option(help="What starts shardkit on a machine; by default shardkit, or this Python.")
+        str | None,
+        typer.Option(help="Command that starts shardkit on a machine; default: shardkit, or this Python -m shardkit."),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="The engine's own: partition=gpu, namespace=team, ..."),
+        typer.Option("--option", metavar="KEY=VALUE", help="An option of the engine: partition=gpu, namespace=team..."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model to plan for, as in shardkit plan; by default the file's.")
+        str | None, typer.Option(help="Model to plan for, as in shardkit plan; default: the one in the file.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="For the plan: sequences in a micro-batch.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="For the plan: tokens in a sequence.")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps of the run: its time comes from the plan.")
+        int | None, typer.Option(min=1, help="Optimizer steps of the run; sets the time limit from the plan.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the job into this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Check the job against the engine's rules; start nothing.")
-    ] = False,
-    start: Annotated[bool, typer.Option("--submit", help="Start it with the engine's own program.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the job to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Validate the job for the engine; start nothing.")] = False,
+    start: Annotated[bool, typer.Option("--submit", help="Start the job with the engine's program.")] = False,
 ) -> int:
-    """Make a job of SCRIPT for a scheduler. All that follows the script belongs to the script."""
+    """Make a job for a scheduler that runs SCRIPT. Arguments after the script are passed to it."""
     from shardkit.cli.config import target_problem, write_target
     from shardkit.submit.making import Asked, Problems, made
 
-    said = {"num_processes": processes, "num_machines": machines}
+    given = {"num_processes": processes, "num_machines": machines}
     asked = Asked(
         command=[*([module] if module else []), *(script or [])],
         is_module=bool(module),
         config=config,
-        settings=[*(f"{key}={value}" for key, value in said.items() if value is not None), *(settings or [])],
+        settings=[*(f"{key}={value}" for key, value in given.items() if value is not None), *(settings or [])],
         name=name,
         time=time,
         cpus=cpus,
@@ -96,7 +95,9 @@ def submit(
         problems.add(target_problem(output, force))
     engine, job, notes = made(to, asked, problems)
     if engine is not None and engine.needs_file and start and output is None:
-        problems.add(f"--submit: {engine.name} takes the folder along, and the file must be in it; add --output FILE.")
+        problems.add(
+            f"--submit: {engine.name} uploads the folder, and the job must be a file in it; add --output FILE."
+        )
     problems.raise_all()
     assert engine is not None and job is not None
     text = engine.render(job)

@@ -1,10 +1,11 @@
-"""Accelerate's names, on shardkit: for scripts and libraries that were written for it.
+"""Accelerate's API on top of shardkit, for scripts and libraries that were written for Accelerate.
 
-    from shardkit.compat import Accelerator          in place of `from accelerate import Accelerator`
+    from shardkit.compat import Accelerator          instead of `from accelerate import Accelerator`
     from shardkit.compat.utils import set_seed       and so on, for every module of accelerate
-    shardkit launch --as-accelerate train.py         without changing a line
+    shardkit launch --as-accelerate train.py         without changes to the script
 
-Only the shape is here: what the names do is in `shardkit.runtime` and below, which know nothing of this package.
+This package only translates names and arguments. The functionality is in `shardkit.runtime` and below, which do not
+depend on this package.
 """
 
 import sys

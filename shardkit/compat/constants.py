@@ -1,4 +1,4 @@
-"""Accelerate's constants: names of files that scripts look for, and words that settings may have."""
+"""Accelerate's constants: file names, and the values of settings."""
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"

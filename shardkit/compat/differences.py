@@ -1,16 +1,17 @@
-"""Where shardkit means something else than Accelerate by a name, on purpose; and the switch that gives theirs."""
+"""Intended differences in behavior between shardkit and Accelerate, and the switch for Accelerate's behavior."""
 
 from dataclasses import dataclass
 
 from shardkit import env
 
 VARIABLE = "SHARDKIT_ACCELERATES_MEANING"
-"""Words, with commas, of the differences that a run takes back: `launch --accelerates-meaning scheduler`."""
+"""The differences for which a run uses Accelerate's behavior, comma-separated: `launch --accelerates-meaning
+scheduler`."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`names` are those whose use makes it matter. `word` switches it back, where that can be."""
+    """`names`: the API names that it affects. `word`: its value for --accelerates-meaning; empty if it has none."""
 
     names: tuple[str, ...]
     text: str
@@ -21,71 +22,70 @@ class Difference:
 DIFFERENCES = [
     Difference(
         ("Accelerator.prepare_scheduler", "scheduler.AcceleratedScheduler"),
-        "a prepared scheduler steps once an optimizer step; Accelerate's steps once a rank "
-        "(--accelerates-meaning scheduler gives that)",
-        "a schedule written in optimizer steps then means the same on any number of ranks",
+        "a prepared scheduler steps once per optimizer step; Accelerate's steps num_processes times "
+        "(--accelerates-meaning scheduler does that, too)",
+        "a schedule written in optimizer steps is then the same on any number of ranks",
         "scheduler",
     ),
     Difference(
         ("Accelerator.save_state", "Accelerator.load_state"),
-        "save_state writes one checkpoint that appears whole or not at all, named by the step, with the position in "
-        "the data",
-        "a run that is killed never leaves half a checkpoint, and a resumed one repeats no sample",
+        "save_state writes one checkpoint atomically, named by the step, with the position in the data",
+        "a killed run never leaves an incomplete checkpoint, and a resumed run repeats no sample",
     ),
     Difference(
         ("Accelerator.save", "utils.save"),
-        "save writes safetensors or JSON, and no pickle (--accelerates-meaning save gives torch.save)",
-        "reading a pickle runs whatever is in it",
+        "save writes safetensors or JSON instead of pickle (--accelerates-meaning save uses torch.save)",
+        "loading a pickle can execute arbitrary code",
         "save",
     ),
     Difference(
         ("Accelerator.clip_grad_norm_",),
-        "clip_grad_norm_ gives a plain tensor, and 0 inside a window of micro-batches",
-        "the norm of all ranks is a number that can be logged; in a window there is nothing to clip yet",
+        "clip_grad_norm_ returns a plain tensor, and 0 before the last micro-batch of an accumulation window",
+        "the norm over all ranks can be logged directly; before the last micro-batch gradients are incomplete",
     ),
     Difference(
         ("Accelerator.backward", "Accelerator.accumulate"),
-        "a window of micro-batches that the loader cuts short has the mean over the micro-batches that it has; "
-        "Accelerate divides by the full number",
-        "the last samples of an epoch count as much as all others",
+        "a shorter accumulation window at the end of an epoch is the mean of its micro-batches; Accelerate divides by "
+        "gradient_accumulation_steps",
+        "all samples of an epoch have the same weight",
     ),
     Difference(
         ("DataLoaderConfiguration", "utils.DataLoaderConfiguration", "data_loader.prepare_data_loader"),
-        "every rank reads its own part of the data, also of an IterableDataset, and the order is a function of "
-        "(seed, epoch); dispatch_batches and use_seedable_sampler change nothing",
-        "no rank sends batches to others, and a run can be resumed at any sample",
+        "every rank reads its part of the data, also from an IterableDataset, and the order is a function of "
+        "(seed, epoch); dispatch_batches and use_seedable_sampler have no effect",
+        "batches are not sent between ranks, and a run can be resumed at any sample",
     ),
     Difference(
         ("DataLoaderConfiguration", "utils.DataLoaderConfiguration", "Accelerator.join_uneven_inputs"),
-        "even_batches=False is refused where it would leave ranks without a last batch, also with join_uneven_inputs",
-        "ranks that have no batch cannot take part in the exchanges of those that have one",
+        "even_batches=False is an error if some ranks would get fewer batches, also with join_uneven_inputs",
+        "ranks without a batch cannot take part in the collectives of the others",
     ),
     Difference(
         ("Accelerator.split_between_processes", "PartialState"),
-        "split_between_processes gives a rank nothing where there are fewer items than ranks; Accelerate gives it the "
-        "last item again",
-        "what is gathered afterwards has every item once",
+        "split_between_processes returns nothing on some ranks if there are fewer items than ranks; Accelerate returns "
+        "the last item again",
+        "each item occurs once in gathered results",
     ),
     Difference(
         ("Accelerator.state", "FullyShardedDataParallelPlugin", "utils.FullyShardedDataParallelPlugin"),
-        "FSDP is version 2, also on the CPU, and gradients are reduced in fp32 unless shardkit.precision.reduce_dtype "
-        "says otherwise",
-        "sums over many ranks lose too much in bf16",
+        "FSDP is always FSDP2, also on the CPU, and gradients are reduced in fp32 by default "
+        "(shardkit.precision.reduce_dtype)",
+        "sums over many ranks lose too much precision in bf16",
     ),
     Difference(
         ("utils.load_fsdp_model", "utils.save_fsdp_model"),
-        "the Trainer's pytorch_model_fsdp_0 and optimizer_0 hold checkpoints of shardkit: verified, and loadable on "
-        "any number of ranks",
-        "a damaged file is found when it is read",
+        "the Trainer's pytorch_model_fsdp_0 and optimizer_0 are shardkit checkpoints with digests, which load on any "
+        "number of ranks",
+        "damaged files are detected when they are loaded",
     ),
 ]
 
 
 def takes_back(word: str) -> bool:
-    """Whether this run asks for Accelerate's own meaning of something."""
+    """Whether this run uses Accelerate's behavior for this difference."""
     return word in (env.get(VARIABLE) or "").split(",")
 
 
 def words() -> list[str]:
-    """What can be taken back."""
+    """The values of --accelerates-meaning."""
     return [one.word for one in DIFFERENCES if one.word]

@@ -1,6 +1,6 @@
-"""Accelerate's `Accelerator`: shardkit's own, with the arguments, attributes and states that scripts know.
+"""Accelerate's `Accelerator`: a subclass of shardkit's with Accelerate's arguments, attributes and states.
 
-What it does is `shardkit.runtime.accelerator`'s; here is only what is called otherwise, or shown otherwise.
+The functionality is in `shardkit.runtime.accelerator`. This module only has what Accelerate names or shows differently.
 """
 
 import sys
@@ -43,10 +43,10 @@ log = get_logger(__name__)
 
 
 class Accelerator(own.Accelerator):
-    """The run as this rank sees it. The arguments are Accelerate's; what shardkit.yaml says holds where they are left
-    out. Collective: every rank creates one, with equal arguments.
+    """The training run on this rank, with Accelerate's arguments. Arguments that are not given come from shardkit.yaml.
+    Collective: every rank creates one, with equal arguments.
 
-    Raises UsageError on what shardkit does not run, ConfigError where an argument contradicts shardkit.yaml.
+    Raises UsageError for features that shardkit does not support, ConfigError if an argument contradicts shardkit.yaml.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Accelerator(own.Accelerator):
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._parallelism_config = parallelism_config
-        self._told_alone: set[str] = set()
+        self._logged_alone: set[str] = set()
         state = AcceleratorState(_run=self._run)
         state.parallelism_config = parallelism_config
         self.state = state  # type: ignore[assignment]
         self.gradient_state = GradientState(gradient_accumulation_plugin, _run=self._run)
         if self.is_fsdp2 and "fsdp.state_dict_type" not in self._run.origins:
-            # As Accelerate's callers have it: the Trainer writes a model only where this says FULL.
+            # Accelerate's default: the Trainer writes a model for from_pretrained only with FULL_STATE_DICT.
             self.state.fsdp_plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
 
     def __getattribute__(self, name: str) -> Any:
@@ -127,7 +127,8 @@ class Accelerator(own.Accelerator):
     # ---- what is prepared ----
 
     def prepare(self, *args: Any, device_placement: Any = None, **arguments: Any) -> Any:
-        """As shardkit's; what is neither model, optimizer, loader nor scheduler comes back as it is. Collective."""
+        """As shardkit's; other objects than models, optimizers, loaders and schedulers are returned unchanged.
+        Collective."""
         known = [kind_of(one) is not None for one in args]
         if device_placement is not None:
             arguments["device_placement"] = [
@@ -136,12 +137,12 @@ class Accelerator(own.Accelerator):
         given = [one for one, is_known in zip(args, known, strict=True) if is_known]
         prepared = super().prepare(*given, **arguments) if given else ()
         found = iter(prepared if len(given) > 1 else [prepared])
-        self._as_accelerate()
+        self._add_accelerates_behavior()
         result = tuple(next(found) if is_known else one for one, is_known in zip(args, known, strict=True))
         return result[0] if len(result) == 1 else result
 
-    def _as_accelerate(self) -> None:
-        """What prepared schedulers do, where this run takes a difference back; what models have as a method there."""
+    def _add_accelerates_behavior(self) -> None:
+        """Give FSDP models the method `no_sync`, and schedulers Accelerate's number of steps if the run asks for it."""
         for model in self._run.models:
             if is_fsdp(model) and not hasattr(model, "no_sync"):
                 vars(model)["no_sync"] = partial(gradient_sync, [model], enabled=False)
@@ -154,14 +155,14 @@ class Accelerator(own.Accelerator):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The script's own module below DDP; under FSDP the model itself."""
+        """The script's module without DDP's wrapper; under FSDP the model itself."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     # ---- a training step ----
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this micro-batch is the last of its window: the optimizer steps."""
+        """Whether this micro-batch is the last of its accumulation window, so that the optimizer steps."""
         return self._run.accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -173,9 +174,9 @@ class Accelerator(own.Accelerator):
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path | Url:
-        """As shardkit's. Collective; inside `if accelerator.is_main_process` rank 0 saves alone, where models are not
+        """As shardkit's. Collective; but inside `if accelerator.is_main_process` rank 0 saves alone if no model is
         sharded."""
-        if self._comes_alone("save_state", sys._getframe(1)):
+        if self._is_called_on_one_rank("save_state", sys._getframe(1)):
             unsupported.refuse_pickle(safe_serialization)
             from shardkit.runtime import saving
 
@@ -190,8 +191,8 @@ class Accelerator(own.Accelerator):
         dtype: str | torch.dtype | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """As shardkit's; alone as `save_state`. Collective otherwise."""
-        if self._comes_alone("save_model", sys._getframe(1)):
+        """As shardkit's. Collective, except inside `if accelerator.is_main_process`, as `save_state`."""
+        if self._is_called_on_one_rank("save_model", sys._getframe(1)):
             unsupported.refuse_pickle(safe_serialization)
             from shardkit.runtime import saving
 
@@ -206,19 +207,19 @@ class Accelerator(own.Accelerator):
 
         return {name: tensor.cpu().clone() for name, tensor in state.model_tensors(model).items()}
 
-    def _comes_alone(self, call: str, frame: FrameType) -> bool:
-        """Whether the script calls this on the main process only. UsageError where that would wait for the others."""
+    def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
+        """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""
         place = place_of_one_rank(frame) if self.use_distributed else None
         if place is None:
             return False
         if self.is_fsdp2 or not self.is_main_process:
             raise UsageError(
-                f"{call}: only some ranks come here, and the others have what is saved (got {place}); call it on every "
-                "rank, outside of the condition."
+                f"{call}: every rank must call it, but only some do (got the condition at "
+                f"{place}); call it outside of the condition."
             )
-        if call not in self._told_alone:
-            self._told_alone.add(call)
-            log.info("%s: only rank 0 comes here (%s), and saves without the others.", call, place)
+        if call not in self._logged_alone:
+            self._logged_alone.add(call)
+            log.info("%s: only rank 0 calls it (the condition at %s), so rank 0 saves alone.", call, place)
         return True
 
     def load_state(
@@ -226,12 +227,12 @@ class Accelerator(own.Accelerator):
     ) -> Path | Url:
         """As shardkit's. Collective."""
         if load_kwargs:
-            raise UsageError(f"load_state: load_kwargs: there are none here (got {load_kwargs!r}); leave them out.")
+            raise UsageError(f"load_state: load_kwargs is not supported (got {load_kwargs!r}); remove it.")
         return super().load_state(input_dir, **load_model_func_kwargs)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
-        """Rank 0 writes a dict of tensors as safetensors, or JSON-able values as JSON; with
-        `--accelerates-meaning save` torch's pickle."""
+        """Rank 0 writes a dict of tensors as safetensors, or JSON-serializable values as JSON. With
+        `--accelerates-meaning save` it uses torch.save."""
         if takes_back("save") and not safe_serialization:
             if self.is_main_process:
                 torch.save(obj, f)
@@ -240,11 +241,11 @@ class Accelerator(own.Accelerator):
 
     @property
     def save_iteration(self) -> int:
-        """As the project says; checkpoints are named by their step."""
+        """The iteration of the project configuration. Checkpoints are named by their step instead."""
         return self.project_configuration.iteration
 
     def end_training(self) -> None:
-        """As shardkit's; the process group ends with it where a PartialState has started it. Collective."""
+        """As shardkit's; also ends the process group if a PartialState started it. Collective."""
         super().end_training()
         PartialState().destroy_process_group()
 
@@ -257,22 +258,22 @@ class Accelerator(own.Accelerator):
 
     @property
     def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed does not run here."""
+        """None: DeepSpeed is not supported."""
         return None
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether FSDP runs: it is version 2 here."""
+        """Whether FSDP is used; it is always FSDP2."""
         return self._run.config.mode == "fsdp"
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:  # type: ignore[override]
-        """As it was given."""
+        """The argument of the constructor."""
         return self._parallelism_config
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of the parallelism config, by its names of axes; None where none was given. Collective at first."""
+        """The mesh of the parallelism config, with its axis names; None without one. The first use is collective."""
         if self._parallelism_config is None:
             return None
         return self._parallelism_config.get_device_mesh(self.device.type)
@@ -283,14 +284,12 @@ class Accelerator(own.Accelerator):
         return self.mixed_precision != "no"
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """UsageError: LOMO does not run here."""
-        raise UsageError(
-            f"lomo_backward: LOMO does not run here (got a learning rate of {learning_rate}); use backward."
-        )
+        """Raises UsageError: LOMO is not supported."""
+        raise UsageError(f"lomo_backward: LOMO is not supported (got learning rate {learning_rate}); use backward.")
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """UsageError: sequences are not split here."""
-        raise UsageError("deepspeed_ulysses_dl_adapter: shardkit splits no sequences; use FSDP.")
+        """Raises UsageError: sequence parallelism is not supported."""
+        raise UsageError("deepspeed_ulysses_dl_adapter: sequence parallelism is not supported (got a call); use FSDP.")
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -314,8 +313,8 @@ class Accelerator(own.Accelerator):
 
 
 def _with_timeout(handlers: Sequence[Any]) -> list[Any]:
-    """The handlers, with the timeout of a process group that a PartialState has started before, unless they say one."""
-    says_it = any(isinstance(one, InitProcessGroupKwargs) and one.timeout is not None for one in handlers)
-    if says_it or PartialState._timeout is None:
+    """The handlers, and the timeout of a process group that a PartialState started before, unless they contain one."""
+    has_timeout = any(isinstance(one, InitProcessGroupKwargs) and one.timeout is not None for one in handlers)
+    if has_timeout or PartialState._timeout is None:
         return list(handlers)
     return [*handlers, InitProcessGroupKwargs(timeout=PartialState._timeout)]

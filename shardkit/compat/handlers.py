@@ -1,7 +1,7 @@
-"""Accelerate's kwargs handlers: small objects that say what shardkit.yaml says in its own words.
+"""Accelerate's kwargs handlers: objects with settings that are in shardkit.yaml otherwise.
 
-`shardkit_settings()` of each gives what it says as {dotted YAML key: value}, only of what differs from the class's
-defaults: what a script leaves alone is the file's to say.
+`shardkit_settings()` of each returns {dotted YAML key: value} for the fields that differ from the class's defaults.
+Other settings come from the file.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from shardkit.errors import UsageError
 
 @dataclass
 class KwargsHandler:
-    """Keyword arguments for something that the Accelerator makes."""
+    """Keyword arguments for an object that the Accelerator creates."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields."""
@@ -27,21 +27,21 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """What it says, by dotted key of shardkit.yaml. UsageError where it asks for what there is not."""
+        """{dotted key of shardkit.yaml: value}. Raises UsageError for unsupported settings."""
         return {}
 
 
 def _only(handler: KwargsHandler, known: dict[str, str]) -> dict[str, Any]:
-    """What the handler says, by key; UsageError on fields that have none."""
-    said = handler.to_kwargs()
-    unknown = {name: value for name, value in said.items() if name not in known}
+    """{key: value} of the handler's fields. Raises UsageError if a field is set that is not in `known`."""
+    given = handler.to_kwargs()
+    unknown = {name: value for name, value in given.items() if name not in known}
     if unknown:
         got = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
         raise UsageError(
-            f"{type(handler).__name__}: shardkit has no such setting (got {got}); leave it out, it takes "
+            f"{type(handler).__name__}: shardkit has no such setting (got {got}); remove it. Supported are "
             f"{', '.join(known)}."
         )
-    return {known[name]: value for name, value in said.items()}
+    return {known[name]: value for name, value in given.items()}
 
 
 @dataclass
@@ -79,9 +79,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
             "gradient_as_bucket_view": "",
             "check_reduction": "",
         }
-        said = _only(self, known)
-        said.pop("", None)  # a matter of memory, and one that torch ignores; the state option follows
-        return {key: getattr(value, "value", value) for key, value in said.items()} | self._hook_state()
+        given = _only(self, known)
+        given.pop("", None)  # these two change memory use or nothing; comm_state_option is read by _hook_state
+        return {key: getattr(value, "value", value) for key, value in given.items()} | self._hook_state()
 
     def _hook_state(self) -> dict[str, Any]:
         known = {
@@ -91,7 +91,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         unknown = sorted(set(self.comm_state_option) - set(known))
         if unknown:
             raise UsageError(
-                f"DistributedDataParallelKwargs: comm_state_option: not known (got {', '.join(unknown)}); "
+                f"DistributedDataParallelKwargs: comm_state_option: unknown options (got {', '.join(unknown)}); "
                 f"use {', '.join(known)}."
             )
         return {known[name]: value for name, value in self.comm_state_option.items()}
@@ -99,7 +99,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """fp16's loss scale."""
+    """Loss scaling for fp16."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -114,14 +114,14 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the ranks' process group is made."""
+    """How the process group is created."""
 
     backend: str | None = "nccl"
     init_method: str | None = None
     timeout: timedelta | None = None
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """The timeout. The backend follows from the device, and the launcher says how ranks meet."""
+        """The timeout. The backend is chosen by the device, and the rendezvous by the launcher."""
         return {} if self.timeout is None else {"shardkit.launch.process_group_timeout_s": self.timeout.total_seconds()}
 
 
@@ -143,9 +143,9 @@ class ProfileKwargs(KwargsHandler):
         plain = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
         known = {name: f"shardkit.profile.{name}" for name in plain}
         known |= {"output_trace_dir": "shardkit.profile.folder", "schedule_option": "", "on_trace_ready": ""}
-        said = _only(self, known)
-        said.pop("", None)
-        return said | {f"shardkit.profile.{name}": value for name, value in (self.schedule_option or {}).items()}
+        given = _only(self, known)
+        given.pop("", None)
+        return given | {f"shardkit.profile.{name}": value for name, value in (self.schedule_option or {}).items()}
 
     def build(self) -> Any:
         """A torch profiler with these options."""

@@ -1,11 +1,11 @@
-"""Accelerate's enumerations: every member is there, also of what does not run here, so that scripts can compare."""
+"""Accelerate's enumerations. They have all members, also of unsupported features, so that scripts can compare them."""
 
 from enum import Enum, EnumMeta
 from typing import Any
 
 
 class _Listing(EnumMeta):
-    """`value in Kind`, `list(Kind)` and `Kind.list()` as scripts write them, on every Python."""
+    """Supports `value in Kind` with strings on every Python version (Enum does so since 3.12)."""
 
     def __contains__(cls, value: Any) -> bool:
         members: list[Any] = [*cls.__members__.values()]
@@ -13,19 +13,19 @@ class _Listing(EnumMeta):
 
 
 class Kind(str, Enum, metaclass=_Listing):
-    """A name that is equal to its text."""
+    """A string enumeration whose members print as their values."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:
-        """The texts of all members."""
+        """The values of all members."""
         return [member.value for member in cls]
 
 
 class DistributedType(str, Enum):
-    """How ranks share the work; here only NO, MULTI_CPU, MULTI_GPU, FSDP and XLA can be met."""
+    """The kind of distributed training; shardkit only uses NO, MULTI_CPU, MULTI_GPU, FSDP and XLA."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -45,7 +45,7 @@ class DistributedType(str, Enum):
 
 
 class SageMakerDistributedType(str, Enum):
-    """Ways to train on SageMaker, none of which runs here."""
+    """Ways to train on SageMaker, which is not supported."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -81,7 +81,7 @@ class DynamoBackend(str, Enum):
 
 
 class PrecisionType(Kind):
-    """Compute dtypes; fp8 is torchao's."""
+    """Compute dtypes; fp8 uses torchao."""
 
     NO = "no"
     FP8 = "fp8"
@@ -90,7 +90,7 @@ class PrecisionType(Kind):
 
 
 class RNGType(Kind):
-    """Generators that ranks may have to agree on."""
+    """Kinds of random generators."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -129,7 +129,7 @@ class CustomDtype(Enum):
 
 
 class DDPCommunicationHookType(Kind):
-    """What DDP sends gradients as."""
+    """DDP's communication hooks: the compression of gradients."""
 
     NO = "no"
     FP16 = "fp16"

@@ -1,4 +1,4 @@
-"""What `accelerate.data_loader` offers: prepared loaders, and the samplers that scripts name."""
+"""The API of `accelerate.data_loader`: prepared loaders and samplers."""
 
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -12,22 +12,22 @@ from shardkit.data.loader import PreparedLoader
 
 
 class _Prepared(type):
-    """Of whose classes every prepared loader is an instance, whatever kind it would be in Accelerate."""
+    """A metaclass that makes every prepared loader an instance of its classes, for isinstance checks in scripts."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, PreparedLoader)
 
 
 class DataLoaderShard(metaclass=_Prepared):
-    """A prepared loader, by Accelerate's name."""
+    """Accelerate's name for a prepared loader, for isinstance checks."""
 
 
 class DataLoaderDispatcher(metaclass=_Prepared):
-    """A prepared loader, by Accelerate's name."""
+    """Accelerate's name for a prepared loader, for isinstance checks."""
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The loader, whose next iteration starts after so many batches of its epoch."""
+    """The loader, whose next iteration skips the first `num_batches` batches of its epoch."""
     return data.skip_first_batches(dataloader, num_batches)
 
 
@@ -48,7 +48,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """The loader, giving this rank its part. Collective."""
+    """The loader, which yields this rank's part of the data. Collective."""
     state = PartialState()
     return data.prepare_loader(
         dataloader,
@@ -62,7 +62,7 @@ def prepare_data_loader(
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of samples, below that of batches."""
+    """The sampler of a loader (not its batch sampler)."""
     sampler = getattr(dataloader, "batch_sampler", None)
     while isinstance(inner := getattr(sampler, "batch_sampler", None), BatchSampler):
         sampler = inner
@@ -85,13 +85,13 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration runs."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
 
 class BatchSamplerShard(BatchSampler):
-    """Each rank's batches of a batch sampler: batch i of rank r is batch i x ranks + r, or its part of batch i with
-    `split_batches`. With `even_batches` the last ones are filled up from the first samples."""
+    """A rank's batches of a batch sampler: batch i of rank r is batch i x ranks + r, or its part of batch i with
+    `split_batches`. With `even_batches` the last batches are padded with the first samples."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of all ranks together."""
+        """The number of batches of all ranks."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class BatchSamplerShard(BatchSampler):
         return batches[self.process_index :: ranks]
 
     def _filled(self, batches: list[list[int]], size: int, first: list[int]) -> list[list[int]]:
-        """Whole rounds of whole batches, the first samples over again where there are none left."""
+        """The batches, padded with the first samples so that all ranks have equally many batches of the full size."""
         wanted = -(-len(batches) // self.num_processes) * self.num_processes * size
         flat = [sample for batch in batches for sample in batch]
         while len(flat) < wanted:
@@ -153,7 +153,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset):
-    """This rank's samples of an iterable dataset: its part of each group of batch_size x ranks."""
+    """This rank's samples of an iterable dataset: its part of each group of batch_size x ranks samples."""
 
     def __init__(
         self,
@@ -169,13 +169,13 @@ class IterableDatasetShard(IterableDataset):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Handed to the dataset."""
+        """Set the epoch, also of the dataset if it has `set_epoch`."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Samples of this rank."""
+        """The number of samples of this rank."""
         whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
         assert isinstance(self.dataset, Sized)
         groups = len(self.dataset) // whole if self.drop_last else -(-len(self.dataset) // whole)

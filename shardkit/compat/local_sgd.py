@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains its own copy of the weights, and all take the mean of their copies now and then."""
+"""Local SGD: every rank trains its copy of the weights, and the copies are averaged every few steps."""
 
 import torch
 from torch import nn
@@ -9,17 +9,17 @@ from shardkit.sharding.gradient_sync import gradient_sync
 
 
 class LocalSGD:
-    """Inside, backward exchanges no gradients; after every `local_sgd_steps` calls of `step`, and at the end, all ranks
-    get the mean of their weights. Nothing where it is not `enabled`, or there is one rank. Collective: every rank
-    enters it with the same numbers of steps.
+    """A context manager inside which backward exchanges no gradients. After every `local_sgd_steps` calls of `step`,
+    and at the end, the weights are averaged over all ranks. Does nothing if not `enabled`, or with one rank.
+    Collective: every rank enters it, and calls `step` equally often.
 
-    Raises UsageError where the model is sharded: no rank then has weights of its own.
+    Raises UsageError if the model is sharded.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if accelerator.is_fsdp2:
             raise UsageError(
-                f"LocalSGD: every rank needs a copy of the weights (got {accelerator.distributed_type.value}); use "
+                f"LocalSGD: every rank needs all weights (got {accelerator.distributed_type.value}); use "
                 "distributed_type MULTI_GPU or MULTI_CPU."
             )
         self.enabled = enabled and accelerator.use_distributed
@@ -35,12 +35,12 @@ class LocalSGD:
     def __exit__(self, *raised: object) -> None:
         if not self.enabled:
             return
-        if raised[0] is None:  # else the others are not here
+        if raised[0] is None:  # after an error, other ranks may not get here
             self._average()
         self._sync.__exit__(*raised)  # type: ignore[arg-type]
 
     def step(self) -> None:
-        """Counts an optimizer step. Collective where the weights are due."""
+        """Count an optimizer step. Collective in every `local_sgd_steps`-th call, which averages the weights."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

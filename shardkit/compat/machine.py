@@ -1,4 +1,4 @@
-"""What `accelerate.utils` says of this machine and its packages."""
+"""The functions of `accelerate.utils` about this machine and its packages."""
 
 import importlib.metadata
 import importlib.util
@@ -21,7 +21,7 @@ _PACKAGES = {
     "trackio": "trackio", "transformers": "transformers", "triton": "triton", "wandb": "wandb",
     "transformer_engine": "transformer_engine", "import_timer": "import_timer",
 }  # fmt: skip
-# What shardkit does not run, whatever is installed: scripts choose another way where these are not there.
+# Not supported by shardkit, even if installed: scripts then choose another code path.
 _NEVER = [
     *("deepspeed", "megatron_lm", "msamp", "pippy", "torch_xla", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "xpu"),
     *("fp8", "amdsmi", "bitsandbytes_multi_backend", "transformer_engine_mxfp8", "xccl", "cuda_ipc"),
@@ -29,7 +29,7 @@ _NEVER = [
 
 
 def is_package_there(name: str) -> bool:
-    """Whether `import name` would find something."""
+    """Whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -100,7 +100,7 @@ _COMPARED = {
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether a package, by name or by its version, is of a version such as `>= 2.0`."""
+    """Compare the version of a package, given by its name or as a version: `compare_versions("torch", ">=", "2.0")`."""
     from packaging.version import parse
 
     found = library_or_version
@@ -110,7 +110,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch is of such a version."""
+    """Compare torch's version, without suffixes such as `+cu126`."""
     import torch
     from packaging.version import parse
 
@@ -121,28 +121,28 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 (or a bool) of yes, true, on, 1, y, t and their opposites. ValueError on another word."""
+    """1 or 0 (or a bool) for y, yes, t, true, on, 1 and n, no, f, false, off, 0. Raises ValueError for other text."""
     word = value.lower()
     if word in {"y", "yes", "t", "true", "on", "1"}:
         return True if to_bool else 1
     if word in {"n", "no", "f", "false", "off", "0"}:
         return False if to_bool else 0
-    raise ValueError(f"str_to_bool: is no yes or no (got {value!r}).")
+    raise ValueError(f"str_to_bool: not a boolean (got {value!r}); use yes or no.")
 
 
 def get_int_from_env(env_keys: list[str], default: int) -> int:
-    """The first of the variables that is set, as a number."""
+    """The value of the first variable that is set to a number >= 0, or the default."""
     found = [int(value) for key in env_keys if (value := env.get(key)) and int(value) >= 0]
     return found[0] if found else default
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """A variable as yes or no."""
+    """A variable as a boolean."""
     return str_to_bool(env.get(key, str(default)) or str(default)) == 1
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """A variable's text."""
+    """The value of a variable, or the default."""
     return env.get(key, default) or default
 
 
@@ -155,7 +155,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 @contextmanager
 def patch_environment(**variables: Any) -> Iterator[None]:
-    """Inside, these variables are set, in capitals; afterwards they are as before."""
+    """A context with these variables set, their names in upper case. Restores the previous values at its end."""
     names, found = {name.upper() for name in variables}, env.copy()
     env.update({name.upper(): str(value) for name, value in variables.items()})
     try:
@@ -167,7 +167,7 @@ def patch_environment(**variables: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Inside, no variable is set; afterwards all are as before."""
+    """A context without any environment variable. Restores all at its end."""
     found = env.copy()
     env.replace({})
     try:
@@ -177,7 +177,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """The function or class as it is: shardkit reads none of Accelerate's variables."""
+    """The function or class, unchanged: shardkit does not read Accelerate's variables."""
     return func_or_cls
 
 
@@ -195,7 +195,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether GPUs may talk to one another directly."""
+    """Whether the GPUs support peer-to-peer transfers and InfiniBand (not GeForce RTX 40)."""
     return all(f"RTX 40{number}" not in name for name in get_gpu_info()[0] for number in range(60, 100, 10))
 
 
@@ -207,31 +207,31 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of device, and the name of the kind of training on it."""
+    """The device type, and the distributed type for it."""
     return ("cuda", "MULTI_GPU") if _cuda() else ("cpu", "MULTI_CPU")
 
 
 def get_cpu_distributed_information() -> Any:
-    """Who this rank is, as an object with rank, world_size, local_rank and local_world_size."""
+    """An object with rank, world_size, local_rank and local_world_size."""
     return env.ranks() or env.Ranks(0, 0, 1, 1)
 
 
 def check_os_kernel() -> None:
-    """Nothing: no check of the kernel's version is needed."""
+    """Does nothing: the kernel version is not checked."""
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Nothing: `enable_cpu_affinity` in shardkit.yaml is the launcher's to do."""
+    """Does nothing: the launcher sets the affinity, see `enable_cpu_affinity` in shardkit.yaml."""
 
 
 def is_port_in_use(port: Any = None) -> bool:
-    """Whether something listens on this machine's port (29500 unless named)."""
+    """Whether a process listens on a port of this machine (default: 29500)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", int(port or 29500))) == 0
 
 
 def convert_bytes(size: float) -> str:
-    """A size in words."""
+    """A size as text with a unit."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0 or unit == "TB":
             break

@@ -1,4 +1,4 @@
-"""What `accelerate.utils.memory` offers."""
+"""The API of `accelerate.utils.memory`."""
 
 import gc
 from typing import Any
@@ -7,7 +7,7 @@ from shardkit.distributed import accelerators
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives back memory that nothing refers to."""
+    """Release cached device memory."""
     if garbage_collection:
         gc.collect()
     accelerators.empty_cache()

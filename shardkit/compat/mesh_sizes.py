@@ -1,4 +1,4 @@
-"""Accelerate's ParallelismConfig: the sizes of the mesh of copies and shards."""
+"""Accelerate's ParallelismConfig: the replicate and shard sizes of the mesh."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,7 +9,7 @@ from shardkit.errors import UsageError
 
 @dataclass
 class ParallelismConfig:
-    """The sizes of the mesh: copies of the model, and ranks that share one. Other axes are refused."""
+    """The sizes of the mesh: replicas of the model, and ranks per replica. Other axes raise UsageError."""
 
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
@@ -30,7 +30,7 @@ class ParallelismConfig:
         beyond = [f"{name}={getattr(self, name)}" for name in ("tp_size", "cp_size", "sp_size") if self._size(name) > 1]
         if beyond:
             raise UsageError(
-                f"ParallelismConfig: shardkit splits neither tensors inside a layer nor sequences (got "
+                f"ParallelismConfig: tensor, context and sequence parallelism are not supported (got "
                 f"{', '.join(beyond)}); use dp_replicate_size and dp_shard_size."
             )
 
@@ -38,7 +38,7 @@ class ParallelismConfig:
         return int(getattr(self, name) or 1)
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """FSDP over the shards, by a hybrid strategy where there are copies too."""
+        """FSDP over the shard axis; a hybrid strategy if there are replicas, too."""
         copies, shards = self._size("dp_replicate_size"), self._size("dp_shard_size")
         if shards <= 1:
             return {} if copies <= 1 else {"distributed_type": "FSDP", "fsdp_config.fsdp_sharding_strategy": "NO_SHARD"}
@@ -62,17 +62,17 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Axes over which ranks have data of their own."""
+        """Axes along which ranks read different data."""
         return self.active_mesh_dims
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Axes over which ranks share data: none."""
+        """Axes along which ranks read the same data: none."""
         return []
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Axes over which a model is shared."""
+        """Axes over which the model is sharded."""
         return [name for name in self.active_mesh_dims if name == "dp_shard"]
 
     @property
@@ -82,32 +82,32 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Axes that FSDP works on."""
+        """Axes of FSDP's mesh."""
         return self.active_mesh_dims
 
     @property
     def total_size(self) -> int:
-        """Ranks in total."""
+        """The number of ranks."""
         return self.data_parallel_size
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Ranks that share one rank's data: 1."""
+        """The number of ranks that read the same data: 1."""
         return 1
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks with data of their own."""
+        """The number of ranks that read different data."""
         return self._size("dp_replicate_size") * self._size("dp_shard_size")
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there is more than one copy."""
+        """Whether there is more than one replica."""
         return self._size("dp_replicate_size") > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether a copy is shared."""
+        """Whether the model is sharded."""
         return self._size("dp_shard_size") > 1
 
     tp_enabled = cp_enabled = sp_enabled = False
@@ -123,5 +123,5 @@ class ParallelismConfig:
         return self.device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh; made on first use, where a kind of device is named."""
+        """The mesh. Given a device type, it is created at the first use, which is collective."""
         return self.device_mesh if device_type is None else self.build_device_mesh(device_type)

@@ -1,4 +1,4 @@
-"""A script's change from Accelerate's imports to shardkit's: `shardkit migrate script.py` prints it as a diff."""
+"""Rewrites a script's imports of Accelerate to shardkit.compat: `shardkit migrate script.py` prints the diff."""
 
 import ast
 import difflib
@@ -10,11 +10,13 @@ from shardkit.errors import UsageError
 
 
 def migrated(text: str, file: str = "script.py") -> str:
-    """The text with its imports changed, and nothing else. UsageError where it is no Python."""
+    """The text with only its imports changed. Raises UsageError if it is not valid Python."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise UsageError(f"migrate: {file}:{error.lineno}: is no Python that this one reads ({error.msg}).") from error
+        raise UsageError(
+            f"migrate: {file}:{error.lineno}: not valid Python for this interpreter ({error.msg}); correct the file."
+        ) from error
     lines = text.splitlines(keepends=True)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -32,17 +34,17 @@ def _ours(module: str) -> str:
 
 
 def _replace_import(lines: list[str], node: ast.Import, alias: ast.alias) -> None:
-    """`import accelerate` keeps the name that the script uses; of several imports in one line each is changed."""
+    """Rewrites one alias of an `import` statement, so that the name that the script uses stays the same."""
     if alias.asname:
         _replace(lines, node, alias.name, _ours(alias.name))
     elif alias.name == "accelerate":
         _replace(lines, node, "accelerate", "shardkit.compat as accelerate")
-    else:  # binds accelerate, and makes sure that the module below it is there: here it always is
+    else:  # `import accelerate.utils` binds accelerate; the submodules of shardkit.compat need no import
         _replace(lines, node, alias.name, "shardkit.compat as accelerate")
 
 
 def _replace(lines: list[str], node: ast.stmt, old: str, new: str) -> None:
-    """The first place of the words in the statement's own lines."""
+    """Replaces the first occurrence of `old` in the lines of the statement."""
     end = node.end_lineno or node.lineno
     for number in range(node.lineno - 1, end):
         start = node.col_offset if number == node.lineno - 1 else 0
@@ -53,11 +55,11 @@ def _replace(lines: list[str], node: ast.stmt, old: str, new: str) -> None:
 
 
 def diff(path: Path) -> tuple[str, Found]:
-    """The change of one file as a unified diff, empty where there is none; and what the file names of Accelerate."""
+    """(the change of one file as a unified diff, empty without changes; the names of Accelerate that it uses)."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"migrate: {path}: cannot be read ({error}); name a Python file.") from error
+        raise UsageError(f"migrate: {path}: cannot be read ({error}); give a Python file.") from error
     new = migrated(text, str(path))
     change = difflib.unified_diff(
         text.splitlines(keepends=True), new.splitlines(keepends=True), str(path), f"{path} on shardkit"
@@ -66,6 +68,6 @@ def diff(path: Path) -> tuple[str, Found]:
 
 
 def remarks(found: Found) -> list[str]:
-    """What an import alone does not change: refused names, and what means another thing."""
-    lines = [f"{one.place}: {one.name}: is not taken; {one.text}." for one in [*found.refused, *found.missing]]
+    """What the new imports do not solve: unsupported names, and differences in behavior."""
+    lines = [f"{one.place}: {one.name}: is not supported; {one.text}." for one in [*found.refused, *found.missing]]
     return lines + [f"{one.place}: {one.name}: {one.text}." for one in found.remarks]

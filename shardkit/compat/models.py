@@ -1,4 +1,4 @@
-"""What Accelerate offers on modules before and beside training: empty weights, sizes, ties, hooks around forward."""
+"""Accelerate's functions on modules: empty weights, sizes, tied parameters, hooks around forward."""
 
 import re
 from collections import defaultdict
@@ -18,14 +18,14 @@ from shardkit.sharding import init
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Modules built inside have parameters without memory; buffers too, where they are included."""
+    """A context in which parameters of new modules are on the meta device; with `include_buffers` buffers, too."""
     with torch.device("meta") if include_buffers else init.init_empty_weights():
         yield
 
 
 @contextmanager
 def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator[None]:
-    """Modules built inside have their tensors on the device."""
+    """A context in which tensors of new modules are created on the device."""
     with torch.device(device):
         yield
 
@@ -44,17 +44,17 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Puts a parameter or buffer on the device, with new values where they are given."""
+    """Move a parameter or buffer to the device, and set its values if `value` is given."""
     *path, name = tensor_name.split(".")
     for part in path:
         module = getattr(module, part)
     old = module._parameters.get(name, module._buffers.get(name))
     if old is None:
-        raise ValueError(f"{type(module).__name__}: has no parameter or buffer of this name (got {tensor_name}).")
+        raise ValueError(f"{type(module).__name__}: has no parameter or buffer with this name (got {tensor_name}).")
     if value is None and old.is_meta and torch.device(device).type != "meta":
-        raise ValueError(f"{tensor_name}: has no values yet (meta device); give some.")
+        raise ValueError(f"{tensor_name}: has no values (got a tensor on the meta device); give `value`.")
     if value is not None and value.shape != old.shape:
-        raise ValueError(f"{tensor_name}: shape {tuple(old.shape)} is expected (got {tuple(value.shape)}).")
+        raise ValueError(f"{tensor_name}: expected shape {tuple(old.shape)} (got {tuple(value.shape)}).")
     new = old.detach() if value is None else value.detach()
     keeps_dtype = dtype is None and value is not None and not re.match("torch.u?int|torch.bool", str(value.dtype))
     new = new.to(device, old.dtype if keeps_dtype else dtype, non_blocking=non_blocking)
@@ -67,7 +67,7 @@ def set_module_tensor_to_device(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of buffers that a state dict leaves out."""
+    """Names of buffers that are not in the state dict."""
     found: set[str] = set()
     for path, inner in module.named_modules() if recurse else [("", module)]:
         found |= {f"{path}.{name}" if fqns and path else name for name in inner._non_persistent_buffers_set}
@@ -88,17 +88,17 @@ def named_module_tensors(
 
 
 def dtype_byte_size(dtype: torch.dtype) -> float:
-    """Bytes of an element."""
+    """Bytes per element."""
     return dtype.itemsize
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes: of `10GB` or `5GiB` too."""
+    """The bytes of a number or of text such as `10GB` or `5GiB`."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"a size is a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB (got {size!r}).")
+        raise ValueError(f"not a size (got {size!r}); give a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB.")
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
@@ -109,7 +109,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Any] | None = None,
     buffers_only: bool = False,
 ) -> Any:
-    """Bytes below each name; the whole model's under ''."""
+    """{name: bytes of the module or tensor}; that of the whole model is under ''."""
     found: dict[str, int] = defaultdict(int)
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     for name, tensor in model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True):
@@ -125,7 +125,7 @@ def compute_module_sizes(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of the whole model, and of its largest leaf with its name."""
+    """(bytes of the whole model, (bytes of its largest leaf module, [its name]))."""
     found = compute_module_sizes(model)
     leaves = {name: found[name] for name, module in model.named_modules() if not [*module.children()] and name in found}
     largest = max(leaves, key=lambda name: leaves[name], default="")
@@ -133,7 +133,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, int]:
-    """Free bytes by device: numbers of GPUs, and cpu; or what is given, in bytes."""
+    """{GPU number or "cpu": free bytes}; or the given values, in bytes."""
     if max_memory is not None:
         return {key: convert_file_size_to_int(value) for key, value in max_memory.items()}
     numbers = range(accelerators.count())
@@ -150,7 +150,7 @@ def _free_memory() -> int:
 
 
 def get_balanced_memory(model: nn.Module, max_memory: dict[Any, Any] | None = None, **_: Any) -> dict[Any, int]:
-    """As `get_max_memory`: models are not laid out over devices by layers here."""
+    """As `get_max_memory`: shardkit does not distribute layers over devices."""
     return get_max_memory(max_memory)
 
 
@@ -158,7 +158,7 @@ def get_balanced_memory(model: nn.Module, max_memory: dict[Any, Any] | None = No
 
 
 def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
-    """Groups of names of one parameter."""
+    """The names of each tied parameter."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -166,7 +166,7 @@ def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
-    """Gives all names of a group the parameter of the first that has values."""
+    """Tie the parameters of each group to the first one with values."""
     for group in tied_params:
         found = [model.get_parameter(name) for name in group]
         kept = next((one for one in found if not one.is_meta), found[0])
@@ -176,12 +176,12 @@ def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether the model's own configuration ties its embeddings."""
+    """Whether the model's configuration ties its embeddings."""
     return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What is equal for tensors of one memory."""
+    """A value that is equal for tensors with the same storage."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -189,7 +189,9 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def load_state_dict(checkpoint_file: str | Path, device_map: Any = None) -> dict[str, torch.Tensor]:
     """The tensors of a file, in host memory."""
     if device_map not in (None, {"": "cpu"}):
-        raise UsageError(f"load_state_dict: reads into host memory only (got device_map={device_map!r}).")
+        raise UsageError(
+            f"load_state_dict: only reads into host memory (got device_map={device_map!r}); remove device_map."
+        )
     if str(checkpoint_file).endswith(".safetensors"):
         from safetensors.torch import load_file
 
@@ -200,13 +202,13 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Any = None) -> dict
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """torch.autocast in the precision that runs; nothing where it is fp32."""
+    """torch.autocast with the dtype of the run's mixed precision (bf16 with fp8); a null context in fp32."""
     from shardkit.compat.states import AcceleratorState
 
     state = AcceleratorState()
     if not native_amp or state.mixed_precision == "no":
         return nullcontext()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[state.mixed_precision]
+    dtype = torch.float16 if state.mixed_precision == "fp16" else torch.bfloat16
     given = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
     return torch.autocast(state.device.type, dtype=dtype, **given)
 
@@ -215,24 +217,24 @@ def get_mixed_precision_context_manager(
 
 
 class ModelHook:
-    """What runs around a module's forward."""
+    """A hook around a module's forward."""
 
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """When it is added; the module."""
+        """Called when the hook is added. Returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Before forward; its arguments."""
+        """Called before forward. Returns its arguments."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """After forward; its result."""
+        """Called after forward. Returns its result."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """When it is removed; the module."""
+        """Called when the hook is removed. Returns the module."""
         return module
 
 
@@ -264,7 +266,7 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """The module, whose forward the hook runs around; it replaces the one before, or comes after it."""
+    """Run the hook around the module's forward. It replaces an earlier hook; with `append` it runs after it."""
     if append and getattr(module, "_hf_hook", None) is not None:
         before: Any = module._hf_hook
         remove_hook_from_module(module)

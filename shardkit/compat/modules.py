@@ -1,9 +1,11 @@
-"""The modules `accelerate`, `accelerate.utils`, ... as a script sees them: names looked up in the tables of `names.py`.
+"""The modules `accelerate`, `accelerate.utils`, ... as a script sees them: names are looked up in the tables of
+`names.py`.
 
-    standing_in_for("accelerate")     from now on `import accelerate` and everything below it is shardkit's
-    standing_in_for("shardkit.compat") the same names below shardkit.compat, for scripts that change their imports
+    standing_in_for("accelerate")      makes `import accelerate` and its submodules import shardkit.compat
+    standing_in_for("shardkit.compat") the same submodules below shardkit.compat, for scripts that change their imports
 
-A name that is refused can be imported, compared and subclassed; it raises when it is called or looked into.
+A refused name can be imported, compared and subclassed. It raises UsageError when it is called, or an attribute of it
+is read.
 """
 
 import sys
@@ -21,7 +23,7 @@ from shardkit.compat.touched import TOUCHED
 from shardkit.errors import UsageError
 
 VERSION = "1.15.0"
-"""Of accelerate, whose names and signatures stand in; what libraries are told that ask for the version."""
+"""The version of accelerate whose names and signatures are provided, and that libraries see as its version."""
 
 
 class StandIn(ModuleType):
@@ -42,12 +44,12 @@ class StandIn(ModuleType):
 
 
 def known(below: str) -> list[str]:
-    """All names of one module, refused ones too, without the modules below it."""
+    """All names of one module, including refused ones, without its submodules."""
     return sorted({*names.places(below), *names.refusals(below)})
 
 
 def look_up(module: str, below: str, name: str, frame: Any = None) -> Any:
-    """What a name of a module stands for. AttributeError where there is none."""
+    """The object for a name in a module. Raises AttributeError if there is none."""
     if name == "__all__":
         return known(below)
     dotted = f"{below}.{name}" if below else name
@@ -62,31 +64,31 @@ def look_up(module: str, below: str, name: str, frame: Any = None) -> Any:
     if not name.startswith("__"):
         TOUCHED.note(TOUCHED.missing, dotted, frame)
     raise AttributeError(
-        f"module {module!r} has no attribute {name!r}: shardkit.compat stands in for accelerate {VERSION}, and knows "
-        "no such name there"
+        f"module {module!r} has no attribute {name!r}: shardkit.compat provides the names of accelerate {VERSION}, "
+        "which do not include it"
     )
 
 
-# ---- what is refused ----
+# ---- refused names ----
 
 
 class _RefusedType(type):
-    """The class of a refused name: looking into it is refused, comparing is not."""
+    """The metaclass of a refused name: reading its attributes raises UsageError, comparing does not."""
 
     instead: str
 
     def __call__(cls, *args: Any, **arguments: Any) -> NoReturn:
-        raise UsageError(f"accelerate's {cls.__name__}: does not stand in here (got a call); {cls.instead}.")
+        raise UsageError(f"accelerate's {cls.__name__}: is not supported (got a call); {cls.instead}.")
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UsageError(f"accelerate's {cls.__name__}: does not stand in here (got .{name}); {cls.instead}.")
+        raise UsageError(f"accelerate's {cls.__name__}: is not supported (got .{name}); {cls.instead}.")
 
 
 @cache
 def refused(name: str, instead: str) -> type:
-    """A class of this name of which there are no objects, and that says what to use instead."""
+    """A class with this name that cannot be instantiated; the error says what to use instead."""
     return _RefusedType(name, (), {"instead": instead, "__doc__": f"Refused: {instead}."})
 
 
@@ -94,7 +96,7 @@ def refused(name: str, instead: str) -> type:
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds the modules that stand in for accelerate's, under a prefix."""
+    """Finds the replacements of accelerate's modules, under a prefix."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -116,11 +118,11 @@ class Finder(MetaPathFinder, Loader):
         return StandIn(spec.name, below)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs: names are looked up when they are asked for."""
+        """Does nothing: names are looked up when they are used."""
 
 
 class _Metadata(Distribution):
-    """What importlib.metadata says of the package accelerate."""
+    """The metadata of the package accelerate for importlib.metadata."""
 
     def read_text(self, filename: str) -> str | None:
         return {
@@ -133,7 +135,7 @@ class _Metadata(Distribution):
 
 
 class MetadataFinder(DistributionFinder):
-    """Finds the package's metadata, before what may be installed."""
+    """Finds this metadata before that of an installed accelerate."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         return None
@@ -144,7 +146,7 @@ class MetadataFinder(DistributionFinder):
 
 
 def standing_in_for(prefix: str) -> None:
-    """From now on, in this process, imports of the prefix and of what is below it find the stand-ins."""
+    """In this process, make imports of the prefix and its submodules find the replacements."""
     if any(isinstance(one, Finder) and one.prefix == prefix for one in sys.meta_path):
         return
     if prefix == "accelerate":
@@ -155,7 +157,7 @@ def standing_in_for(prefix: str) -> None:
 
 
 def stop_standing_in() -> None:
-    """Imports of accelerate find what is installed again; modules that are loaded stay out of sys.modules."""
+    """Make imports of accelerate find the installed package again. Removes the replacements from sys.modules."""
     sys.meta_path[:] = [
         one
         for one in sys.meta_path

@@ -1,4 +1,4 @@
-"""Which name of `accelerate` stands where here, and which are refused, with what to use instead.
+"""The supported names of `accelerate` with their places in shardkit, and the refused ones with what to use instead.
 
 Keys are modules below `accelerate`; "" is the package itself. A name in none of these tables does not exist.
 """
@@ -165,20 +165,20 @@ STANDS_IN: dict[str, dict[str, str]] = {
 }
 
 _DISPATCH = (
-    "shardkit lays no model out over devices by layers, and offloads none for inference; train sharded (FSDP, with "
-    "fsdp_offload_params for host memory), or call the model's own .to(device)"
+    "distributing layers over devices and offloading for inference are not supported; train sharded (FSDP, with "
+    "fsdp_offload_params for host memory), or call model.to(device)"
 )
-_DEEPSPEED = "shardkit does not run DeepSpeed; ZeRO 2 is SHARD_GRAD_OP and ZeRO 3 is FULL_SHARD under fsdp_config"
-_MEGATRON = "shardkit does not run Megatron-LM; use FSDP"
-_FP8 = "shardkit converts models itself, with torchao; use mixed_precision fp8"
-_BNB = "shardkit quantizes nothing; load the model quantized by Transformers, and train adapters"
-_AXES = "shardkit splits neither tensors inside a layer nor sequences; use replicate and shard sizes"
-_LAUNCHED = "shardkit launch starts ranks, and says how"
-_TPU = "shardkit installs nothing; pip install 'shardkit[tpu]' in an environment of its own"
-_WRITTEN = "shardkit config writes a configuration file"
-_TRACKERS = "use jsonl, csv, tensorboard, wandb, mlflow or trackio, or a class of the script's own"
+_DEEPSPEED = "DeepSpeed is not supported; for ZeRO 2 use SHARD_GRAD_OP, for ZeRO 3 FULL_SHARD in fsdp_config"
+_MEGATRON = "Megatron-LM is not supported; use FSDP"
+_FP8 = "shardkit converts models with torchao; use mixed_precision fp8"
+_BNB = "quantization is not supported; load a model that Transformers quantizes, and train adapters"
+_AXES = "tensor and sequence parallelism are not supported; use replicate and shard sizes"
+_LAUNCHED = "start ranks with shardkit launch"
+_TPU = "shardkit does not install packages; pip install 'shardkit[tpu]' in a separate environment"
+_WRITTEN = "write a configuration file with shardkit config"
+_TRACKERS = "use jsonl, csv, tensorboard, wandb, mlflow or trackio, or a tracker class in the script"
 _COMPILE = "set shardkit.compile: true, which compiles each unit"
-_MERGED = "shardkit checkpoint merge does it"
+_MERGED = "use shardkit checkpoint merge"
 _NOT_READY = "it is not part of this release of shardkit"
 
 # module of accelerate -> {what to do instead: names}
@@ -189,11 +189,11 @@ REFUSED: dict[str, dict[str, str]] = {
             "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "
             "load_checkpoint_and_dispatch load_checkpoint_in_model"
         ),
-        "shardkit runs no pipeline of stages; use FSDP": "prepare_pippy",
-        "import the package rich itself": "rich",
+        "pipeline parallelism is not supported; use FSDP": "prepare_pippy",
+        "import the package rich directly": "rich",
     },
     "accelerator": {_DEEPSPEED: "DeepSpeedPlugin", _MEGATRON: "MegatronLMPlugin"},
-    "inference": {"shardkit runs no pipeline of stages; use FSDP": "prepare_pippy"},
+    "inference": {"pipeline parallelism is not supported; use FSDP": "prepare_pippy"},
     "big_modeling": {
         _DISPATCH: (
             "attach_layerwise_casting_hooks check_device_map cpu_offload cpu_offload_with_hook disk_offload "
@@ -214,10 +214,10 @@ REFUSED: dict[str, dict[str, str]] = {
     "commands.config.config_args": {_WRITTEN: "ClusterConfig default_config_file load_config_from_file"},
     "commands.merge": {_MERGED: "merge_command merge_command_parser"},
     "commands.launch": {_LAUNCHED: "launch_command launch_command_parser"},
-    "test_utils": {"write the test on shardkit's own tests": "DEFAULT_LAUNCH_COMMAND get_launch_command"},
-    "test_utils.testing": {"write the test on shardkit's own tests": "get_launch_command"},
+    "test_utils": {"call shardkit launch in the test": "DEFAULT_LAUNCH_COMMAND get_launch_command"},
+    "test_utils.testing": {"call shardkit launch in the test": "get_launch_command"},
     "test_utils.training": {
-        "give the script loaders of its own": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models"
+        "create data loaders in the script": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models"
     },
     "utils.ao": {
         _FP8: (
@@ -249,7 +249,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "utils.operations": {_DEEPSPEED: "GatheredParameters"},
     "utils.bnb": {_BNB: "has_4bit_bnb_layers load_and_quantize_model"},
     "utils.fsdp_utils": {
-        "prepare does it, for the block classes that fsdp_config names": "fsdp2_apply_ac",
+        "prepare does it, for the block classes in fsdp_config": "fsdp2_apply_ac",
         "prepare does it, for every optimizer of the model": "fsdp2_switch_optimizer_parameters",
         _MERGED: "merge_fsdp_weights",
     },
@@ -283,7 +283,7 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
     },
 }
-# Names of `accelerate.utils` that are no other module's below it.
+# Names of `accelerate.utils` that are in none of its submodules.
 _OF_UTILS = {"shardkit.compat.mesh_sizes": "ParallelismConfig"}
 
 
@@ -296,7 +296,7 @@ def modules() -> frozenset[str]:
 
 @cache
 def places(module: str) -> dict[str, tuple[str, str]]:
-    """name -> (our module, its name there), of one module of accelerate."""
+    """{name: (module of shardkit, name in it)}, for one module of accelerate."""
     if module == "utils":
         below = [one for one in STANDS_IN if one.startswith("utils.")]
         return _read(_OF_UTILS) | {name: place for one in below for name, place in places(one).items()}
@@ -310,7 +310,7 @@ def _read(table: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 @cache
 def refusals(module: str) -> dict[str, str]:
-    """name -> what to use instead, of one module of accelerate."""
+    """{name: what to use instead}, for one module of accelerate."""
     if module == "utils":
         below = [one for one in REFUSED if one.startswith("utils.")]
         return {name: instead for one in below for name, instead in refusals(one).items()}

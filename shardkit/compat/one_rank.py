@@ -1,7 +1,7 @@
-"""Whether a call stands where only the main process comes: inside `if accelerator.is_main_process:`.
+"""Detects calls that only the main process executes: inside `if accelerator.is_main_process:`.
 
-Scripts for Accelerate save a state there, which is enough where every rank holds the whole state. Here saves are
-everybody's; rank 0 cannot see that the others will not come, but the script's text says so.
+Scripts for Accelerate call save_state there, which works if every rank has the whole state. In shardkit saves are
+collective. Rank 0 cannot observe that the other ranks will not call it, so the script's source is inspected.
 """
 
 import ast
@@ -15,7 +15,7 @@ from shardkit.runtime import process_control
 
 _FLAGS = {"is_main_process", "is_local_main_process"}
 _NUMBERS = {"process_index", "local_process_index", "rank", "local_rank", "global_rank"}
-# What is read in a condition without doing anything: no calls, no subscripts.
+# Parts of a condition that can be evaluated without side effects: no calls, no subscripts.
 _QUIET = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Set, ast.Tuple, ast.List, ast.UnaryOp, ast.BoolOp),
     *(ast.expr_context, ast.cmpop, ast.unaryop, ast.boolop),
@@ -23,8 +23,8 @@ _QUIET = (
 
 
 def place_of_one_rank(frame: FrameType | None) -> str | None:
-    """file:line of the condition under which only the main process comes to this frame, or to one that called it; None
-    where all ranks come."""
+    """file:line of the condition that lets only the main process reach this frame or one of its callers; None if all
+    ranks reach it."""
     while frame is not None:
         if frame.f_code is _of_one_rank:
             return "on_main_process"
@@ -40,7 +40,7 @@ _of_one_rank = next(one for one in process_control.only.__code__.co_consts if ge
 
 @cache
 def _conditions(file: str) -> list[tuple[ast.expr, int, int]]:
-    """(condition, first line, last line of what it guards) of every `if` of a file that asks who the rank is."""
+    """(condition, first line, last line of its body) of every `if` in a file that mentions ranks."""
     text = "".join(linecache.getlines(file))
     if not any(word in text for word in _FLAGS | _NUMBERS):
         return []
@@ -64,7 +64,7 @@ def _lines(body: list[ast.stmt]) -> tuple[int, int]:
 
 
 def _is_false_elsewhere(condition: ast.expr, frame: FrameType) -> bool:
-    """Whether it is certain that the condition, which holds here, is false on other ranks."""
+    """Whether the condition, which is true here, is certainly false on other ranks."""
     match condition:
         case ast.Attribute(attr=name) | ast.Name(id=name) if name in _FLAGS:
             return True
@@ -78,11 +78,11 @@ def _is_false_elsewhere(condition: ast.expr, frame: FrameType) -> bool:
 
 
 def _is_false(condition: ast.expr, frame: FrameType) -> bool:
-    """Whether a condition without calls is false here, and so, as what it reads is no rank's own, everywhere."""
+    """Whether a condition without calls is false here, and so on all ranks, since it does not depend on the rank."""
     if not all(isinstance(node, _QUIET) for node in ast.walk(condition)):
         return False
     known: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
     try:
         return not eval(compile(ast.Expression(condition), "<condition>", "eval"), known)
-    except Exception:  # whatever it reads: then nothing is known
+    except Exception:  # it cannot be evaluated, so its value is unknown
         return False

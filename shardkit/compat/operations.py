@@ -1,4 +1,4 @@
-"""What `accelerate.utils` offers on nested tensors and among ranks, on shardkit's own collectives."""
+"""The functions of `accelerate.utils` for nested tensors and collectives, on shardkit's collectives."""
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit.data.device import to_device
 from shardkit.distributed import collectives
-from shardkit.distributed.collectives import (  # noqa: F401  (they stand in as they are)
+from shardkit.distributed.collectives import (  # noqa: F401  (used unchanged)
     broadcast,
     broadcast_object_list,
     gather,
@@ -24,17 +24,17 @@ from shardkit.runtime import objects
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor stays as it is."""
+    """A nested tensor is not padded."""
 
 
 def gather_object(object: Any) -> list[Any]:
-    """All ranks' objects as one list. Collective."""
+    """The objects of all ranks as one list. Collective."""
     return collectives.gather_object(object)
 
 
 def reduce(tensor: Any, reduction: Any = "mean", scale: float = 1.0) -> Any:
-    """Mean or sum over all ranks, on every rank. Collective. (The mean unless said, as in Accelerate's function; the
-    Accelerator's method takes the sum.)"""
+    """Mean or sum over all ranks, on every rank. Collective. The default is the mean, as in Accelerate's function; that
+    of the method `Accelerator.reduce` is the sum."""
     return collectives.reduce(tensor, reduction, scale)
 
 
@@ -76,7 +76,8 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`data` with `func(leaf, ...)` in place of each leaf that `test_type` says; others stay, or are refused."""
+    """`data` with `func(leaf, ...)` instead of each leaf for which `test_type` is true. Others stay unchanged, or raise
+    TypeError with `error_on_other_type`."""
 
     def inner(item: Any) -> Any:
         if isinstance(item, (list, tuple)):
@@ -86,14 +87,14 @@ def recursively_apply(
         if test_type(item):
             return func(item, *args, **kwargs)
         if error_on_other_type:
-            raise TypeError(f"{func.__name__}: takes nested tensors only (got {type(item).__name__}).")
+            raise TypeError(f"{func.__name__}: expected nested tensors (got {type(item).__name__}).")
         return item
 
     return inner(data)
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """The structure on the device; what is under `skip_keys` stays."""
+    """The structure with its tensors on the device, except those under `skip_keys`."""
     skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or [])
     if isinstance(tensor, Mapping) and skipped:
         moved = {key: value if key in skipped else to_device(value, _device(device)) for key, value in tensor.items()}
@@ -106,34 +107,34 @@ def _device(device: Any) -> torch.device:
 
 
 def get_data_structure(data: Any) -> Any:
-    """The structure with shapes and dtypes in place of tensors."""
+    """The structure with a TensorInformation instead of each tensor."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Tensors without values, as `get_data_structure` describes them."""
+    """Uninitialized tensors for a structure from `get_data_structure`."""
     make = lambda info: torch.empty(*info.shape, dtype=info.dtype)  # noqa: E731
     return recursively_apply(make, data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Length of the first tensor; None where the structure is empty."""
+    """Length of the first tensor; None if the structure is empty."""
     found = collectives.leaves(data)
     if not found:
         return None
     if not isinstance(found[0], torch.Tensor):
-        raise TypeError(f"find_batch_size: no tensor (got {type(found[0]).__name__}).")
+        raise TypeError(f"find_batch_size: expected a tensor (got {type(found[0]).__name__}).")
     return found[0].shape[0]
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """As `find_batch_size`; None where there is no tensor."""
+    """As `find_batch_size`, ignoring other values; None without any tensor."""
     tensors = [leaf for leaf in collectives.leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return tensors[0].shape[0] if tensors else None
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Where the first tensor is."""
+    """The device of the first tensor; None without any."""
     return next((leaf.device for leaf in collectives.leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
@@ -144,24 +145,24 @@ def listify(data: Any) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
-    """The slice of every tensor."""
+    """Apply a slice to every tensor."""
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Structures of the same form as one, their tensors one after the other along `dim`."""
+    """Concatenate the tensors of structures with the same form, along `dim`."""
     first = data[0]
     if isinstance(first, (tuple, list)):
         return honor_type(first, (concatenate([one[i] for one in data], dim) for i in range(len(first))))
     if isinstance(first, Mapping):
         return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]
     if not isinstance(first, torch.Tensor):
-        raise TypeError(f"concatenate: takes nested tensors only (got {type(first).__name__}).")
+        raise TypeError(f"concatenate: expected nested tensors (got {type(first).__name__}).")
     return torch.cat(list(data), dim=dim)
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Tensors with the last item repeated, until `batch_size` divides by the number of ranks."""
+    """Repeat the last item of each tensor until the batch size is divisible by the number of ranks."""
     missing = -batch_size % num_processes
 
     def pad(one: torch.Tensor) -> torch.Tensor:
@@ -174,18 +175,18 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks of it. Collective."""
+    """The sum of a tensor over all ranks. Collective."""
     return collectives.reduce(tensor, "sum")
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """fp16 and bf16 tensors as fp32."""
+    """Convert fp16 and bf16 tensors to fp32."""
     narrow = (torch.float16, torch.bfloat16)
     return recursively_apply(lambda one: one.float() if one.dtype in narrow else one, tensor)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with fp32 results."""
+    """Wrap a function so that it returns fp32 tensors."""
 
     @wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +201,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The script's own module, below DDP; below torch.compile too unless it is to be kept."""
+    """The script's module without DDP's wrapper; without torch.compile's too, unless `keep_torch_compile`."""
     compiled = getattr(model, "_orig_mod", None)
     inner = unwrapped(model if compiled is None else compiled)
     inside = getattr(inner, "_orig_mod", None)
@@ -210,12 +211,12 @@ def extract_model_from_parallel(
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether torch.compile has made it."""
+    """Whether a module was returned by torch.compile."""
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether a module inside is compiled."""
+    """Whether a submodule is compiled."""
     return any(is_compiled_module(one) for one in module.modules())
 
 
@@ -234,21 +235,21 @@ def is_peft_model(model: Any) -> bool:
 
 
 def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Rank 0 writes a dict of tensors as safetensors, or JSON-able values as JSON."""
+    """Rank 0 writes a dict of tensors as safetensors, or JSON-serializable values as JSON."""
     whole = objects.prepared(obj)
     if collectives.rank() == 0:
         objects.save(whole, f)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """What `save` or torch.save wrote; of a pickle only plain data is read, as `weights_only` says."""
+    """Load a file of `save` or torch.save. Pickles are read with `weights_only=True` by default."""
     path = Path(f)
     if path.is_file():
         try:
             from safetensors.torch import load_file
 
             return load_file(path, device=str(map_location or "cpu"))
-        except Exception:  # whatever safetensors says of a file that is not its own
+        except Exception:  # not a safetensors file
             pass
     try:
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
@@ -258,11 +259,13 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         try:
             return json.loads(path.read_text())
         except ValueError:
-            raise UsageError(f"load: {f}: is neither safetensors, nor JSON, nor torch's ({error}).") from error
+            raise UsageError(
+                f"load: {f}: not a file of safetensors, JSON or torch.save (got {error}); give another file."
+            ) from error
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Tensors that are stored once each, contiguous; of names of the same memory the first stays."""
+    """The state dict with contiguous tensors; of tensors that share memory only the first is kept."""
     seen: set[tuple[int, int]] = set()
     kept: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -277,7 +280,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """`destination` with what `source` says on top, dict by dict."""
+    """`destination`, updated in place with the values of `source`, recursively."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -294,19 +297,19 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules, those inside before those around them; with their names where asked for."""
+    """All modules, children before their parents; with `return_fqns` as (name, module)."""
     named = list(model.named_modules())[::-1]
     return named if return_fqns else [module for _, module in named]
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a class, function or object's class."""
+    """The name of a class or function, or of an object's class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return getattr(named, "__qualname__", None) or getattr(named, "__name__", None) or str(obj)
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Every rank's generator as rank 0's: that of the kind named, or `generator`. Collective."""
+    """Set a random generator to rank 0's state: the one of the given kind, or `generator`. Collective."""
     own = torch.default_generator if generator is None else generator
     if str(getattr(rng_type, "value", rng_type)) == "cuda" and generator is None:
         torch.cuda.set_rng_state(collectives.broadcast(torch.cuda.get_rng_state()))

@@ -1,4 +1,4 @@
-"""Accelerate's plugin and configuration classes. What each says in shardkit.yaml's words: `shardkit_settings()`."""
+"""Accelerate's plugin and configuration classes. `shardkit_settings()` of each returns the keys of shardkit.yaml."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -42,15 +42,15 @@ _NAME_OF = {
 
 
 def _name(value: Any) -> Any:
-    """An enumeration's member by its name: torch's FSDP1 classes are taken too."""
+    """The name of an enumeration's member (torch's FSDP1 enumerations are accepted); other values unchanged."""
     return getattr(value, "name", value)
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """FSDP's settings, as Accelerate spells them. None: as shardkit.yaml says.
+    """FSDP's settings, with Accelerate's names. None: as in shardkit.yaml.
 
-    What a script gets from `accelerator.state.fsdp_plugin` is such an object with the values that run.
+    `accelerator.state.fsdp_plugin` is such an object with the values of the run.
     """
 
     fsdp_version: int | None = None
@@ -77,72 +77,73 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         self.on_state_dict_type: Callable[[Any], None] | None = None
-        """Told of a new kind of state dict, where the object is that of a run."""
+        """Called with a new state dict type, if the object belongs to a run."""
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = self.transformer_cls_names_to_wrap.split(",")
             self.transformer_cls_names_to_wrap = [name.strip() for name in names if name.strip()]
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """What was said, by dotted key of shardkit.yaml; and that FSDP runs. UsageError names all that cannot be."""
-        said: dict[str, Any] = {"distributed_type": "FSDP"}
+        """{dotted key of shardkit.yaml: value} of the given fields, with distributed_type FSDP. Raises UsageError that
+        lists all unsupported values."""
+        given: dict[str, Any] = {"distributed_type": "FSDP"}
         problems: list[str] = []
         for one in fields(self):
             value = getattr(self, one.name)
             if value is None:
                 continue
             try:
-                said |= self._setting(one.name, value)
+                given |= self._setting(one.name, value)
             except (UsageError, ValueError) as error:
                 problems.append(f"FullyShardedDataParallelPlugin: {one.name}: {error}")
         if problems:
             raise UsageError("\n".join(problems))
-        return said
+        return given
 
     def _setting(self, name: str, value: Any) -> dict[str, Any]:
         """One field as settings."""
         if name == "mixed_precision_policy":
             return _precision(value)
         if name in ("fsdp_version", "state_dict_config", "optim_state_dict_config"):
-            return {}  # it is version 2 that runs; what is written is whole, on rank 0's host memory, as those say
+            return {}  # FSDP2 is always used, and a full state dict is always in host memory on rank 0
         if name == "activation_checkpointing_offload":
             return {"shardkit.offload_activations": True} if value else {}
         if name not in _NAME_OF:
-            raise UsageError(f"is not taken (got {value!r}); leave it out: {_INSTEAD[name]}.")
+            raise UsageError(f"is not supported (got {value!r}); remove it: {_INSTEAD[name]}.")
         return {f"fsdp_config.{_NAME_OF[name]}": _READ.get(name, lambda given: given)(value)}
 
-    # What Accelerate's callers may call on it.
+    # Methods that callers of Accelerate use.
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """From now on the Trainer and save_state write this kind."""
+        """Set the state dict type that the Trainer and save_state write."""
         if state_dict_type is not None:
             self.state_dict_type = StateDictType(read_name(_name(state_dict_type)))
         if self.on_state_dict_type is not None:
             self.on_state_dict_type(self.state_dict_type)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Nothing to do: `prepare` looks for the blocks itself."""
+        """Does nothing: `prepare` finds the blocks."""
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Dtypes by the name of a precision, or by a mapping of names to dtypes."""
+        """Set the dtypes: the name of a precision, or {name: dtype}. Keeps an existing policy unless `override`."""
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = mixed_precision
 
     def set_cpu_offload(self) -> None:
-        """Nothing to do: `cpu_offload` is read as it is."""
+        """Does nothing: `cpu_offload` is read directly."""
 
     def validate_mixed_precision_policy(self) -> None:
-        """UsageError where the policy cannot be."""
+        """Raises an error if the policy is not supported."""
         if self.mixed_precision_policy is not None:
             _precision(self.mixed_precision_policy)
 
     def validate_cpu_offload(self) -> None:
-        """UsageError where the value is no yes or no."""
+        """Raises an error if the value is invalid."""
         if self.cpu_offload is not None:
             _offload(self.cpu_offload)
 
 
 _INSTEAD = {
-    "param_init_fn": "a model on the meta device is filled by its modules' own reset_parameters",
+    "param_init_fn": "a model on the meta device is initialized by reset_parameters of its modules",
 }
 
 
@@ -155,7 +156,7 @@ def _prefetch(value: Any) -> str:
 
 
 def _wrap(value: Any) -> str:
-    """A policy by name; a function of torch's FSDP1 by what it looks for."""
+    """The policy for a name, or for one of torch's wrap policy functions of FSDP1."""
     function = getattr(value, "func", value)
     if callable(function) and not isinstance(value, (str, WrapPolicy)):
         known = {
@@ -164,7 +165,7 @@ def _wrap(value: Any) -> str:
         }
         name = getattr(function, "__name__", type(function).__name__)
         if name not in known:
-            raise UsageError(f"a function cannot be a policy here (got {name}); name the block classes.")
+            raise UsageError(f"functions are not supported as wrap policy (got {name}); give the block classes.")
         return known[name].value
     return WrapPolicy(read_name(value)).value
 
@@ -176,12 +177,14 @@ def _offload(value: Any) -> bool:
 
 def _ignored(value: Any) -> str:
     if not isinstance(value, str):
-        raise UsageError("modules cannot be given as objects (got a list); give a regular expression over their names")
+        raise UsageError(
+            f"module objects are not supported (got a {type(value).__name__}); give a regular expression for names"
+        )
     return value
 
 
 def _precision(policy: Any) -> dict[str, Any]:
-    """The dtypes of a policy of torch's, of a mapping of names, or of a precision's name."""
+    """The settings of a policy of torch, of {name: dtype}, or of the name of a precision."""
     if isinstance(policy, str):
         return {"mixed_precision": policy}
     parts = policy if isinstance(policy, dict) else {name: getattr(policy, name, None) for name in _POLICY}
@@ -205,7 +208,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """Micro-batches in a step."""
+    """Gradient accumulation: `num_steps` micro-batches per optimizer step."""
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
@@ -213,18 +216,18 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """`sync_each_batch` changes when gradients are sent, not what they are: shardkit keeps to its own way."""
-        said: dict[str, Any] = {}
+        """The steps and the end of windows. `sync_each_batch` is ignored: it does not change the gradients."""
+        given: dict[str, Any] = {}
         if self.num_steps is not None:
-            said["shardkit.gradient_accumulation_steps"] = self.num_steps
+            given["shardkit.gradient_accumulation_steps"] = self.num_steps
         if not self.sync_with_dataloader and (self.num_steps or 1) > 1:
-            said["shardkit.end_window_with_data"] = False
-        return said
+            given["shardkit.end_window_with_data"] = False
+        return given
 
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders give each rank its part."""
+    """How loaders split the data over ranks."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -236,15 +239,15 @@ class DataLoaderConfiguration:
     custom_classes: Any = field(default=None, repr=False)
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """What differs from the defaults; who reads, how the order is kept and how batches are copied is
-        shardkit's own."""
-        said = {
+        """The fields that differ from the defaults. Dispatching, the sampler and the copying of batches are always
+        shardkit's."""
+        given = {
             "split_batches": self.split_batches,
             "even_batches": self.even_batches,
             "seed": self.data_seed,
         }
         default = {"split_batches": False, "even_batches": True, "seed": None}
-        return {f"shardkit.data.{name}": value for name, value in said.items() if value != default[name]}
+        return {f"shardkit.data.{name}": value for name, value in given.items() if value != default[name]}
 
 
 @dataclass
@@ -264,22 +267,22 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend(name.upper())
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What torch.compile takes."""
+        """The keyword arguments for torch.compile."""
         own = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
         return {"backend": self.backend.value.lower(), **{k: v for k, v in own.items() if v is not None}}
 
     def shardkit_settings(self) -> dict[str, Any]:
-        """Whether units are compiled. UsageError on another backend than inductor."""
+        """Whether units are compiled. Raises UsageError for other backends than inductor."""
         if self.disable or self.backend is DynamoBackend.NO:
             return {}
         if self.backend is not DynamoBackend.INDUCTOR:
             raise UsageError(
-                f"TorchDynamoPlugin: backend: shardkit compiles by inductor only (got {self.backend.value}); "
+                f"TorchDynamoPlugin: backend: only inductor is supported (got {self.backend.value}); "
                 "use INDUCTOR, or call torch.compile in the script."
             )
         return {"shardkit.compile": True}
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class of this name of the first module that has it; None where there is none."""
+    """The class with this name among the classes of the submodules; None if there is none."""
     return next((type(one) for one in module.modules() if type(one).__name__ == name), None)

@@ -1,7 +1,7 @@
-"""What a script names of Accelerate, read from its text: what stands in, what is refused, and what means another thing.
+"""Finds the names of Accelerate in a script's source: supported ones, refused ones, and differences in behavior.
 
-Nothing is imported or run. The modules beside the script that it imports are read too; libraries are not, whose names a
-launch itself records (`touched.py`).
+Nothing is imported or run. Modules next to the script that it imports are read, too. Libraries are not: the names that
+they use are recorded during a launch (`touched.py`).
 """
 
 import ast
@@ -16,7 +16,7 @@ from shardkit.launch import preloaded
 
 @dataclass(frozen=True)
 class Named:
-    """One name in one line of a file."""
+    """A name in a line of a file."""
 
     file: str
     line: int
@@ -25,13 +25,13 @@ class Named:
 
     @property
     def place(self) -> str:
-        """file:line, as editors read it."""
+        """file:line."""
         return f"{self.file}:{self.line}"
 
 
 @dataclass
 class Found:
-    """What was found. `stands_in` and `refused` hold dotted names below accelerate."""
+    """The names found. Those in `stands_in` (supported) and `refused` are dotted names below accelerate."""
 
     stands_in: list[Named] = field(default_factory=list)
     refused: list[Named] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Found:
     remarks: list[Named] = field(default_factory=list)
 
     def add(self, other: "Found") -> None:
-        """All of another file's."""
+        """Add the names of another file."""
         self.stands_in += other.stands_in
         self.refused += other.refused
         self.missing += other.missing
@@ -47,7 +47,7 @@ class Found:
 
 
 def scan_script(script: str, is_module: bool = False) -> Found:
-    """What a script, and the modules beside it that it imports, name of Accelerate."""
+    """The names in a script and in the modules next to it that it imports."""
     found = Found()
     for path in preloaded.own_files(script, is_module):
         found.add(scan_text(path.read_text(errors="replace"), path.name))
@@ -55,7 +55,7 @@ def scan_script(script: str, is_module: bool = False) -> Found:
 
 
 def scan_text(text: str, file: str) -> Found:
-    """What one file names. Nothing where it is no Python that this one reads: running it says so."""
+    """The names in one file; none if it has a syntax error, which running it reports."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -69,13 +69,13 @@ def scan_text(text: str, file: str) -> Found:
 
 
 _STRETCHED = (
-    "the length of a schedule is multiplied by the number of ranks, because Accelerate's scheduler steps once a rank; "
-    "here it steps once: launch with --accelerates-meaning scheduler, or drop the factor"
+    "the schedule's length is multiplied by the number of ranks, since Accelerate's scheduler steps once per rank; "
+    "shardkit's steps once: remove the factor, or launch with --accelerates-meaning scheduler"
 )
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
-    """(module below accelerate, name, line) of everything imported, also by way of the package's own name."""
+    """(module below accelerate, name, line) of every name that is imported, or used as an attribute of a module."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -101,7 +101,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
 
 
 def _chain(below: str, parts: list[str], line: int) -> Iterator[tuple[str, str, int]]:
-    """The name that `accelerate.utils.gather` ends in; a chain that ends in a module names nothing."""
+    """The first name in an attribute chain such as `accelerate.utils.gather` that is not a module; none if all are."""
     for part in parts:
         inner = f"{below}.{part}" if below else part
         if inner not in names.modules():
@@ -111,7 +111,7 @@ def _chain(below: str, parts: list[str], line: int) -> Iterator[tuple[str, str, 
 
 
 def _dotted(node: ast.expr) -> list[str]:
-    """`a.b.c` as words; nothing where it is not that."""
+    """`a.b.c` as ["a", "b", "c"]; empty for other expressions."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
@@ -120,7 +120,7 @@ def _dotted(node: ast.expr) -> list[str]:
 
 
 def below_accelerate(module: str) -> str | None:
-    """`utils` of `accelerate.utils`, "" of `accelerate`; None of another package's."""
+    """`utils` for `accelerate.utils`, "" for `accelerate`; None for other packages."""
     first, _, rest = module.partition(".")
     return rest if first == "accelerate" else None
 
@@ -132,17 +132,17 @@ def _classify(found: Found, file: str, line: int, module: str, name: str) -> Non
     elif instead := names.refusals(module).get(name):
         _add(found.refused, Named(file, line, dotted, instead))
     elif not name.startswith("__"):
-        _add(found.missing, Named(file, line, dotted, "no such name in accelerate, or not known here"))
+        _add(found.missing, Named(file, line, dotted, "not a name of accelerate, or unknown to shardkit"))
 
 
 def _add(where: list[Named], one: Named) -> None:
-    """The first line of each name."""
+    """Add a name unless the file already has it."""
     if all((known.file, known.name) != (one.file, one.name) for known in where):
         where.append(one)
 
 
 def _members(found: Found, tree: ast.Module, file: str) -> None:
-    """What of the Accelerator is used, and with which arguments it is made."""
+    """Find the members of Accelerator that are used, and the arguments of its constructor."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_accelerator(node.value):
             if node.attr in MEMBERS and (text := MEMBERS[node.attr]).startswith("refused"):
@@ -168,7 +168,7 @@ def _argument(found: Found, file: str, keyword: ast.keyword) -> None:
 
 
 def stretched_schedules(tree: ast.Module) -> list[int]:
-    """Lines in which what a schedule is made of is multiplied by the number of ranks."""
+    """Lines in which the length of a schedule is multiplied by the number of ranks."""
     lines = set()
     for node in ast.walk(tree):
         values: Iterable[ast.expr] = ()
@@ -192,15 +192,15 @@ def _multiplies_by_ranks(node: ast.BinOp) -> bool:
 
 
 def report(found: Found) -> str:
-    """What was found, for a reader."""
+    """The report as text."""
     lines = []
-    for title, group in (("refused", found.refused), ("not there", found.missing), ("remark", found.remarks)):
+    for title, group in (("not supported", found.refused), ("unknown", found.missing), ("remark", found.remarks)):
         lines += [f"{one.place}: {one.name}: {title}{': ' if one.text else ''}{one.text}." for one in group]
     named = {one.name for one in found.stands_in}
     lines += [f"differs: {one.text}." for one in DIFFERENCES if named & set(one.names)]
     count = len(named)
     if not named and not lines:
-        return "The script names nothing of accelerate; what its libraries use is told at the end of a launch."
-    summary = f"{count} name{'s' if count != 1 else ''} of accelerate stand{'' if count != 1 else 's'} in"
-    counts = f"{len(found.refused)} refused, {len(found.missing)} not there"
+        return "The script uses no name of accelerate. A launch reports at its end what the libraries use."
+    summary = f"{count} name{'s' if count != 1 else ''} of accelerate supported"
+    counts = f"{len(found.refused)} not supported, {len(found.missing)} unknown"
     return "\n".join([*lines, f"{summary}, {counts}. Nothing was started (--check)."])

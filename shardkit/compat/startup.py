@@ -1,4 +1,4 @@
-"""Before and after a script that runs with `shardkit launch --as-accelerate`; the launcher's ranks call it by name."""
+"""Runs before and after a script with `shardkit launch --as-accelerate`. The launcher's ranks import it by name."""
 
 import sys
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from shardkit.compat.touched import TOUCHED, report
 
 @contextmanager
 def around_script(log_dir: Path) -> Iterator[None]:
-    """Inside, accelerate is shardkit.compat, whether it is installed or not; afterwards rank 0 says what was touched,
-    on its screen in short and in `log_dir`/accelerate.txt."""
+    """A context in which `import accelerate` imports shardkit.compat. At its end, rank 0 prints a short report on the
+    names that were used, and writes the complete one to `log_dir`/accelerate.txt."""
     loaded = [name for name in sys.modules if name.split(".")[0] == "accelerate"]
-    for name in loaded:  # nobody has, before the script; a debugger may
+    for name in loaded:  # usually none before the script; a debugger may have imported it
         del sys.modules[name]
     modules.standing_in_for("accelerate")
     TOUCHED.is_on = True

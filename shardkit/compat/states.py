@@ -1,6 +1,6 @@
-"""PartialState and AcceleratorState: every object of a class shows the same state, until it is reset.
+"""PartialState and AcceleratorState: all objects of a class share one state, until it is reset.
 
-A PartialState joins the ranks without an Accelerator; an Accelerator fills both. What they show is the newest one's.
+A PartialState can start the process group without an Accelerator. An Accelerator sets the state of both classes.
 """
 
 from datetime import timedelta
@@ -24,12 +24,12 @@ log = get_logger(__name__)
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator, or an AcceleratorState, has been made in this process."""
+    """Whether an Accelerator or an AcceleratorState was created in this process."""
     return bool(AcceleratorState._shared_state)
 
 
 def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType:
-    """What runs, in Accelerate's names."""
+    """The distributed type, by Accelerate's names."""
     if mode == "fsdp":
         return DistributedType.FSDP
     if world_size == 1:
@@ -38,14 +38,15 @@ def kind_of(mode: str, world_size: int, device: torch.device) -> DistributedType
 
 
 class _Place(ProcessControl):
-    """What any state can do with the ranks, given who this one is."""
+    """The methods that control processes, shared by both states."""
 
     device: torch.device
     distributed_type: DistributedType
 
 
 class PartialState(_Place):
-    """Who this rank is, and on which device; the first one joins the ranks. Collective then: every rank makes one."""
+    """This process's rank and device. The first one starts the process group, which is collective: every rank creates
+    one."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _known_attributes: ClassVar[list[str]] = [
@@ -53,9 +54,9 @@ class PartialState(_Place):
         *("fork_launched", "local_process_index", "num_processes", "process_index"),
     ]
     _has_started_group: ClassVar[bool] = False
-    """Whether the process group that is up was started here; a reset does not end it."""
+    """Whether a PartialState started the current process group; a reset does not end it."""
     _timeout: ClassVar[timedelta | None] = None
-    """Of the process group that is up, where it was said here and not in shardkit.yaml."""
+    """The timeout of the current process group, if it was given here and not in shardkit.yaml."""
 
     def __init__(self, cpu: bool = False, **arguments: Any) -> None:
         self.__dict__ = self._shared_state
@@ -71,12 +72,12 @@ class PartialState(_Place):
         _run: Run | None = None,
         **others: Any,
     ) -> None:
-        """Joins the ranks, or takes the place that an Accelerator's run has among them. The backend follows from the
-        device, the launcher says how ranks meet."""
+        """Start the process group, or use that of an Accelerator's run. The backend is chosen by the device, and
+        the rendezvous by the launcher."""
         if any(others.values()):
             raise UsageError(
-                f"PartialState: unknown arguments (got {', '.join(others)}); it takes cpu and timeout; the rest is "
-                "in shardkit.yaml."
+                f"PartialState: unknown arguments (got {', '.join(others)}); use cpu, timeout, and shardkit.yaml for "
+                "other settings."
             )
         place, config = (_run.process, _run.config) if _run else _joined(cpu, timeout)
         PartialState._has_started_group |= place.owns_group
@@ -95,7 +96,7 @@ class PartialState(_Place):
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attributes:
             raise AttributeError(
-                f"PartialState.{name}: the state was reset (_reset_state) and is nobody's; make a new PartialState()."
+                f"PartialState.{name}: the state was reset (got _reset_state()); create a new PartialState()."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -109,19 +110,19 @@ class PartialState(_Place):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forgets the state; the ranks stay joined."""
+        """Clear the state. The process group stays."""
         PartialState._shared_state.clear()
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that this machine trains on."""
+        """The device type of this machine."""
         return torch.device(accelerators.kind() or "cpu")
 
     def set_device(self) -> None:
-        """Nothing to do: the device was chosen when the ranks were joined."""
+        """Does nothing: the device was chosen when the process group was started."""
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leaves the process group, where it was started here. Every rank must call it."""
+        """End the process group, if a PartialState started it. Every rank must call it."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
         elif PartialState._has_started_group:
@@ -151,7 +152,7 @@ def _text(state: Any) -> str:
 
 
 class AcceleratorState(_Place):
-    """As PartialState, with what the newest Accelerator was made for."""
+    """As PartialState, with the settings of the newest Accelerator."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _known_attributes: ClassVar[list[str]] = [
@@ -167,7 +168,7 @@ class AcceleratorState(_Place):
         elif mixed_precision is not None and mixed_precision != self.mixed_precision:
             raise UsageError(
                 f"AcceleratorState: the mixed precision of this process is {self.mixed_precision} already (got "
-                f"{mixed_precision}); ask for the same, or call AcceleratorState._reset_state() first."
+                f"{mixed_precision}); give the same, or call AcceleratorState._reset_state() first."
             )
 
     def _fill(self, run: Run | None, cpu: bool, mixed_precision: str | None) -> None:
@@ -191,7 +192,7 @@ class AcceleratorState(_Place):
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attributes:
             raise AttributeError(
-                f"AcceleratorState.{name}: there is no Accelerator yet, or the state was reset; make an Accelerator()."
+                f"AcceleratorState.{name}: no Accelerator exists yet, or the state was reset; create an Accelerator()."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -205,33 +206,33 @@ class AcceleratorState(_Place):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forgets the state; with `reset_partial_state` PartialState's too. The ranks stay joined."""
+        """Clear the state; with `reset_partial_state` PartialState's, too. The process group stays."""
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
     @property
     def mixed_precision(self) -> str:
-        """no, fp16 or bf16."""
+        """no, fp16, bf16, fp8 or mxfp8."""
         return self._mixed_precision
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether FSDP runs: it is version 2 here."""
+        """Whether FSDP is used; it is always FSDP2."""
         return self.distributed_type is DistributedType.FSDP
 
     @property
     def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed does not run here."""
+        """None: DeepSpeed is not supported."""
         return None
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """UsageError: there is none."""
-        raise UsageError(f"get_deepspeed_plugin: shardkit does not run DeepSpeed (got {name!r}); use fsdp_config.")
+        """Raises UsageError: DeepSpeed is not supported."""
+        raise UsageError(f"get_deepspeed_plugin: DeepSpeed is not supported (got {name!r}); use fsdp_config.")
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """UsageError: there is none."""
-        raise UsageError(f"select_deepspeed_plugin: shardkit does not run DeepSpeed (got {name!r}); use fsdp_config.")
+        """Raises UsageError: DeepSpeed is not supported."""
+        raise UsageError(f"select_deepspeed_plugin: DeepSpeed is not supported (got {name!r}); use fsdp_config.")
 
     def destroy_process_group(self, group: Any = None) -> None:
         """As PartialState's."""
@@ -243,12 +244,12 @@ class AcceleratorState(_Place):
         return PartialState().default_device
 
     def set_device(self) -> None:
-        """Nothing to do."""
+        """Does nothing: the device was chosen when the process group was started."""
 
 
 def running_plugin(run: Run) -> FullyShardedDataParallelPlugin:
-    """The FSDP settings that run, as a plugin; policies are torch's objects, for scripts that shard a model themselves.
-    What a script sets by `set_state_dict_type` counts from then on."""
+    """The FSDP settings of a run as a plugin. Policies are torch's objects, for scripts that shard a model themselves.
+    `set_state_dict_type` on it changes the run's type."""
     section, live, dtypes = run.config.fsdp, FsdpPlugin(run), precision.of(run.config)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

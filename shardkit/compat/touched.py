@@ -1,4 +1,4 @@
-"""What of Accelerate a run has touched: by whom, what stood in, what was refused. Told at the end of a launch."""
+"""Records which names of Accelerate a run uses, and from which packages, for the report at the end of a launch."""
 
 import sys
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from shardkit.compat.differences import DIFFERENCES, Difference
 
 @dataclass
 class Touched:
-    """One process's record. Names are dotted: `utils.set_seed`, `Accelerator.prepare`."""
+    """The record of one process: {dotted name (`utils.set_seed`, `Accelerator.prepare`): packages that use it}."""
 
     is_on: bool = False
     stood_in: dict[str, set[str]] = field(default_factory=dict)
@@ -17,7 +17,7 @@ class Touched:
     missing: dict[str, set[str]] = field(default_factory=dict)
 
     def note(self, kind: dict[str, set[str]], name: str, frame: FrameType | None) -> None:
-        """Somebody's code has asked for the name; what shardkit's own and Python's import machinery ask is left out."""
+        """Record the use of a name by the code in `frame`. Uses by shardkit are ignored."""
         if not self.is_on:
             return
         while frame is not None and _root(frame).startswith("importlib"):
@@ -27,11 +27,11 @@ class Touched:
 
     @property
     def is_anything(self) -> bool:
-        """Whether anything was touched."""
+        """Whether any name was used."""
         return bool(self.stood_in or self.refused or self.missing)
 
     def differing(self) -> list[Difference]:
-        """What differs in meaning, of what was touched."""
+        """The differences in behavior of the names used."""
         names = {*self.stood_in, *self.refused}
         return [one for one in DIFFERENCES if names & set(one.names)]
 
@@ -45,23 +45,23 @@ TOUCHED = Touched()
 
 
 def note_member(name: str) -> None:
-    """Code outside of shardkit has asked the Accelerator for a member; the caller's caller is looked at."""
+    """Record that code outside of shardkit uses a member of the Accelerator: the caller of this function's caller."""
     if TOUCHED.is_on and not name.startswith("__"):
         TOUCHED.note(TOUCHED.stood_in, f"Accelerator.{name}", sys._getframe(2))
 
 
 def note_scheduler() -> None:
-    """A scheduler was prepared, on several ranks: whoever did it, its steps matter."""
+    """Record that a scheduler was prepared on several ranks, so that the report has the difference in its steps."""
     if TOUCHED.is_on:
         TOUCHED.stood_in.setdefault("Accelerator.prepare_scheduler", set()).add("script")
 
 
 def report(touched: Touched, limit: int | None = 12) -> str:
-    """What was touched, at most so many names a line; the differences in full."""
-    lines = ["accelerate is shardkit.compat in this run:"]
-    lines += _lines("stood in", touched.stood_in, limit)
-    lines += _lines("imported, and refused where it is used", touched.refused, limit)
-    lines += _lines("asked for, and not there", touched.missing, limit)
+    """The report, with at most `limit` names per line, and all differences in behavior."""
+    lines = ["accelerate is replaced by shardkit.compat in this run:"]
+    lines += _lines("used", touched.stood_in, limit)
+    lines += _lines("imported, but an error if it is called", touched.refused, limit)
+    lines += _lines("unknown names", touched.missing, limit)
     lines += [f"  differs: {one.text}" for one in touched.differing()]
     return "\n".join(lines)
 
@@ -76,5 +76,5 @@ def _lines(title: str, found: dict[str, set[str]], limit: int | None) -> list[st
     lines = []
     for user, names in sorted(by_user.items(), key=lambda item: (item[0] != "script", item[0])):
         more = f" and {len(names) - limit} more" if limit is not None and len(names) > limit else ""
-        lines.append(f"  {title}, for {user}: {', '.join(names[:limit])}{more}")
+        lines.append(f"  {title}, by {user}: {', '.join(names[:limit])}{more}")
     return lines

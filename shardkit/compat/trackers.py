@@ -1,4 +1,4 @@
-"""`accelerate.tracking`: the base class of a script's own tracker, and which trackers there are."""
+"""`accelerate.tracking`: the base class for trackers of a script, and the installed trackers."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,7 +11,7 @@ from shardkit.tracking.tracker import Tracker
 
 
 class GeneralTracker(Tracker):
-    """What a script's own tracker is made from: it has a `name`, `requires_logging_directory`, and the methods
+    """The base class for trackers of a script, which define `name`, `requires_logging_directory`, and the methods
     `store_init_configuration`, `log` and `finish`."""
 
     main_process_only = True
@@ -19,12 +19,12 @@ class GeneralTracker(Tracker):
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Those that are installed, by Accelerate's names."""
+    """The installed trackers, by Accelerate's names."""
     return [LoggerType(name) for name in trackers.KNOWN if name in LoggerType.list() and trackers.is_installed(name)]
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A tracker's method on rank 0 alone, where the tracker says `main_process_only`."""
+    """Make a tracker's method run only on rank 0 if the tracker has `main_process_only`."""
 
     @wraps(function)
     def called(self: Any, *args: Any, **arguments: Any) -> Any:

@@ -1,7 +1,8 @@
-"""`accelerate.utils.fsdp_utils`: the files that the Transformers Trainer and others keep of a sharded model.
+"""`accelerate.utils.fsdp_utils`: the files that the Transformers Trainer and others save of a sharded model.
 
-`<folder>/pytorch_model_fsdp_0` and `<folder>/optimizer_0`, as the Trainer looks for them; inside are checkpoints of
-shardkit, which load on any number of ranks and by any strategy. `fsdp_plugin` says nothing that the run does not know.
+`<folder>/pytorch_model_fsdp_0` and `<folder>/optimizer_0` have the names that the Trainer expects. They are shardkit
+checkpoints, which load on any number of ranks and with any strategy. The argument `fsdp_plugin` is ignored: the run
+has the settings.
 """
 
 import re
@@ -32,7 +33,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Writes the model; of a peft model only what trains, where `adapter_only`. Collective."""
+    """Save the model; of a peft model with `adapter_only` only the trainable parameters. Collective."""
     only_trained = adapter_only and is_peft_model(model)
     separate_checkpoints.save_model_alone(
         accelerator._run, model, _folder(output_dir, FSDP_MODEL_NAME, model_index), only_trained
@@ -47,7 +48,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Restores what `save_fsdp_model` wrote, with the same `adapter_only`. Collective."""
+    """Load a model that `save_fsdp_model` saved with the same `adapter_only`. Collective."""
     only_trained = adapter_only and is_peft_model(model)
     separate_checkpoints.load_model_alone(
         accelerator._run, model, _folder(input_dir, FSDP_MODEL_NAME, model_index), only_trained
@@ -62,7 +63,7 @@ def save_fsdp_optimizer(
     output_dir: str | Path,
     optimizer_index: int = 0,
 ) -> None:
-    """Writes the optimizer's state. Collective."""
+    """Save the optimizer's state. Collective."""
     folder = _folder(output_dir, OPTIMIZER_NAME, optimizer_index)
     separate_checkpoints.save_optimizer_alone(accelerator._run, optimizer, model, folder)
 
@@ -76,13 +77,13 @@ def load_fsdp_optimizer(
     optimizer_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Restores what `save_fsdp_optimizer` wrote. Collective."""
+    """Load a state that `save_fsdp_optimizer` saved. Collective."""
     folder = _folder(input_dir, OPTIMIZER_NAME, optimizer_index)
     separate_checkpoints.load_optimizer_alone(accelerator._run, optimizer, model, folder)
 
 
 def fsdp2_load_full_state_dict(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *_: Any, **__: Any) -> None:
-    """Gives a sharded model the values of rank 0's whole state dict. Collective."""
+    """Load rank 0's full state dict into a sharded model. Collective."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -95,38 +96,38 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Whether a module is one of the block classes that the plugin names."""
+    """A function that says whether a module is of one of the plugin's block classes."""
     names = set(fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or [])
     return lambda module: type(module).__name__ in names
 
 
 def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
-    """Names without what torch's wrappers put into them."""
+    """The names without the prefixes of torch's wrappers."""
     return {clean_name(name): parameter for name, parameter in named_params.items()}
 
 
 def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any = None) -> set[nn.Parameter]:
-    """The parameters of modules: of those given, or of those whose name a regular expression matches."""
+    """The parameters of the given modules, or of those whose names match a regular expression."""
     if isinstance(modules, str):
         modules = [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
     return {parameter for module in modules or [] for parameter in module.parameters()}
 
 
 def get_fsdp2_grad_scaler(**arguments: Any) -> torch.amp.GradScaler:
-    """A loss scaler, which for FSDP2 is torch's own."""
+    """A loss scaler; for FSDP2 that is torch's."""
     return torch.amp.GradScaler(**arguments)
 
 
 def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any = None) -> Any:
-    """The function as it is: ties are kept by `prepare`."""
+    """The function, unchanged: `prepare` keeps parameters tied."""
     return param_init_fn
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Transformers then reads weights on one rank only, and `prepare` gives them to the others."""
+    """Make Transformers read weights on one rank only; `prepare` broadcasts them to the others."""
     env.update({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Transformers then reads weights on every rank."""
+    """Make Transformers read weights on every rank."""
     env.update({"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"})

@@ -1,4 +1,4 @@
-"""What scripts take from `accelerate.test_utils`: a small model and data, and questions about tensors."""
+"""The part of `accelerate.test_utils` that scripts use: a small model and dataset, and checks of tensors."""
 
 import asyncio
 import sys
@@ -16,7 +16,7 @@ torch_device = "cuda" if torch.cuda.is_available() else "cpu"
 
 @contextmanager
 def assert_exception(exception_class: type[Exception], msg: str | None = None) -> Iterator[None]:
-    """AssertionError where the block does not raise such an error, with the text in its message."""
+    """Raises AssertionError if the block does not raise such an exception, with `msg` in its message."""
     raised: Exception | None = None
     try:
         yield
@@ -63,7 +63,7 @@ class RegressionModel(nn.Module):
 
 
 def execute_subprocess_async(command: list[str], env: Any = None, **_: Any) -> int:
-    """Runs a command; its exit code. RuntimeError where that is not 0."""
+    """Run a command and return its exit code. Raises RuntimeError if it is not 0."""
 
     async def run() -> int:
         process = await asyncio.create_subprocess_exec(*command, env=env, stdout=sys.stdout, stderr=sys.stderr)
@@ -71,5 +71,5 @@ def execute_subprocess_async(command: list[str], env: Any = None, **_: Any) -> i
 
     code = asyncio.run(run())
     if code:
-        raise RuntimeError(f"{' '.join(command)}: ended with {code}.")
+        raise RuntimeError(f"{' '.join(command)}: failed (got exit code {code}).")
     return code

@@ -1,4 +1,4 @@
-"""GradientState: where the loop is in its window of micro-batches, shared as the other states are."""
+"""GradientState: the position of the loop in its accumulation window. All objects share one state."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from shardkit.runtime.run import Run
 
 
 class GradientState:
-    """Where the loop is in its window of micro-batches and in its loader: the newest Accelerator's, live."""
+    """The current position of the loop in its accumulation window and loader, of the newest Accelerator."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
@@ -35,13 +35,13 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches in a step."""
+        """Micro-batches per optimizer step."""
         run = self._of()
         return run.accumulation.steps if run is not None else 1
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As the plugin says; schedulers step once an optimizer step here, whatever it is."""
+        """The value of the plugin. It has no effect: schedulers step once per optimizer step."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
@@ -56,7 +56,7 @@ class GradientState:
         return run.accumulation.sync_gradients if run is not None else self._plain_sync
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """The script says by itself whether this micro-batch is the last of its window."""
+        """Let the script set whether this micro-batch is the last of its window."""
         run = self._of()
         self._plain_sync = bool(sync_gradients)
         if run is not None:
@@ -64,7 +64,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """The prepared loader whose batch is out; None outside of loops."""
+        """The prepared loader that is being iterated, the innermost one; None outside of loops."""
         run = self._of()
         return active_loader(run.loaders) if run is not None else None
 
@@ -77,18 +77,18 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a batch of a prepared loader is out."""
+        """Whether a prepared loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch that is out is the loader's last."""
+        """Whether the current batch is the loader's last."""
         active = self.active_dataloader
         return active is not None and active.end_of_loader
 
     @property
     def remainder(self) -> int:
-        """Samples in the last global batch where padding follows them, else -1."""
+        """The number of real samples in the last global batch if it is padded, else -1."""
         active = self.active_dataloader
         return -1 if active is None else active.remainder
 

@@ -8,21 +8,22 @@ from shardkit.config.keys import all_keys
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
 from shardkit.config.yaml_text import value_at, value_text
 
-_SAME = ["compute_environment", "mixed_precision", "num_machines", "num_processes", "machine_rank", "main_process_ip"]
+_SAME = ["compute_environment", "num_machines", "num_processes", "machine_rank", "main_process_ip"]
 _SAME += ["main_process_port", "rdzv_backend", "same_network", "use_cpu", "gpu_ids", "debug", "main_training_function"]
 _SAME += ["enable_cpu_affinity", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_vm"]
 _SAME += ["commands", "command_file"]
-_SAME_IN_FSDP = ["offload_params", "auto_wrap_policy", "state_dict_type", "cpu_ram_efficient_loading"]
-_SAME_IN_FSDP += ["activation_checkpointing"]
-_ALWAYS = {"compute_environment", "mixed_precision", "num_machines", "num_processes", "machine_rank", "rdzv_backend"}
+_SAME_IN_FSDP = ["offload_params", "auto_wrap_policy", "state_dict_type", "activation_checkpointing"]
+_ALWAYS = {"compute_environment", "num_machines", "num_processes", "machine_rank", "rdzv_backend"}
 _ALWAYS |= {"same_network", "use_cpu", "main_training_function"}
 _TOLD_OTHERWISE = {
     ("distributed_type",),
+    ("mixed_precision",),
     ("downcast_bf16",),
     ("fsdp", "version"),
     ("fsdp", "sharding_strategy"),
     ("fsdp", "reshard_after_forward"),
     ("fsdp", "min_num_params"),
+    ("fsdp", "cpu_ram_efficient_loading"),
     ("fsdp", "transformer_layer_cls_to_wrap"),
     ("shardkit", "compile"),
     ("shardkit", "offload_activations"),
@@ -35,6 +36,7 @@ def to_accelerate(config: Config) -> tuple[str, list[str]]:
     """The YAML for Accelerate, and a line for every setting that is lost."""
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(config)}
     data |= {name: _value(config, (name,)) for name in _SAME if _is_given(config, name)}
+    data |= _precision(config)
     data["downcast_bf16"] = "yes" if config.downcast_bf16 else "no"
     if config.mode == "fsdp":
         data["fsdp_config"] = _fsdp(config)
@@ -60,11 +62,20 @@ def _value(config: Config, path: tuple[str, ...]) -> Any:
     return getattr(value, "value", value)
 
 
+def _precision(config: Config) -> dict[str, Any]:
+    """Accelerate has no mxfp8, whose other layers are in bf16; of its ways to compute in fp8, torchao's is ours."""
+    if config.mixed_precision == "fp8":
+        recipe = {"backend": "AO", "enable_fsdp_float8_all_gather": True}
+        return {"mixed_precision": "fp8", "fp8_config": recipe}
+    return {"mixed_precision": "bf16" if config.mixed_precision == "mxfp8" else config.mixed_precision}
+
+
 def _fsdp(config: Config) -> dict[str, Any]:
     """The keys of FSDP version 2, the engine that shardkit also uses."""
     data: dict[str, Any] = {"fsdp_version": 2}
     data["fsdp_reshard_after_forward"] = config.fsdp.sharding_strategy.reshards_after_forward
     data |= {f"fsdp_{name}": _value(config, ("fsdp", name)) for name in _SAME_IN_FSDP}
+    data["fsdp_cpu_ram_efficient_loading"] = config.fsdp.cpu_ram_efficient_loading and not _loads_everywhere(config)
     if config.fsdp.transformer_layer_cls_to_wrap:
         data["fsdp_transformer_layer_cls_to_wrap"] = ",".join(config.fsdp.transformer_layer_cls_to_wrap)
     if config.fsdp.auto_wrap_policy.value == "SIZE_BASED_WRAP":
@@ -74,6 +85,11 @@ def _fsdp(config: Config) -> dict[str, Any]:
     if config.fsdp.ignored_modules:
         data["fsdp_ignored_modules"] = config.fsdp.ignored_modules
     return data
+
+
+def _loads_everywhere(config: Config) -> bool:
+    """Whether Accelerate refuses to load on one rank alone (accelerate 1.15, Accelerator.__init__)."""
+    return config.mode == "fsdp" and config.mixed_precision == "fp8"
 
 
 def _mesh(config: Config) -> dict[str, Any]:
@@ -102,6 +118,11 @@ def _lost(config: Config) -> list[str]:
 def _behaves_differently(config: Config) -> list[str]:
     on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
     lines = []
+    if config.mixed_precision == "mxfp8":
+        lines.append("mixed_precision: mxfp8: Accelerate has no such precision; bf16 is written.")
+    if config.fsdp.cpu_ram_efficient_loading and _loads_everywhere(config):
+        name = "fsdp_config.fsdp_cpu_ram_efficient_loading"
+        lines.append(f"{name}: true: Accelerate refuses it in fp8; false is written.")
     if on_cpu and config.mode == "fsdp":
         lines.append("use_cpu: true: Accelerate has no FSDP on the CPU.")
     if on_cpu and config.mode == "ddp" and config.num_processes > 1:

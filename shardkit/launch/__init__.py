@@ -1,1 +1,2 @@
-"""`shardkit launch`: preflight and spec (no torch), machines and ranks (torch), diagnosis of failures and hangs."""
+"""`shardkit launch`: preflight checks and LaunchSpec (no torch), machines and ranks (torch), diagnosis of failures and
+hangs."""

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's own, and over which interface it reaches another."""
+"""The addresses of this machine, and the interface by which it reaches another machine."""
 
 import socket
 import struct
@@ -10,7 +10,7 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def resolve(host: str) -> str | None:
-    """The host's address, IPv4 where it has one; None where the name is not known."""
+    """The host's address, preferably IPv4; None if the name cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -29,18 +29,17 @@ def is_here(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Whether the address is reachable only from this machine."""
     return address == "::1" or address.startswith("127.")
 
 
 def means_loopback(host: str) -> bool:
-    """Whether whoever wrote this name meant this machine alone; others are sent to loopback by /etc/hosts (Debian)."""
+    """Whether the name explicitly means loopback. Other names may resolve to loopback by /etc/hosts (Debian)."""
     return host == "localhost" or is_loopback(host)
 
 
 def gloo_variables(host: str) -> dict[str, str]:
-    """The variable that makes gloo listen on the interface over which `host` is reached, and on no other; none where
-    that is not known."""
+    """The variable that makes gloo use only the interface by which `host` is reached; empty if that is unknown."""
     if means_loopback(host):
         return {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
     resolved = resolve(host)
@@ -54,7 +53,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def towards(address: str) -> str | None:
-    """The address by which this machine reaches another; None where there is no way. Sends nothing."""
+    """This machine's address on the route to another address; None without a route. Sends nothing."""
     try:
         with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
@@ -64,7 +63,7 @@ def towards(address: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an IPv4 address; None where that is not known."""
+    """The name of the interface with an IPv4 address; None if unknown."""
     if not sys.platform.startswith("linux") or ":" in address:
         return None
     import fcntl
@@ -81,7 +80,7 @@ def interface_of(address: str) -> str | None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on one address only; port 0: a free one."""
+    """A socket that listens on one address only; port 0: any free port."""
     listener = socket.socket(family_of(address))
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,7 +93,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def answers(address: str, port: int, timeout_s: float) -> str | None:
-    """None where something accepts connections there; else what the system says."""
+    """None if connections are accepted there; else the error as text."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except TimeoutError:

@@ -1,10 +1,10 @@
-"""The first lines of every rank: ties it to the launcher, then runs the user's script as `__main__`.
+"""The first code in every rank: connects it to the launcher, then runs the user's script as `__main__`.
 
     python -m shardkit.launch.bootstrap train.py --lr 3e-4
     python -m shardkit.launch.bootstrap -m package.module --lr 3e-4
 
-or the same arguments to `main`, in a process that was forked (`forking.py`). Nothing here imports torch: a script that
-does not need it starts at once.
+or `main` with the same arguments, in a forked process (`forking.py`). Nothing here imports torch, so that a script
+which does not need it starts at once.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the script; the code that Python would end its process with."""
+    """Runs the script. Returns the exit code that Python would have."""
     die_with(int(env.get(names.LAUNCHER_PID) or 0))
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
     place = rank_files.ProgressWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def die_with(launcher: int) -> None:
-    """From now on the kernel ends this process when its launcher dies, however it dies."""
+    """Make the kernel kill this process when its launcher dies (PR_SET_PDEATHSIG)."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -65,7 +65,7 @@ def die_with(launcher: int) -> None:
 
 
 def connect_output(folder: Path) -> None:
-    """Sends stdout and stderr to the launcher, one whole line at a time."""
+    """Redirects stdout and stderr to the launcher, line-buffered."""
     local_rank = env.get("LOCAL_RANK") or "0"
     for name, number in (("out", 1), ("err", 2)):
         pipe = folder / f"{name}-{local_rank}"
@@ -80,38 +80,38 @@ def connect_output(folder: Path) -> None:
 
 
 def leave_input() -> None:
-    """What is typed goes to rank 0 alone: to `input()`, to a debugger."""
+    """Redirects stdin to /dev/null, so that only rank 0 reads the terminal (`input()`, debuggers)."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
 
 def text_stream(descriptor: int) -> TextIO:
-    """A stream that writes whole lines at once, and never fails on a character."""
+    """A line-buffered text stream that escapes characters which cannot be encoded."""
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def check_world() -> None:
-    """The world that came up is the world that was asked for, or nothing runs."""
-    asked, came = env.get(names.NUM_PROCESSES), env.get("WORLD_SIZE")
-    if asked and asked != came:
+    """Raises ConfigError if the world size differs from num_processes."""
+    expected, actual = env.get(names.NUM_PROCESSES), env.get("WORLD_SIZE")
+    if expected and expected != actual:
         raise ConfigError(
-            f"launch: the world is {came} ranks, but the configuration asks for num_processes {asked}; "
+            f"launch: the world size differs from num_processes {expected} (got {actual}); "
             "give every machine the same num_machines and num_processes."
         )
 
 
 def around_script(log_dir: Path) -> AbstractContextManager[None]:
-    """What the command wants around the script; the modules that it needs come from a layer that the launcher does not
-    know."""
+    """The context manager in which the script runs, from the module in SHARDKIT_AROUND_SCRIPT. It is imported by name,
+    since it is in a layer above the launcher."""
     module = env.get(names.AROUND_SCRIPT)
     return import_module(module).around_script(log_dir) if module else nullcontext()
 
 
 def run(arguments: list[str]) -> None:
-    """Runs `script arguments...` or `-m module arguments...` as Python itself would.
+    """Runs `script arguments...` or `-m module arguments...` as Python would.
 
-    `__main__` stays what it was to the end: classes of the script can be pickled, workers can be spawned.
+    `__main__` is the script's module until the end, so its classes can be pickled, and workers can be spawned.
     """
     main_module = sys.modules["__main__"] = ModuleType("__main__")
     main_module.__dict__["__builtins__"] = __builtins__
@@ -130,7 +130,7 @@ def run(arguments: list[str]) -> None:
 
 
 def put_first_in_path(folder: Path) -> None:
-    """Puts the folder where Python puts the script's, in place of that with which this process was started."""
+    """Replaces the first entry of sys.path by the script's folder, as Python would set it."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # python -P (since 3.11) and -I: no such folder
         sys.path[0] = str(folder)
 
@@ -142,7 +142,7 @@ def run_script(script: str, names: dict[str, object]) -> None:
 
 
 def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) -> int:
-    """Leaves the error where the launcher looks; the exit code. Only the rank's own log gets the traceback."""
+    """Writes the error for the launcher, and returns the exit code. The traceback is written only to the rank's log."""
     code = failure.exit_code_of(error)
     if code == 0:
         return 0
@@ -151,16 +151,16 @@ def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) ->
     record = failure.describe(rank, error, OWN_FILES)
     expected = isinstance(error, (ShardkitError, SystemExit)) and not env.is_true("SHARDKIT_DEBUG")
     text = f"{record.kind}: {record.message}" if expected else record.traceback
-    with suppress(OSError):  # a full disk: the launcher hears of it all the same
+    with suppress(OSError):  # a full disk; the launcher still gets the error below
         log_file.write(f"{text}\n".encode(errors="backslashreplace"))
     rank_files.write_error(folder, record)
-    if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # the others are to say where they are
+    if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # let the other ranks report, too
         leave_together(folder, rank)
     return code
 
 
 def leave_together(folder: Path, rank: int) -> None:
-    """Waits for the machine's other ranks: the launcher ends the rest as soon as the first has left."""
+    """Waits for the machine's other ranks to report: the launcher kills the rest soon after the first has exited."""
     ranks_here = int(env.get("LOCAL_WORLD_SIZE") or 1)
     until = time.monotonic() + LEAVE_TIMEOUT_S
     while len(rank_files.read_errors(folder)) < ranks_here and time.monotonic() < until:
@@ -168,10 +168,10 @@ def leave_together(folder: Path, rank: int) -> None:
 
 
 def has_open_group() -> bool:
-    """Whether the script has left its process group open.
+    """Whether the script has not destroyed its process group.
 
-    Its threads are still running when C++ takes down what they stand on, and now and then that aborts a rank which
-    was done ("terminate called without an active exception").
+    The group's threads still run while C++ destroys global objects, which sometimes aborts a rank that has finished
+    ("terminate called without an active exception").
     """
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,7 +1,7 @@
-"""Whether the machines of a run reach one another on any port, as the ranks' store, gloo and NCCL need it.
+"""Whether the machines of a run reach one another on any port, as the ranks' store, gloo and NCCL require.
 
-Each listens on a free port while they meet, and calls machine 0 and the next machine: a firewall that lets only the
-port of `--main` through would else end in ranks that wait for one another without a word.
+During the rendezvous each machine listens on a free port, and connects to machine 0 and to the next machine. Without
+this check, a firewall that only allows the port of `--main` would make ranks hang without a message.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ CONNECT_S = 3.0
 
 @contextlib.contextmanager
 def open_to_others(main: str) -> Iterator[tuple[str, int] | None]:
-    """The address and port at which this machine listens inside; None where it has none towards machine 0."""
+    """A context in which this machine listens; yields address and port, or None without a route to machine 0."""
     resolved = addresses.resolve(main)
     ours = addresses.towards(resolved) if resolved else None
     try:
@@ -29,7 +29,7 @@ def open_to_others(main: str) -> Iterator[tuple[str, int] | None]:
 
 
 def problem_here(machine: int, places: dict[int, tuple[str, int] | None], names: dict[int, str]) -> str | None:
-    """What this machine does not reach of machine 0 and the next one, in words; None where it reaches both."""
+    """The error if this machine does not reach machine 0 or the next machine; None if it reaches both."""
     others = {0, (machine + 1) % len(places)} - {machine}
     for other in sorted(others):
         place = places[other]
@@ -37,6 +37,6 @@ def problem_here(machine: int, places: dict[int, tuple[str, int] | None], names:
         if place and problem:
             return (
                 f"{names[machine]} does not reach {names[other]} at {place[0]}:{place[1]} ({problem}); the ranks, gloo "
-                "and NCCL meet on any free port: let the machines of the run reach one another on all of them"
+                "and NCCL use arbitrary free ports: open all ports between the machines of the run"
             )
     return None

@@ -1,7 +1,7 @@
-"""Which rank failed first, and of what. Pure: from what is known of every rank to the words for it.
+"""Which rank failed first, and why: pure functions from the outcomes of all ranks to a report.
 
-When one rank dies, the others lose it: gloo and NCCL raise in them, or the launcher ends them. Those are consequences;
-the cause is the earliest end that is not one.
+When one rank dies, gloo and NCCL raise errors in the others, or the launcher kills them. Those are consequences. The
+cause is the earliest failure that is not a consequence.
 """
 
 import signal
@@ -14,7 +14,7 @@ from shardkit.launch.rank_files import RankError
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """The end of one rank. `exit_code` is negative for a signal, None where the rank never ended by itself."""
+    """How one rank ended. `exit_code` is negative for a signal, None if the rank did not end by itself."""
 
     rank: int
     pid: int = 0
@@ -22,13 +22,13 @@ class RankOutcome:
     ended_s: float | None = None
     error: RankError | None = None
     was_killed: bool = False
-    """The launcher ended it, after another rank had failed."""
+    """Whether the launcher killed it after another rank had failed."""
     phase: str = ""
     step: int = 0
 
     @property
     def time_s(self) -> float:
-        """When it failed, as near as known."""
+        """When it failed, as far as known."""
         if self.error is not None:
             return self.error.time_s
         return float("inf") if self.ended_s is None else self.ended_s
@@ -36,7 +36,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The rank that failed first, what to say of it, and the exit code of the run."""
+    """The rank that failed first, the report on it, and the exit code of the run."""
 
     rank: int
     cause: str
@@ -47,7 +47,7 @@ class Diagnosis:
 
 
 def diagnose(outcomes: Sequence[RankOutcome]) -> Diagnosis:
-    """The root cause among ranks of which at least one failed."""
+    """The root cause, if at least one rank failed."""
     root = root_of(outcomes)
     others = tuple(_consequence(outcome) for outcome in outcomes if outcome is not root and _failed(outcome))
     where = root.error.where if root.error is not None else ""
@@ -55,35 +55,35 @@ def diagnose(outcomes: Sequence[RankOutcome]) -> Diagnosis:
 
 
 def root_of(outcomes: Sequence[RankOutcome]) -> RankOutcome:
-    """The outcome that all others follow from."""
+    """The outcome that caused the others."""
     own = [outcome for outcome in outcomes if _is_own_failure(outcome)]
     if own:
-        # NCCL's and gloo's threads abort a process that lost a peer: an abort is the cause only if it stands alone.
+        # NCCL and gloo abort a process that lost a peer, so an abort is the cause only if there is no other failure.
         return min(own, key=lambda outcome: (outcome.exit_code == -signal.SIGABRT, outcome.time_s))
     left = [outcome for outcome in outcomes if outcome.exit_code == 0]
     if left:
         return min(left, key=lambda outcome: outcome.time_s)
-    # A rank that lost no peer is the one that the others lost.
+    # A rank that did not lose a peer comes first: it may be the one that the others lost.
     failed = [outcome for outcome in outcomes if _failed(outcome)] or list(outcomes)
     return min(failed, key=lambda outcome: (_lost_a_peer(outcome), outcome.time_s))
 
 
 def cause_of(outcome: RankOutcome) -> str:
-    """What happened to a rank, in one or a few lines."""
+    """What happened to a rank, in one or more lines."""
     error, code = outcome.error, outcome.exit_code
     if error is not None:
         return f"{error.kind}: {error.message}" if error.message else error.kind
     if code == 0:
-        return "left with exit code 0 while the other ranks still waited for it"
+        return "exited with code 0 while the other ranks still waited for it"
     if outcome.was_killed and code != -signal.SIGTERM:
-        return "did not arrive: the other ranks timed out waiting for it, and the launcher ended it"
+        return "did not arrive: the other ranks timed out waiting for it, and the launcher killed it"
     if code is not None and code < 0:
         return f"killed by {signal_name(-code)}{_SIGNAL_HINTS.get(-code, '')}"
-    return f"ended with exit code {code} and without a Python error"
+    return f"exited with code {code} without a Python exception"
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; the number where it has no name."""
+    """SIGKILL for 9; the number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -91,7 +91,7 @@ def signal_name(number: int) -> str:
 
 
 def exit_code_of(outcome: RankOutcome) -> int:
-    """The exit code of a run that failed of this: the rank's own, 128 + the signal, never 0."""
+    """The exit code of a run with this root cause: the rank's exit code, or 128 + the signal; never 0."""
     if outcome.error is not None:
         return outcome.error.exit_code
     code = outcome.exit_code
@@ -101,7 +101,7 @@ def exit_code_of(outcome: RankOutcome) -> int:
 
 
 def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int = -1) -> str:
-    """The lines that end a failed run on the screen: the cause first. `saved_step`: the newest checkpoint; -1: none."""
+    """The report at the end of a failed run, cause first. `saved_step`: step of the newest checkpoint; -1: none."""
     outcome = diagnosis.outcome
     where = f" ({diagnosis.where})" if diagnosis.where else ""
     after = f", after {outcome.time_s - started_s:.1f} s" if outcome.time_s < float("inf") else ""
@@ -113,43 +113,44 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int
     if diagnosis.others:
         lines.append(f"  then     {'; '.join(diagnosis.others[:4])}{_and_more(len(diagnosis.others) - 4)}")
     if saved_step >= 0:
-        lines.append(f"  saved    step {saved_step}; --resume auto goes on from it")
+        lines.append(f"  saved    step {saved_step}; resume with --resume auto")
     if next_step:
         lines.append(f"  next     {next_step}")
-    lines.append(f"  logs     {log_dir}/rank{diagnosis.rank}.log, and those of the others beside it")
+    lines.append(f"  logs     {log_dir}/rank{diagnosis.rank}.log, and rank*.log of the other ranks")
     lines.append(f"  exit     {diagnosis.exit_code}")
     return "\n".join(lines)
 
 
 def _next_step(error: RankError | None) -> str:
-    """What to do about an error of torch that does not say so itself; empty where nothing is known."""
+    """Advice for an error of torch whose message has none; empty if there is none."""
     if error is None:
         return ""
     if error.kind == "OutOfMemoryError":
         return (
-            "what takes the memory, and what each change would give back, for the function that builds the model: "
+            "see what uses the memory, and what each change would save, with the function that builds the model: "
             "shardkit plan --model MODULE:FUNCTION"
         )
     if "gloo/transport/tcp" in error.message and "connect" in error.message:
         return (
-            "gloo could not connect ranks: they listen on free ports of the interface in GLOO_SOCKET_IFNAME (where it "
-            "is not set: the one towards --main); let the machines reach one another there on all ports"
+            "gloo could not connect ranks: they listen on free ports of the interface in GLOO_SOCKET_IFNAME (default: "
+            "the one on the route to --main); open all ports between the machines on it"
         )
     if "got mixed torch.Tensor and DTensor" in error.message:
         return (
-            "a sharded parameter met a plain tensor: call the model by its forward, or name the method that uses its "
-            "parameters in accelerator.register_forward_method(model, name); p.full_tensor() gives a whole copy"
+            "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the "
+            "method that uses its parameters: accelerator.register_forward_method(model, name); p.full_tensor() "
+            "returns a whole copy"
         )
     return ""
 
 
 def saved(step: int) -> str:
-    """A line on the newest checkpoint; empty where there is none (-1)."""
-    return f"\n  Last good checkpoint: step {step}; --resume auto goes on from it." if step >= 0 else ""
+    """A line on the newest checkpoint; empty if there is none (-1)."""
+    return f"\n  Last checkpoint: step {step}; resume with --resume auto." if step >= 0 else ""
 
 
 def _is_own_failure(outcome: RankOutcome) -> bool:
-    """Whether a rank failed by itself: not for a lost peer, and not because the launcher ended it."""
+    """Whether a rank failed by itself: not because of a lost peer, and not because the launcher killed it."""
     if outcome.error is not None:
         return not _lost_a_peer(outcome)
     return _failed(outcome) and not outcome.was_killed
@@ -165,9 +166,9 @@ def _failed(outcome: RankOutcome) -> bool:
 
 def _consequence(outcome: RankOutcome) -> str:
     if _lost_a_peer(outcome):
-        return f"rank {outcome.rank} ended because its peer was gone"
+        return f"rank {outcome.rank} lost its peer"
     if outcome.was_killed and outcome.error is None:
-        return f"rank {outcome.rank} was ended by the launcher"
+        return f"rank {outcome.rank} was killed by the launcher"
     where = f" ({outcome.error.where})" if outcome.error is not None and outcome.error.where else ""
     return f"rank {outcome.rank}: {cause_of(outcome).splitlines()[0]}{where}"
 
@@ -177,8 +178,8 @@ def _and_more(count: int) -> str:
 
 
 _SIGNAL_HINTS: dict[int, str] = {
-    signal.SIGKILL: " (by hand, by the scheduler, or by the kernel when memory ran out: see dmesg)",
-    signal.SIGSEGV: " (a crash in native code; its stack is in the log)",
-    signal.SIGABRT: " (an abort in native code; its stack is in the log)",
-    signal.SIGBUS: " (often: /dev/shm is full)",
+    signal.SIGKILL: " (by a user, by the scheduler, or by the kernel when memory ran out: see dmesg)",
+    signal.SIGSEGV: " (a crash in native code; the stack is in the log)",
+    signal.SIGABRT: " (an abort in native code; the stack is in the log)",
+    signal.SIGBUS: " (often because /dev/shm is full)",
 }

@@ -55,6 +55,8 @@ def accelerate_variables(config: Config, device: str) -> dict[str, str]:
         "ACCELERATE_MIXED_PRECISION": config.mixed_precision,
         "ACCELERATE_USE_CPU": _flag(device == "cpu"),
     }
+    if config.mixed_precision == "fp8":
+        variables["ACCELERATE_FP8_BACKEND"] = "AO"
     if config.shardkit.gradient_accumulation_steps > 1:  # this variable outranks what the script itself says
         variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(config.shardkit.gradient_accumulation_steps)
     if config.debug:

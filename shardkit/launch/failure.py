@@ -1,4 +1,4 @@
-"""An exception of a training script as a record: its kind, words, line, and whether it only says that a peer left."""
+"""An exception of a training script as a record: type, message, line, and whether it only reports a lost peer."""
 
 import re
 import time
@@ -15,24 +15,24 @@ LOST_PEER = re.compile(
     r"|store.*(?:closed|shut ?down)|(?:read|write) error .*peer|no response from (?:remote )?peer|peer .*is gone",
     re.IGNORECASE,
 )
-"""How gloo, NCCL and the TCP store say that the other side is gone. What matches is a consequence, not a cause."""
+"""Messages of gloo, NCCL and the TCP store about a lost peer. Such an error is a consequence, not a cause."""
 
 MISMATCH = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=\d+, )?"
     r"OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[\d, ]*)\], TensorDtypes=(?P<dtype>\w+))?",
     re.IGNORECASE,
 )
-"""One rank's part of what torch says, with TORCH_DISTRIBUTED_DEBUG=DETAIL, of collectives that do not match."""
+"""One rank's part of torch's message on mismatched collectives, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
 
 def describe(rank: int, error: BaseException, own_files: set[str]) -> RankError:
-    """The record of an exception that ended a rank; `own_files` are the launcher's own, left out of the traceback."""
+    """The record of an exception that ended a rank. `own_files`: files of the launcher, omitted from the traceback."""
     root = root_of(error)
     shown = root if is_lost_peer(error) and not is_lost_peer(root) else error
     return RankError(
         rank=rank,
         kind=type(shown).__name__,
-        message=words_of(shown),
+        message=message_of(shown),
         where=where_of(shown.__traceback__, own_files),
         traceback=render(error, own_files),
         exit_code=exit_code_of(error),
@@ -53,14 +53,14 @@ def root_of(error: BaseException) -> BaseException:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception only says that another rank is gone."""
+    """Whether an exception only reports that another rank is gone."""
     return isinstance(error, (RuntimeError, OSError, ConnectionError)) and bool(LOST_PEER.search(str(error)))
 
 
-def words_of(error: BaseException) -> str:
-    """The message: all lines of shardkit's own errors, which are written for a reader, and three of any other."""
+def message_of(error: BaseException) -> str:
+    """The message: all lines of shardkit's errors, the first three of others."""
     if isinstance(error, SystemExit):
-        return f"the script ended itself with sys.exit({error.code!r})"
+        return f"the script called sys.exit({error.code!r})"
     mismatch = collectives_of(str(error))
     if mismatch:
         return f"the ranks are in different collectives: {mismatch}"
@@ -69,7 +69,7 @@ def words_of(error: BaseException) -> str:
 
 
 def collectives_of(message: str) -> str:
-    """`rank 0 in ALLREDUCE [4] Float, rank 1 in BARRIER`, where torch found ranks in different ones; else ""."""
+    """`rank 0 in ALLREDUCE [4] Float, rank 1 in BARRIER` from torch's message on mismatched collectives; else ""."""
     parts = []
     for found in MISMATCH.finditer(message):
         of = f" [{found['shape']}] {found['dtype']}" if found["dtype"] else ""
@@ -78,7 +78,7 @@ def collectives_of(message: str) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What Python would end the process with; shardkit's own errors bring their code."""
+    """The exit code that Python would have; shardkit's errors have their own."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     if isinstance(error, KeyboardInterrupt):
@@ -87,7 +87,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def where_of(trace: TracebackType | None, own_files: set[str]) -> str:
-    """`file:line in function`, of the innermost line that the user wrote; "" where there is none."""
+    """`file:line in function` of the innermost frame in the user's code; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(trace) if frame.filename not in own_files]
     written = [frame for frame in frames if is_users(frame.filename)] or frames
     if not written:
@@ -97,14 +97,14 @@ def where_of(trace: TracebackType | None, own_files: set[str]) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's own: not installed, not Python's, not shardkit's."""
+    """Whether a file is the user's: not of an installed package, Python or shardkit."""
     path = Path(filename)
     installed = {"site-packages", "dist-packages"} & set(path.parts) or re.search(r"/lib/python3\.\d+/", filename)
     return not filename.startswith("<") and not installed and Path(__file__).parents[1] not in path.parents
 
 
 def render(error: BaseException, own_files: set[str]) -> str:
-    """The traceback as Python prints it, without the launcher's own lines."""
+    """The traceback as Python prints it, without frames of the launcher."""
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
     seen: set[int] = set()
@@ -117,7 +117,7 @@ def render(error: BaseException, own_files: set[str]) -> str:
 
 
 def short_name(filename: str) -> str:
-    """A file's path as seen from the working folder, where it is below it."""
+    """A file's path, relative to the working folder if it is below it."""
     try:
         return str(Path(filename).resolve().relative_to(Path.cwd().resolve()))
     except (ValueError, OSError):

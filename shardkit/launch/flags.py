@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,19 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
         if name in {"-m", "--module"}:
             return [*ours, "--", *rest]
     return [*ours, *rest]
+
+
+def read_all(*given: tuple[Callable[[Any], dict[str, str]], Any]) -> tuple[dict[str, str], list[str]]:
+    """The settings that these functions read from these flags (an empty one is not given), the later the higher its
+    precedence; and what is wrong with any of the flags."""
+    settings: dict[str, str] = {}
+    problems: list[str] = []
+    for read, argument in given:
+        try:
+            settings |= read(argument) if argument else {}
+        except (ConfigError, UsageError) as error:
+            problems += str(error).splitlines()
+    return settings, problems
 
 
 def fsdp_settings(text: str) -> dict[str, str]:

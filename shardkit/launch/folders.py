@@ -1,7 +1,7 @@
-"""The folders of a launch: the logs', which stay, and one for what its ranks leave for it while they run. Both private.
+"""The folders of a launch: the log folder, which stays, and a temporary one for files that its ranks write for it.
 
-Logs hold paths, settings, arguments and whatever a script prints: folders and files that are made here are for their
-owner alone.
+Logs contain paths, settings, arguments and the output of scripts, so folders and files are readable by their owner
+only.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from shardkit.launch.rank_files import private
 
 PREFIX = "shardkit-"
 IN_USE = "in-use"
-"""The file in a run's temporary folder that its launcher keeps locked for as long as it lives, however it ends."""
+"""The file in a run's temporary folder that its launcher keeps locked until its process ends."""
 PRIVATE = 0o700
 
 
 def make_log_dir(configured: str | None) -> Path:
-    """The folder for the logs, made; a name of its own where none is configured. Raises MachineError."""
+    """Create the log folder; with a new name under runs/ if none is configured. Raises MachineError."""
     if configured:
         path = Path(configured)
         with writable(path):
@@ -35,15 +35,15 @@ def make_log_dir(configured: str | None) -> Path:
         with writable(path):
             try:
                 path.mkdir(PRIVATE, parents=True)
-            except FileExistsError:  # another launch of this second has it
+            except FileExistsError:  # another launch in this second uses it
                 continue
             return path
-    raise MachineError(f"launch: {stem}: no free name for the logs; give --logs DIR.")
+    raise MachineError(f"launch: {stem}: no unused name for the log folder; give one with --logs DIR.")
 
 
 @contextlib.contextmanager
 def writable(log_dir: Path) -> Iterator[None]:
-    """What is written into the log folder inside. Raises MachineError with what the system says."""
+    """A context for writing to the log folder. Turns OSError into MachineError."""
     try:
         yield
     except FileExistsError:
@@ -55,15 +55,15 @@ def writable(log_dir: Path) -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """Put a text into a file that only this user may read."""
+    """Write text to a file that only this user can read."""
     with open(path, "w", encoding="utf-8", opener=private) as file:
         file.write(text)
-    path.chmod(0o600)  # it may be there from a run before
+    path.chmod(0o600)  # the file may exist from an earlier run
 
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """A folder of this launch's own, local to the machine; gone afterwards. Those that killed ones left go first."""
+    """A temporary folder of this launch, local to the machine. Also removes those of killed launches."""
     remove_orphans(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name, locked(Path(name)):
         yield Path(name)
@@ -71,26 +71,26 @@ def temporary() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder counts as in use inside, and until this process is gone."""
+    """A context in which the folder is marked as in use by a lock, which also ends with the process."""
     unlocked = folder / f"{IN_USE}.new"
     with unlocked.open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it as an orphan either
+        with contextlib.suppress(OSError):  # without locks in the file system, it is never removed as an orphan
             fcntl.flock(file, fcntl.LOCK_EX)
             unlocked.rename(folder / IN_USE)
         yield
 
 
 def remove_orphans(where: Path) -> None:
-    """Remove this user's folders of launches that are gone and could not do it themselves (SIGKILL, out of memory)."""
+    """Remove this user's temporary folders of killed launches (SIGKILL, out of memory)."""
     for path in where.glob(f"{PREFIX}*/{IN_USE}"):
         with contextlib.suppress(OSError), path.open() as file:
             if path.parent.lstat().st_uid == os.getuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its launcher still lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its launcher is still running
                 shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def short(path: Path) -> str:
-    """The path as seen from the working folder, where it is below it."""
+    """The path, relative to the working folder if it is below it."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:

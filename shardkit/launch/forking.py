@@ -1,11 +1,11 @@
-"""Ranks that are forked from one process which has loaded torch, so that many start at the cost of one import.
+"""Forks ranks from one process that has imported torch, so that all ranks together need one import.
 
-    launcher ---- fork ----> template (has torch, has no thread, waits)
-                                 `-- fork --> a helper for one start, which forks every rank and ends:
-                                                  the ranks are then children of the launcher, as if it had started them
+    launcher ---- fork ----> template (has imported torch, has no threads, waits)
+                                 `-- fork --> a helper for one start, which forks all ranks and exits:
+                                                  the kernel then makes the ranks children of the launcher
 
-A rank begins with the launcher's modules loaded. `why_not` and `why_not_now` name what such a rank would find otherwise
-than a fresh interpreter does; there each rank is a Python of its own.
+A forked rank starts with the launcher's modules loaded. `why_not` and `why_not_now` return why that would behave
+differently from a new interpreter. In that case each rank is started as a new Python process.
 """
 
 import ctypes
@@ -33,27 +33,27 @@ from shardkit.launch.spec import python_command
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-"""Schedulers signal every process of a job; none of these ends the template."""
+"""Signals that the template blocks, since schedulers signal every process of a job."""
 
 # ---- whether ranks can be forked ----
 
 
 def why_not(script: str, is_module: bool, device: str) -> str | None:
-    """Why the ranks of a script cannot be forked from a process that has loaded torch; None where they can."""
+    """Why the ranks of a script cannot be forked from a process that has imported torch; None if they can."""
     if not sys.platform.startswith("linux"):
-        return f"ranks can be forked on Linux only (this is {sys.platform})"
+        return f"forking ranks is only supported on Linux (got {sys.platform})"
     if device == "xla":
-        return "torch_xla does not run in a forked process"
+        return "torch_xla does not work in a forked process"
     if count_threads() > 1:
-        return "the launcher has threads that are not its own (a debugger's, a profiler's)"
+        return "the launcher's process has other threads (of a debugger or profiler)"
     names = preloaded.variables_set(script, is_module)
     if names:
-        return f"{script} or a module beside it sets {', '.join(names)}, which torch reads when it is imported"
+        return f"{script} or a module next to it sets {', '.join(names)}, which torch reads when it is imported"
     return None
 
 
 def hidden_by(folder: Path) -> list[str]:
-    """What lies in a script's folder under the name of a loaded module: a fresh interpreter would import it instead."""
+    """Files in a script's folder with the name of a loaded module: a new interpreter would import them instead."""
     with suppress(OSError):
         return sorted(entry.name for entry in folder.iterdir() if _hides(entry))
     return []
@@ -68,35 +68,35 @@ def _hides(entry: Path) -> bool:
 
 
 def count_threads() -> int:
-    """Threads of this process, native ones too; 1 where the system does not tell."""
+    """The number of threads of this process, including native ones; 1 if unknown."""
     with suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return 1
 
 
 def why_not_now(folder: Path, expected_threads: int) -> str | None:
-    """Why this process, with torch loaded, cannot be forked now for a script in this folder; None where it can.
+    """Why this process, with torch imported, cannot be forked for a script in this folder; None if it can.
 
-    `expected_threads` are those that survive a fork: numpy's OpenBLAS ends its own before one, and starts them after.
+    `expected_threads`: threads that survive a fork: numpy's OpenBLAS stops its threads before and restarts them after.
     """
     hidden = hidden_by(folder)
     if hidden:
-        return f"{hidden[0]} beside the script has the name of a module that the launcher has loaded"
+        return f"{hidden[0]} next to the script has the name of a module that the launcher has loaded"
     if not (adopt_orphans(True) and adopt_orphans(False)):
-        return "the kernel does not let the launcher adopt its ranks"
+        return "the kernel does not support PR_SET_CHILD_SUBREAPER"
     return why_not_with_torch(expected_threads)
 
 
 def why_not_with_torch(expected_threads: int) -> str | None:
-    """What the libraries of this process have done that a fork would break; None where nothing."""
+    """Why the state of the loaded libraries prevents a fork; None if it does not."""
     if count_threads() > expected_threads:
-        return "a library that torch loads has started threads, which a forked process would miss"
+        return "a library that torch loads has started threads, which do not exist in a forked process"
     devices = open_devices()
-    return f"{devices[0]} is in use already, which does not work in a forked process" if devices else None
+    return f"{devices[0]} is already open, which does not work in a forked process" if devices else None
 
 
 def open_devices() -> list[str]:
-    """Accelerators that this process has opened, as CUDA's and ROCm's drivers do when they are first used."""
+    """Device files that this process has open: CUDA and ROCm open them at their first use."""
     with suppress(OSError):
         links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
         return sorted(link for link in links if link.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")))
@@ -104,7 +104,7 @@ def open_devices() -> list[str]:
 
 
 def adopt_orphans(is_wanted: bool) -> bool:
-    """Whether the kernel now makes this process the parent of descendants whose own parent has ended, or no longer."""
+    """Make this process adopt descendants whose parent has ended, or stop that. Returns whether it succeeded."""
     return ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0) == 0
 
 
@@ -112,15 +112,15 @@ def adopt_orphans(is_wanted: bool) -> bool:
 
 
 class Template:
-    """The process that ranks are forked from, until `close`. Only for a process without threads of its own."""
+    """The process from which ranks are forked, until `close`. The current process must not have other threads."""
 
     def __init__(self, modules: Sequence[str], before: Before, expected_threads: int) -> None:
-        """`modules`: what ranks will import anyway; loaded in the template, beside the launcher's own work.
+        """`modules`: modules that ranks will import; the template imports them in the background.
 
-        `before`: how this process was before it loaded torch, and how a rank is before its script does.
+        `before`: the state of the interpreter before it imported torch, which a rank starts with.
         `expected_threads`: see `why_not_now`.
         """
-        self._problem: str | None = "not known yet"
+        self._problem: str | None = "unknown"
         ours, its = socket.socketpair()
         launcher = os.getpid()
         sys.stdout.flush()
@@ -134,19 +134,19 @@ class Template:
         ours.close()
 
     def problem(self) -> str | None:
-        """Why no rank can be forked after all, now that the modules are loaded; None where it can be."""
-        if self._problem == "not known yet":
+        """Why ranks cannot be forked after the modules were imported; None if they can."""
+        if self._problem == "unknown":
             self._problem = self._read()["problem"]
         return self._problem
 
     def start(self, arguments: Sequence[str], shared: Mapping[str, str], own: Sequence[Mapping[str, str]]) -> list[int]:
-        """The processes of ranks that run these bootstrap arguments, each with the shared variables and its own.
+        """Fork ranks that run these bootstrap arguments, with the shared and their own variables. Returns their pids.
 
-        For after `problem` was None. They are children of this process. Raises MachineError where they could not be
-        forked; then there are none.
+        Call it only if `problem` returned None. The ranks are children of this process. Raises MachineError if forking
+        failed; then no rank is left.
         """
         request = {"arguments": list(arguments), "shared": dict(shared), "own": [dict(one) for one in own]}
-        adopt_orphans(True)  # the ranks and nobody else: what a rank leaves behind is none of ours
+        adopt_orphans(True)  # only for the ranks, not for orphans of ranks
         try:
             self._stream.write(json.dumps(request).encode() + b"\n")
             self._stream.flush()
@@ -158,12 +158,12 @@ class Template:
         if "problem" in answer:
             raise MachineError(
                 f"launch: {len(own)} ranks could not be forked ({answer['problem']}); "
-                "give the machine room for them, or try --start exec."
+                "free memory and process slots on this machine, or try --start exec."
             )
         return list(answer["pids"])
 
     def _read(self) -> dict[str, Any]:
-        return json.loads(self._stream.readline() or b'{"problem": "the process they are forked from has died"}')
+        return json.loads(self._stream.readline() or b'{"problem": "the template process has died"}')
 
     def close(self) -> None:
         """End the template. Ranks are not affected."""
@@ -173,7 +173,7 @@ class Template:
 
 
 class Forked:
-    """A rank's process, with the part of subprocess.Popen that is needed."""
+    """A forked rank, with the part of subprocess.Popen's interface that is used."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -188,11 +188,11 @@ class Forked:
         return self.returncode
 
 
-# ---- the template's side: nothing here ever returns to the launcher's code ----
+# ---- the template's side: these functions never return to the launcher's code ----
 
 
 def fork() -> int:
-    """os.fork, without Python's warning (since 3.12) about threads: the only ones are those of numpy's OpenBLAS."""
+    """os.fork without Python's warning (since 3.12) about threads: the only threads are those of numpy's OpenBLAS."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -202,16 +202,16 @@ def _serve(
     connection: socket.socket, launcher: int, modules: Sequence[str], before: Before, expected_threads: int
 ) -> NoReturn:
     try:
-        os.setsid()  # Ctrl-C in a terminal goes to the launcher alone
+        os.setsid()  # so that Ctrl-C in a terminal only reaches the launcher
         bootstrap.die_with(launcher)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
         for module in modules:
-            with suppress(Exception):  # the rank that needs it says what is wrong
+            with suppress(Exception):  # a rank that imports it reports the error
                 importlib.import_module(module)
         greeting = {"problem": why_not_with_torch(expected_threads)}
         connection.sendall(json.dumps(greeting).encode() + b"\n")
         taken = preloaded.take_out(before)
-        gc.freeze()  # else the first collection in every rank writes to, and so copies, all pages of torch's objects
+        gc.freeze()  # otherwise the first collection in each rank would write to, and copy, all pages of torch objects
         stream = connection.makefile("rb")
         for line in stream:
             reader, writer = os.pipe()
@@ -222,9 +222,9 @@ def _serve(
                 os.close(reader)
                 _fork_ranks(writer, json.loads(line), mask, launcher, taken)
             os.close(writer)
-            os.waitpid(helper, 0)  # from here on the ranks are the launcher's
+            os.waitpid(helper, 0)  # from now on the ranks are children of the launcher
             with open(reader, "rb") as answer:
-                connection.sendall(answer.read() or b'{"problem": "the process that forks them has died"}\n')
+                connection.sendall(answer.read() or b'{"problem": "the helper process has died"}\n')
     finally:
         os._exit(0)
 
@@ -277,7 +277,7 @@ def _become_rank(
 
 
 def forget_random_state(modules: Mapping[str, Any]) -> None:
-    """Each rank has random numbers of its own, as a fresh interpreter has; Python's `random` sees to that itself."""
+    """Reseed torch and numpy, so that ranks have different random numbers. Python's `random` does so by itself."""
     modules["torch"].default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

@@ -1,7 +1,7 @@
-"""When a run hangs, and which rank the others wait for. Pure: from what is known of every rank to a verdict.
+"""Whether a run hangs, and which rank the others wait for: pure functions from the state of all ranks to a verdict.
 
-Nobody is ended for a lack of progress alone: a rank may compute for hours on one line. A run hangs where a rank waits
-for its peers in a collective, or no rank uses any CPU time.
+A lack of progress alone does not end a run: a rank may compute for hours on one line. A run hangs if it makes no
+progress and a rank waits for its peers in a collective, or no rank uses any CPU time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,13 @@ from shardkit.launch.rank_files import RankProgress
 from shardkit.launch.stacks import Stack
 
 PATIENCE = 3
-"""So many hang timeouts are given to a rank that others wait for while it is at work: a slow step, or a busy loop."""
+"""Number of hang timeouts after which a run is ended although the rank that others wait for uses CPU time: it may be in
+a slow step, or in an endless loop."""
 
 
 @dataclass
 class Rank:
-    """What is known of one rank's process. `worked_s`: when it, or what it has started, was last seen to work."""
+    """The state of one rank's process. `worked_s`: when it, or a process that it started, last used CPU time."""
 
     place: RankProgress
     exit_code: int | None = None
@@ -33,23 +34,23 @@ class Rank:
 
     @property
     def has_posted(self) -> bool:
-        """Whether it says where it is: a script with an Accelerator."""
+        """Whether it reports its progress: its script has an Accelerator."""
         return self.place.is_watched or self.place.phase != "starting"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank did while it was looked at a few times: its last stack, None where it wrote none; what changed."""
+    """What a rank did in several samples: its last stack (None if it wrote none), and what changed between them."""
 
     stack: Stack | None
     moves: bool = False
-    """Its main thread has been at different lines."""
+    """Whether its main thread was at different lines."""
     uses_cpu: bool = False
     is_in_collective: bool = False
-    """It was, each time."""
+    """Whether it was in a collective in every sample."""
     waits_for_device: bool = False
-    """It stands at one line that asks an accelerator for a value, as a rule at full CPU: perhaps a collective there
-    waits for a peer, perhaps the line is slow."""
+    """Whether it stays at one line that waits for an accelerator, usually at full CPU: a collective there may wait for
+    a peer, or the line is slow."""
 
     @property
     def works(self) -> bool:
@@ -57,7 +58,7 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        """It stands in a collective, or asks again and again, and its peers do not come."""
+        """Whether it is in a collective, or polls in one, and its peers do not arrive."""
         if self.stack is None:
             return False
         return (self.is_in_collective and not (self.moves and self.uses_cpu)) or (
@@ -70,15 +71,16 @@ class Seen:
 
 
 class Verdict(Enum):
-    WORK = "it goes on"
-    SLOW = "it goes on, but somebody should look"
-    HANG = "it does not go on"
+    WORK = "the run makes progress"
+    SLOW = "the run may make progress; warn"
+    HANG = "the run hangs"
 
 
 def is_due(running: Mapping[int, Rank], timeout_s: float, now: float) -> bool:
-    """Whether the ranks have to be looked at: none has moved for `timeout_s`, or one is stopped from outside so long.
+    """Whether the ranks must be examined: none has made progress for `timeout_s`, or one is stopped that long.
 
-    Of a script without an Accelerator: one has used no CPU time for so long. A rank that has paused may take any time.
+    For a script without an Accelerator: one has used no CPU time for `timeout_s`. Ranks in `accelerator.pause()` are
+    not examined.
     """
     if any(rank.stopped_since_s and now - rank.stopped_since_s > timeout_s for rank in running.values()):
         return True
@@ -93,8 +95,8 @@ def is_due(running: Mapping[int, Rank], timeout_s: float, now: float) -> bool:
 def judge(
     running: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float, has_others: bool = False
 ) -> Verdict:
-    """What becomes of ranks that were due, and have been looked at. `has_others`: other machines have ranks too, and
-    where all of this one wait, one of those is at work, or stands still and is judged there."""
+    """The verdict on ranks that were examined. `has_others`: other machines have ranks, too. If all ranks here wait,
+    then a rank there is at work, or hangs and is judged there."""
     if any(one.stack is not None and one.stack.is_debugged for one in seen.values()):
         return Verdict.WORK
     somebody_waits = any(one.may_wait for one in seen.values())
@@ -105,14 +107,14 @@ def judge(
             return Verdict.SLOW if somebody_waits else Verdict.WORK
         out_of_patience = min(now - place.since_s for place in posted) > PATIENCE * timeout_s
         return Verdict.HANG if somebody_waits and out_of_patience else Verdict.SLOW
-    # A script without an Accelerator, all asleep: it may serve somebody, or wait for a file.
+    # A script without an Accelerator, all ranks idle: it may be a server, or wait for a file.
     return Verdict.HANG if somebody_waits or posted else Verdict.SLOW
 
 
 @dataclass(frozen=True)
 class HangRow:
-    """A rank's line in the table of a hang. The smallest `order` is the rank that the others wait for: one that left,
-    one stopped from outside, one not inside a collective; among equals the one that is furthest behind."""
+    """A rank's line in the table of a hang. The others wait for the rank of the smallest `order`: one that exited, one
+    that is stopped, one that is not in a collective; among equals the one that is furthest behind."""
 
     rank: int
     text: str
@@ -121,7 +123,7 @@ class HangRow:
 
 
 def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> list[HangRow]:
-    """One a rank: step, phase, seconds since it last moved, and the line of the script that it is at."""
+    """One row per rank: step, phase, seconds since its last progress, and its current line in the script."""
     rows = []
     for number in sorted(ranks):
         rank, waits = ranks[number], _waits(seen, number)
@@ -131,44 +133,44 @@ def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> 
 
 
 def render(rows: Iterable[HangRow], timeout_s: float, logs: str) -> str:
-    """What ends a run that hangs: the table of all ranks, and which of them the others wait for."""
+    """The report on a hang: the table of all ranks, and the rank that the others wait for."""
     rows = sorted(rows, key=lambda row: row.rank)
     first = min(rows, key=lambda row: row.order).rank
     lines = [f"launch: HANG, no progress for {timeout_s:g} s", *(row.text for row in rows)]
     lines.append(f"  First to stop: rank {first}. The stacks of all ranks are in {logs}/rank*.stack.")
     if all(row.waits for row in rows):
-        lines.append("  Every rank waits for its peers: their collectives do not match, or the network is in the way.")
+        lines.append("  Every rank waits for its peers: their collectives do not match, or the network is blocked.")
     return "\n".join(lines)
 
 
 def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
     if not rank.runs:
-        return f"  rank {number}  ended with exit code {rank.exit_code or 0}"
+        return f"  rank {number}  exited with code {rank.exit_code or 0}"
     place = rank.place
     at = where(seen, number)
-    said = f"  at {at}" if at else ""
+    text = f"  at {at}" if at else ""
     if rank.stopped_since_s:
-        said = "  STOPPED (SIGSTOP)"
+        text = "  STOPPED (SIGSTOP)"
     elif _waits(seen, number):
-        said += f", waiting for its {'peers' if seen[number].waits else 'device'}"
+        text += f", waiting for its {'peers' if seen[number].waits else 'device'}"
     if not rank.has_posted:
-        return f"  rank {number}{said}"
-    return f"  rank {number}  step {place.step}  {place.phase}  for {now - place.since_s:.0f} s{said}"
+        return f"  rank {number}{text}"
+    return f"  rank {number}  step {place.step}  {place.phase}  for {now - place.since_s:.0f} s{text}"
 
 
 def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float) -> str:
-    """What is said once of ranks that make no progress, and that nobody ends."""
+    """The warning about ranks that make no progress but are not ended."""
     at_work = [number for number, one in sorted(seen.items()) if one.works and not one.may_wait]
     if not at_work and len(seen) == len(ranks) and all(one.may_wait for one in seen.values()):
-        who = "another machine's ranks may be at work"
+        who = "ranks of another machine may be at work"
     elif not at_work:
         who = "no rank uses any CPU time"
     else:
         places = [f"rank {number} is at work{f' at {at}' if (at := where(seen, number)) else ''}" for number in at_work]
         who = ", ".join(places[:4]) + (f", and {len(places) - 4} more" if len(places) > 4 else "")
-    lines = [f"launch: no progress for {timeout_s:g} s, but {who}. The run goes on."]
+    lines = [f"launch: no progress for {timeout_s:g} s, but {who}. The run continues."]
     has_posted = any(rank.has_posted for rank in ranks.values())
-    limit = f", and the run is ended after {PATIENCE * timeout_s:g} s without progress" if has_posted else ""
+    limit = f"; the run is ended after {PATIENCE * timeout_s:g} s without progress" if has_posted else ""
     for what, numbers in (
         ("waits for its peers in a collective", [number for number, one in sorted(seen.items()) if one.waits]),
         ("waits for its device", [number for number, one in sorted(seen.items()) if one.may_wait and not one.waits]),
@@ -176,12 +178,12 @@ def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: floa
         if numbers:
             lines.append(f"  Rank {', '.join(map(str, numbers))} {what}{limit}.")
     if has_posted:
-        lines.append("  Call accelerator.progress() now and then there, or put `with accelerator.pause():` around it.")
+        lines.append("  In long work call accelerator.progress() regularly, or wrap it in `with accelerator.pause():`.")
     return "\n".join(lines)
 
 
 def where(seen: Mapping[int, Seen], number: int) -> str:
-    """The rank's line in the script; "" where it is not known."""
+    """The rank's line in the script; "" if unknown."""
     stack = seen[number].stack if number in seen else None
     return stack.where if stack is not None else ""
 

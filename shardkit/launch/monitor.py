@@ -1,7 +1,7 @@
-"""A thread of the launcher that knows every rank's state: ended or not, stopped or not, how long without progress.
+"""A thread of the launcher that watches the ranks: whether they have ended, are stopped, or make no progress.
 
-It ends what would otherwise stay: ranks that survive the failure of another, ranks that were told to stop and do not,
-and a run that hangs (`hangs.py`).
+It kills ranks that survive the failure of another, ranks that do not stop after a signal, and the ranks of a run that
+hangs (`hangs.py`).
 """
 
 import contextlib
@@ -23,27 +23,27 @@ from shardkit.launch.store_client import Alarm
 POLL_S = 0.05
 CHECK_S = 1.0
 SURVIVOR_GRACE_S = 5.0
-"""How long ranks may outlive the failure of another: time to notice it and to say so in their logs."""
+"""How long ranks may outlive the failure of another: time to detect it and to log it."""
 CTRL_C_S = 30.0
-"""How long ranks have to save after Ctrl-C, if `stop_timeout_s` does not say less."""
+"""How long ranks have to save after Ctrl-C; at most `stop_timeout_s`."""
 STACKS_S = 10.0
-"""How long ranks have, at most, to write their stacks."""
+"""How long ranks have to write their stacks."""
 TELL_S = 2.0
-"""How long ranks that hang are left for other machines to see what theirs do."""
+"""How long hanging ranks are kept alive, so that other machines can examine their ranks."""
 SAMPLES = 4
-"""How often, a second apart, the stacks must show a rank at the same line before it counts as standing still."""
+"""Number of stack samples, one second apart, that must show a rank at the same line before it counts as not moving."""
 CPU_CHECKS = 10
-"""How often in a hang timeout the CPU time of the ranks is read, but no more often than every second."""
+"""How often per hang timeout the CPU time of the ranks is read, but at most once per second."""
 WORK_SHARE = 0.005
-"""A rank that uses more of a core than this is at work. One that waits uses a tenth of it, to look at its store."""
+"""A rank that uses more than this share of a core is at work. A waiting rank uses a tenth of it, to poll its store."""
 WORK_S = 0.05
-"""What a rank uses at least between two checks to count as at work: a few of the clock's ticks."""
+"""CPU seconds that a rank must use between two checks to count as at work: a few clock ticks."""
 
 
 @dataclass
 class Stop:
-    """A wish to end the ranks, from a signal. `is_asked_here`: somebody wants this launch to end; else only the world
-    of an elastic run is to change."""
+    """A request to end the ranks, from a signal. `is_asked_here`: a user ends this launch; else the world of an elastic
+    run changes."""
 
     number: int
     timeout_s: float
@@ -52,7 +52,7 @@ class Stop:
 
 
 class Monitor:
-    """Watches the ranks whose places are in `folder`, from `start` to `close`."""
+    """Watches the ranks whose progress files are in `folder`, from `start` to `close`."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class Monitor:
         has_others: bool = False,
         has_device: bool = False,
     ) -> None:
-        """`has_others`: other machines have ranks of this run too. `has_device`: the ranks run on accelerators."""
+        """`has_others`: other machines have ranks of this run. `has_device`: the ranks use accelerators."""
         self._has_device = has_device
         self.folder, self.log_dir, self._say, self._has_others = folder, log_dir, say, has_others
         self.hang_timeout_s, self.stop_timeout_s = hang_timeout_s, stop_timeout_s
         self.ranks: dict[int, Rank] = {}
         self.rows: list[HangRow] | None = None
-        """What the ranks here did when a hang was found, on this machine or on another."""
+        """The table rows of the ranks here, when this or another machine has found a hang."""
         self.is_hung = False
-        """Whether it was found here."""
+        """Whether this machine found the hang."""
         self._is_over = False
         self._kill_s = float("inf")
         self.stop: Stop | None = None
@@ -86,16 +86,16 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="shardkit-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Look once more and end; `ranks` stays as it is."""
+        """Update `ranks` once more, and end the thread."""
         self._closing.set()
         self._thread.join()
 
     def tell_to_stop(self, number: int) -> None:
-        """Hand a signal to every rank; the second time, end them all. Called from a signal handler: takes no lock."""
+        """Forward a signal to every rank; the second time, kill them. Called from a signal handler: takes no lock."""
         if self.stop is None:
             is_ctrl_c = number == signal.SIGINT
             self.stop = Stop(number, min(CTRL_C_S, self.stop_timeout_s) if is_ctrl_c else self.stop_timeout_s)
@@ -120,13 +120,13 @@ class Monitor:
         return bool(places) and (all(place.phase != "starting" for place in places) or waited_s > patience_s)
 
     def kill_all(self) -> None:
-        """SIGKILL to every rank that still runs."""
+        """Send SIGKILL to every rank that still runs."""
         for pid in self._running_pids():
             self.killed.add(pid)
             _send(pid, signal.SIGKILL)
 
     def _running_pids(self) -> list[int]:
-        """The processes of the ranks that have come up and, as far as is known, still run."""
+        """The pids of the ranks that have started and, as far as known, still run."""
         places = rank_files.read_progress(self.folder).values()
         return [place.pid for place in places if place.rank not in self.ranks or self.ranks[place.rank].runs]
 
@@ -137,16 +137,16 @@ class Monitor:
             now = time.monotonic()
             if now - checked_s >= CHECK_S:
                 checked_s = now
-                self._end_what_stays(now)
+                self._kill_or_examine(now)
         self._look()
 
     def _look(self) -> None:
-        """Renew places and exit codes."""
+        """Update progress and exit codes."""
         for number, place in rank_files.read_progress(self.folder).items():
             known = self.ranks.get(number)
             if known is None or known.place.pid != place.pid:
                 self.ranks[number] = known = Rank(place, worked_s=time.monotonic())
-                if self.stop is not None:  # it came up after the signal had gone round
+                if self.stop is not None:  # it started after the signal was forwarded
                     _send(place.pid, self.stop.number)
             known.place = place
             if known.runs:
@@ -154,9 +154,9 @@ class Monitor:
 
     def _look_at_exit(self, rank: Rank) -> None:
         try:
-            # WNOWAIT leaves the process to the thread that started it.
+            # WNOWAIT: the thread that started the process waits for it.
             status = os.waitid(os.P_PID, rank.place.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # that thread has taken it already
+        except ChildProcessError:  # that thread has already waited for it
             rank.is_gone, rank.ended_s = True, time.monotonic()
             return
         if status is None:
@@ -166,7 +166,8 @@ class Monitor:
         if rank.exit_code not in (0, EXIT_PREEMPTED) and self._failed_s is None:
             self._failed_s = rank.ended_s
 
-    def _end_what_stays(self, now: float) -> None:
+    def _kill_or_examine(self, now: float) -> None:
+        """Kill the ranks if a grace period is over; else look for a hang."""
         if self._failed_s is None and any(self.folder.glob("rank-*.error")):
             self._failed_s = now
         stop_is_over = self.stop is not None and now - self.stop.since_s > self.stop.timeout_s
@@ -177,7 +178,7 @@ class Monitor:
             self._find_hang(now)
 
     def _grace_s(self) -> float:
-        """After a failure a few seconds; a preempted run's ranks wait for one another as long as a stop may take."""
+        """A few seconds after a failure; the stop timeout in a preempted run, where ranks wait for one another."""
         preempted = any(error.exit_code == EXIT_PREEMPTED for error in rank_files.read_errors(self.folder).values())
         return self.stop_timeout_s if preempted else SURVIVOR_GRACE_S
 
@@ -192,7 +193,7 @@ class Monitor:
         self._looked_s = now
         seen = self._look_closely(running, now)
         self._look()
-        if not all(rank.runs for rank in running.values()):  # meanwhile one has ended: that is another matter
+        if not all(rank.runs for rank in running.values()):  # one has ended meanwhile, which is not a hang
             return
         verdict = hangs.judge(running, seen, self.hang_timeout_s, now, self._has_others)
         if self.stop is not None or self._is_over:
@@ -205,7 +206,8 @@ class Monitor:
             self._kill_s = time.monotonic() + (TELL_S if self._has_others else 0.0)
 
     def hear_of(self, alarm: Alarm) -> None:
-        """Ranks of another machine have failed or hang: no more is judged here. For a hang, see what ranks here do."""
+        """Called when ranks of another machine have failed or hang: stops the detection here. For a hang, samples the
+        ranks here for the table."""
         self._is_over = True
         if alarm is Alarm.HANG and self.rows is None:
             now = time.monotonic()
@@ -214,7 +216,7 @@ class Monitor:
             self.rows = hangs.rows_of(self.ranks, self._all_seen(running, samples, now), now)
 
     def _check_cpu(self, running: dict[int, Rank], now: float) -> None:
-        """Renew when each rank was last seen at work, now and then."""
+        """Update `worked_s` of each rank, once per period."""
         passed_s = now - self._cpu_checked_s
         if passed_s < self._cpu_period_s:
             return
@@ -223,7 +225,7 @@ class Monitor:
         for number, rank in running.items():
             was = before[number]
             if was is None or rank.cpu_s is None or abs(rank.cpu_s - was) > max(WORK_S, WORK_SHARE * passed_s):
-                rank.worked_s = now  # less than before: something that it had started has ended
+                rank.worked_s = now  # less than before means that a process which it started has ended
 
     def _read_cpu(self, running: dict[int, Rank], now: float) -> None:
         used = processes.cpu_s({rank.place.pid for rank in running.values()})
@@ -236,13 +238,13 @@ class Monitor:
         return max(CHECK_S, self.hang_timeout_s / CPU_CHECKS)
 
     def _look_closely(self, running: dict[int, Rank], now: float) -> dict[int, Seen]:
-        """What each rank does for a few seconds; of those that are stopped nothing."""
+        """Sample for a few seconds what each rank does, except stopped ones."""
         ranks = {number: rank for number, rank in running.items() if not rank.stopped_since_s}
         samples = [self._stacks(ranks)]
         for _ in range(SAMPLES - 1):
             self._closing.wait(CHECK_S)
             samples.append(self._stacks(ranks))
-        self._read_cpu(running, time.monotonic())  # what the samples have cost is no work
+        self._read_cpu(running, time.monotonic())  # so that CPU time of the samples does not count as work
         return self._all_seen(ranks, samples, now)
 
     def _all_seen(self, ranks: dict[int, Rank], samples: list[dict[int, Stack]], now: float) -> dict[int, Seen]:
@@ -260,14 +262,14 @@ class Monitor:
         )
 
     def _warn(self, running: dict[int, Rank], seen: dict[int, Seen], now: float) -> None:
-        """Once for each line at which ranks stay."""
+        """Warn once for each line at which ranks stay."""
         places = {(number, hangs.where(seen, number)) for number in seen}
         if not places <= self._warned:
             self._warned |= places
             self._say(hangs.warning(running, seen, self.hang_timeout_s, now))
 
     def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
-        """What the ranks' threads do now; without those that do not say."""
+        """The current stacks of the ranks that can write them."""
         paths = {number: stack_path(self.log_dir, number) for number in ranks}
         written = {number: stacks.size(path) for number, path in paths.items()}
         asked = [number for number, rank in ranks.items() if processes.ask_for_stacks(rank.place.pid)]

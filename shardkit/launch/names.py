@@ -1,4 +1,4 @@
-"""What `shardkit launch` and its ranks call things: the variables besides torch elastic's, and the logs."""
+"""Environment variables between `shardkit launch` and its ranks, in addition to torch elastic's, and names of logs."""
 
 from pathlib import Path
 
@@ -9,31 +9,31 @@ RESOLVED_CONFIG = "SHARDKIT_RESOLVED_CONFIG"
 """Path of the resolved configuration."""
 
 CONFIG_DIGEST = "SHARDKIT_CONFIG_DIGEST"
-"""Its digest, equal on all machines (machine_rank left out); ranks compare it when they meet."""
+"""Its digest without machine_rank, equal on all machines; ranks compare it at their start."""
 
 NUM_PROCESSES = "SHARDKIT_NUM_PROCESSES"
-"""The world that was asked for."""
+"""The configured world size."""
 
 PROGRESS_DIR = "SHARDKIT_PROGRESS_DIR"
-"""Folder, local to the machine, where ranks say where they are."""
+"""Folder, local to the machine, where ranks report their progress."""
 
 LOG_DIR = "SHARDKIT_LOG_DIR"
 """Folder of the ranks' logs."""
 
 LAUNCHER_PID = "SHARDKIT_LAUNCHER_PID"
-"""The launcher's process; ranks die with it."""
+"""The launcher's pid; ranks are killed when it dies."""
 
 MEASURE = "SHARDKIT_MEASURE"
-"""Set to 1 by --measure: the runtime records the real peak of memory."""
+"""Set to 1 by --measure: the runtime records the peak memory."""
 
 STOP_TIMEOUT_S = "SHARDKIT_STOP_TIMEOUT_S"
-"""How long ranks have to save and leave."""
+"""How long ranks have to save and exit."""
 
 AROUND_SCRIPT = "SHARDKIT_AROUND_SCRIPT"
-"""A module whose `around_script(log_dir)` every rank enters before the script, and leaves after it."""
+"""A module with a context manager `around_script(log_dir)`, in which every rank runs the script."""
 
 SECRET = "SHARDKIT_SECRET"
-"""The same on all machines of a run: what their launchers tell one another is signed with it."""
+"""A secret shared by all machines of a run, with which launchers sign their messages."""
 
 
 def stack_path(log_dir: Path, rank: int) -> Path:
@@ -42,5 +42,5 @@ def stack_path(log_dir: Path, rank: int) -> Path:
 
 
 def log_path(log_dir: Path, rank: int) -> Path:
-    """The file with everything that a rank wrote."""
+    """The file with the output of a rank."""
     return log_dir / f"rank{rank}.log"

@@ -1,8 +1,8 @@
-"""The ranks' output: everything into one log a rank, whole lines with their rank on the screen.
+"""The ranks' output: everything is written to one log per rank; the screen shows complete lines prefixed by their rank.
 
-A rank's stdout and stderr come through two named pipes; one thread reads them all, so lines never mix. A progress bar
-(text that returns to the start of its line) is shown for rank 0 only; the logs keep everything. A line that stays
-without its end is shown as it is: it may ask for something. So is the beginning of one that is very long.
+A rank's stdout and stderr are two named pipes. One thread reads them all, so lines never mix. Progress bars (lines with
+carriage returns) are shown for rank 0 only; the logs contain everything. An incomplete line is shown after a moment,
+since it may be a prompt. So is the beginning of a very long line.
 """
 
 import codecs
@@ -21,18 +21,18 @@ from shardkit.launch.names import log_path
 from shardkit.sizes import in_words
 
 BAR_PERIOD_S = 10.0
-"""How often a progress bar that never ends its line is written to a screen that is a file."""
+"""How often a progress bar is written if the screen is a file."""
 QUIET_S = 0.1
-"""How long a line must stay without its end to be shown: programs write lines in pieces."""
+"""After how long an incomplete line is shown: programs write lines in pieces."""
 POLL_S = 0.2
 POLL_SOON_S = 0.05
 CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20
-"""What is kept of a line until its end comes."""
+"""The longest line that is kept until it is complete."""
 
 
 class Lines:
-    """Bytes in any pieces in; whole lines out, each with whether it was a progress bar."""
+    """Splits a stream of bytes into lines, each with whether it was a progress bar."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -43,8 +43,8 @@ class Lines:
         return [_line(line) for line in whole]
 
     def beginning(self) -> str | None:
-        """Taken from a line under way that is too long to wait for its end; None where it is not."""
-        if len(self._rest) > LONGEST_LINE_BYTES:  # of a bar that never ends its line, only the last state matters
+        """Take the beginning of an incomplete line that is too long to keep; None if it is shorter."""
+        if len(self._rest) > LONGEST_LINE_BYTES:  # of a progress bar, only the last state is kept
             self._rest = self._rest[max(0, self._rest.rstrip(b"\r").rfind(b"\r")) :]
         if len(self._rest) <= LONGEST_LINE_BYTES:
             return None
@@ -53,17 +53,17 @@ class Lines:
         return text
 
     def unfinished(self) -> tuple[str, bool] | None:
-        """The line under way, which stays under way."""
+        """The incomplete line, which is kept; None if there is none."""
         return _line(self._rest) if self._rest.strip() else None
 
     def close(self) -> list[tuple[str, bool]]:
-        """The last line, where the output ended without an end of line."""
+        """The last line, if the output ended without a newline."""
         rest, self._rest = self._rest, b""
         return [_line(rest)] if rest else []
 
 
 def _line(text: bytes) -> tuple[str, bool]:
-    """What a terminal would show in the end, and whether the line was written over."""
+    """(the text that a terminal would finally show, whether the line has carriage returns)."""
     parts = [part for part in text.split(b"\r") if part]
     return (parts[-1] if parts else b"").decode(errors="backslashreplace"), b"\r" in text.rstrip(b"\r")
 
@@ -74,13 +74,13 @@ class _Stream:
     screen: TextIO
     bar_shown_s: float
     lines: Lines = field(default_factory=Lines)
-    rank: int = -1  # known once the rank has said it
+    rank: int = -1  # known after the rank has written its progress file
     read_s: float = 0.0
-    shown: str = ""  # of the line under way
+    shown: str = ""  # the part of the incomplete line that is on the screen
 
 
 class Output:
-    """Reads the ranks' pipes from `start` to `close`. One for each time that the ranks are started."""
+    """Reads the ranks' pipes from `start` to `close`. Used for one start of the ranks."""
 
     def __init__(
         self, folder: Path, log_dir: Path, ranks_here: int, width: int, shown: frozenset[int] | None, has_prefix: bool
@@ -89,8 +89,8 @@ class Output:
         self._width, self._shown, self._has_prefix = width, shown, has_prefix
         self._selector = selectors.DefaultSelector()
         self._logs: dict[int, BinaryIO] = {}
-        self._asking: _Stream | None = None  # whose line under way is the last thing on the screen
-        self._missing: dict[int, int] = {}  # by rank, the bytes that are not in its log
+        self._asking: _Stream | None = None  # the stream whose incomplete line is the last one on the screen
+        self._missing: dict[int, int] = {}  # {rank: bytes that are not in its log}
         self._descriptors: list[int] = []
         self._closing = threading.Event()
         for local_rank in range(ranks_here):
@@ -100,11 +100,11 @@ class Output:
         self._thread = threading.Thread(target=self._read, name="shardkit-output", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Read what is left; every line that a rank has written is then on the screen and in its log."""
+        """Read the rest of the output, and end the thread."""
         self._closing.set()
         self._thread.join()
         for log in self._logs.values():
@@ -115,7 +115,7 @@ class Output:
         if self._missing:
             ranks = ", ".join(map(str, sorted(self._missing)))
             lost = in_words(sum(self._missing.values()))
-            self._tell(f"warning: {lost} of output are missing in the logs in {self._log_dir} (rank {ranks}).")
+            self._warn(f"{lost} of output are missing in the logs in {self._log_dir} (rank {ranks}).")
 
     def show(self, rank: int, text: str) -> None:
         """Write text to the screen as a line of this rank."""
@@ -124,7 +124,7 @@ class Output:
     def _open(self, path: Path) -> int:
         os.mkfifo(path, 0o600)
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        # A writer of our own: else the pipe reads as ended whenever no rank has it open.
+        # Keep a writer open: otherwise the pipe signals end of file whenever no rank has it open.
         self._descriptors += [reader, os.open(path, os.O_WRONLY)]
         return reader
 
@@ -147,7 +147,7 @@ class Output:
         return [key.data for key in self._selector.get_map().values()]
 
     def _is_pending(self) -> bool:
-        """Whether some line under way is not on the screen yet."""
+        """Whether an incomplete line is not on the screen yet."""
         lines = [(stream, stream.lines.unfinished()) for stream in self._streams()]
         return any(line is not None and not line[1] and line[0] != stream.shown for stream, line in lines)
 
@@ -167,7 +167,7 @@ class Output:
             self._print_part(stream, beginning)
 
     def _keep(self, rank: int, piece: bytes) -> None:
-        """Add to a rank's log. Where the disk is full the run goes on, and what is missing is told."""
+        """Append to a rank's log. If the disk is full, the run continues, and a warning says what is missing."""
         rest = memoryview(piece)
         try:
             if rank not in self._logs:
@@ -177,14 +177,15 @@ class Output:
                 rest = rest[self._logs[rank].write(rest) :]
         except OSError as error:
             if not self._missing:
-                text = f"the logs in {self._log_dir} cannot be written ({error.strerror}); the run goes on without them"
-                self._tell(f"warning: {text}.")
+                self._warn(
+                    f"the logs in {self._log_dir} cannot be written ({error.strerror}); the run continues without them."
+                )
             self._missing[rank] = self._missing.get(rank, 0) + len(rest)
 
-    def _tell(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self._end_line_under_way()
-        self._write(sys.stderr, f"{text}\n")
+    def _warn(self, text: str) -> None:
+        """Print a warning of the launcher."""
+        self._end_incomplete_line()
+        self._write(sys.stderr, f"warning: {text}\n")
 
     def _print_line(self, stream: _Stream, text: str, is_bar: bool) -> None:
         if is_bar and stream.rank != 0:
@@ -197,7 +198,7 @@ class Output:
         stream.shown = ""
 
     def _print_part(self, stream: _Stream, text: str) -> None:
-        """The beginning of a line that is not over; what follows is added to it, unless another rank comes between."""
+        """Print the beginning of an incomplete line. The rest is appended later, unless another rank prints first."""
         if self._shown is not None and stream.rank not in self._shown:
             return
         if stream is self._asking:
@@ -207,7 +208,7 @@ class Output:
         self._asking, stream.shown = stream, ""
 
     def _show_prompt(self, stream: _Stream) -> None:
-        """A line under way that nothing has been added to for a moment; what comes later is added to it."""
+        """Print an incomplete line that has not grown for a moment. The rest is appended later."""
         line = stream.lines.unfinished()
         if line is None or line[1] or line[0] == stream.shown or time.monotonic() - stream.read_s < QUIET_S:
             return
@@ -220,7 +221,7 @@ class Output:
         self._asking, stream.shown = stream, line[0]
 
     def _show_bar(self, stream: _Stream) -> None:
-        """A bar under way: at once on a terminal, now and then in a file."""
+        """Print the current state of a progress bar: at once on a terminal, every BAR_PERIOD_S in a file."""
         now, line = time.monotonic(), stream.lines.unfinished() if stream.rank == 0 else None
         is_terminal = stream.screen.isatty()
         if line is None or not line[1] or now - stream.bar_shown_s < (0.1 if is_terminal else BAR_PERIOD_S):
@@ -231,16 +232,16 @@ class Output:
     def _print(self, screen: TextIO, rank: int, text: str, end: str = "\n") -> None:
         if self._shown is not None and rank not in self._shown:
             return
-        self._end_line_under_way()
+        self._end_incomplete_line()
         prefix = f"[{rank:>{self._width}}] " if self._has_prefix else ""
         self._write(screen, "".join(f"{prefix}{line}{end}" for line in text.split("\n")))
 
-    def _end_line_under_way(self) -> None:
+    def _end_incomplete_line(self) -> None:
         if self._asking is not None:
             self._write(self._asking.screen, "\n")
             self._asking = None
 
     def _write(self, screen: TextIO, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the reader of our screen may be gone; the logs go on
+        with contextlib.suppress(OSError, ValueError):  # the reader of the screen may be gone
             screen.write(text)
             screen.flush()

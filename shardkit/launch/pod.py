@@ -1,10 +1,10 @@
-"""A launch on the machines of a TPU pod from anywhere: one `gcloud ... ssh` for each machine, all at once.
+"""Launches on all machines of a TPU pod from another machine: one `gcloud ... ssh` per machine, in parallel.
 
-    commands(config, ...)     the command lines, a machine each
-    run(lines)                until all have ended; the first that fails ends the others
+    commands(config, ...)     the command lines, one per machine
+    run(lines)                runs them until all have ended; if one fails, the others are ended
 
-Every machine runs `shardkit launch` with its own number, from a folder of the same name: script and configuration must
-be there. `main_process_ip` is the address that machine 0 has inside the pod.
+Every machine runs `shardkit launch` with its number, in a folder with the same path, which must contain script and
+configuration. `main_process_ip` is the address of machine 0 inside the pod.
 """
 
 import shlex
@@ -19,29 +19,29 @@ from shardkit.errors import MachineError, RankFailure
 
 POLL_S = 0.2
 STOP_S = 30.0
-"""How long the other machines' commands have to end, after one has failed."""
+"""How long the commands of the other machines have to end after one has failed."""
 
 
 def problems(config: Config) -> list[str]:
-    """What is missing for a launch on a pod."""
+    """Missing or invalid settings for a launch on a pod."""
     found = []
     if not config.tpu_name and not config.tpu_vm:
         found.append("launch: tpu_use_cluster needs the name of the TPU (got none); write tpu_name.")
     if config.tpu_vm and len(config.tpu_vm) != config.num_machines:
         found.append(
-            f"launch: tpu_vm names {len(config.tpu_vm)} machines (got num_machines {config.num_machines}); name each."
+            f"launch: tpu_vm has {len(config.tpu_vm)} machines (got num_machines {config.num_machines}); list each one."
         )
     wrong = [line for line in config.tpu_env if "=" not in line]
     if wrong:
         found.append(f"launch: tpu_env: not NAME=value (got {wrong[0]}); correct it.")
     if config.command_file and not Path(config.command_file).is_file():
-        found.append(f"launch: command_file: there is no such file (got {config.command_file}); correct the path.")
+        found.append(f"launch: command_file: does not exist (got {config.command_file}); correct the path.")
     return found
 
 
 def commands(config: Config, launch: Sequence[str], folder: Path) -> list[list[str]]:
-    """A command line for each machine, in their order. `launch`: the arguments of `shardkit launch` that all share,
-    the script last; `folder`: where they mean something."""
+    """A command line for each machine, in order. `launch`: the shared arguments of `shardkit launch`, the script last;
+    `folder`: the folder in which they are run."""
     return [_command(config, number, _there(config, number, launch, folder)) for number in range(config.num_machines)]
 
 
@@ -54,7 +54,7 @@ def _command(config: Config, number: int, there: str) -> list[str]:
 
 
 def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> str:
-    """What one machine runs: the variables and commands that the configuration names, then its part of the launch."""
+    """The shell command of one machine: variables and commands of the configuration, then its `shardkit launch`."""
     from_file = Path(config.command_file).read_text().splitlines() if config.command_file else []
     before = [line.strip() for line in [*from_file, *config.commands] if line.strip()]
     own = ["--set", "tpu_use_cluster=false", "--machine-rank", str(number)]
@@ -65,8 +65,8 @@ def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> 
 
 
 def run(lines: Sequence[Sequence[str]]) -> None:
-    """Starts all commands, and returns when all have ended well. Raises MachineError where gcloud is missing,
-    RankFailure where a command failed; the others are ended then."""
+    """Runs all commands, and returns when all have succeeded. Raises MachineError if gcloud is missing, RankFailure if
+    a command failed, after ending the others."""
     if shutil.which(lines[0][0]) is None:
         raise MachineError(
             f"launch: tpu_use_cluster needs {lines[0][0]}, which is not installed; install it, or run "

@@ -1,4 +1,4 @@
-"""Which ports of this machine are taken, and by whom. Linux says it in /proc; elsewhere only that they are taken."""
+"""Whether a port of this machine is free, and which process uses it (only on Linux, from /proc)."""
 
 import errno
 import socket
@@ -21,7 +21,7 @@ def is_free(port: int) -> bool:
 
 
 def owner(port: int, proc: Path = Path("/proc")) -> str:
-    """`pid 812 (jupyter)`, or "another process" where we may not see it."""
+    """`pid 812 (jupyter)`, or "another process" if that cannot be determined."""
     inodes = {inode for name in ("tcp", "tcp6") for inode in _listening(proc / "net" / name, port)}
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for process in proc.glob("[0-9]*"):

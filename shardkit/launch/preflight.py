@@ -1,4 +1,4 @@
-"""Everything that can be known to fail before a rank is started, all of it at once, without torch."""
+"""Checks before ranks are started, without torch. All problems are reported at once."""
 
 import socket
 import sys
@@ -18,13 +18,13 @@ from shardkit.sizes import in_words
 from shardkit.storage import objects
 from shardkit.storage.url import Url, is_url, place_of
 
-# What a process that has imported torch and shardkit holds for itself (torch 2.13 on Linux: 0.2 to 0.3 GiB).
+# Host memory of a process that has imported torch and shardkit (torch 2.13 on Linux: 0.2 to 0.3 GiB).
 RANK_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason not to start, and the exit code that it alone would give."""
+    """A reason not to start, with its exit code."""
 
     text: str
     exit_code: int = EXIT_CONFIG
@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch must know of this machine."""
+    """The facts about this machine that a launch needs."""
 
     devices: tuple[str, ...]
     cores: int
@@ -40,7 +40,7 @@ class Machine:
 
 
 def raise_all(problems: list[Problem]) -> None:
-    """One error with every problem; the configuration's exit code wins over the machine's."""
+    """Raise one error with all problems: MachineError if all are of the machine, else ConfigError."""
     if not problems:
         return
     text = [problem.text for problem in problems]
@@ -51,9 +51,9 @@ def raise_all(problems: list[Problem]) -> None:
 
 
 def script_problems(script: str, is_module: bool) -> list[Problem]:
-    """Whether the script is there to be run."""
+    """Whether the script or module exists."""
     if is_module:
-        return [] if _module_exists(script) else [Problem(f"launch: module {script} is not found; check its name.")]
+        return [] if _module_exists(script) else [Problem(f"launch: module {script} was not found; check its name.")]
     path = Path(script)
     if path.is_file() or (path.is_dir() and (path / "__main__.py").is_file()):
         return []
@@ -64,11 +64,11 @@ def script_problems(script: str, is_module: bool) -> list[Problem]:
 def run_problems(
     config: Config, machine: Machine, variables: Mapping[str, str], has_number: bool = True
 ) -> list[Problem]:
-    """Whether this machine can run what a valid configuration asks for; of a launch on a TPU pod, whether it can start
-    it from here. `has_number`: whether somebody gave this machine its number."""
+    """Whether this machine can run a valid configuration; or, for a launch on a TPU pod, start it. `has_number`:
+    whether somebody gave this machine its number."""
     if is_on_pod(config):
-        said = [*pod.problems(config), *(f"launch: {text}" for text in xla.problems(config))]
-        return [*(Problem(text) for text in said), *machines_problems(config)]
+        texts = [*pod.problems(config), *(f"launch: {text}" for text in xla.problems(config))]
+        return [*(Problem(text) for text in texts), *machines_problems(config)]
     return [
         *(Problem(text) for text in [tasks.launch_problem(variables)] if text),
         *machines_problems(config),
@@ -82,19 +82,19 @@ def run_problems(
 
 
 def is_on_pod(config: Config) -> bool:
-    """Whether the launch is one for all machines of a TPU pod, and not for this machine."""
+    """Whether to launch on all machines of a TPU pod, instead of on this machine."""
     return device_of(config) == "xla" and config.tpu_use_cluster
 
 
 def machines_problems(config: Config) -> list[Problem]:
-    """Whether several machines have where to meet."""
+    """Whether the address of machine 0 is known, if there are several."""
     if config.num_machines == 1 or config.main_process_ip:
         return []
     return [Problem(f"launch: {config.num_machines} machines need the address of machine 0; give --main HOST:PORT.")]
 
 
 def device_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
-    """Whether there are as many devices here as ranks."""
+    """Whether this machine has enough devices for its ranks."""
     device, wanted = device_of(config), config.num_processes // config.num_machines
     if device == "xla":
         text = xla.installed_problem()
@@ -114,32 +114,32 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
 
 
 def port_problems(config: Config) -> list[Problem]:
-    """Whether the port of the rendezvous is free, where this machine is the one to open it."""
+    """Whether the port of the rendezvous is free, if this machine listens on it."""
     meeting = rendezvous_of(config)
     if meeting.port == 0 or config.machine_rank != 0 or not _is_here(meeting.host) or ports.is_free(meeting.port):
         return []
     text = (
         f"launch: port {meeting.port} is in use by {ports.owner(meeting.port)}; "
         f"choose another with --main {meeting.host}:PORT"
-        + (", or leave the port out and a free one is taken." if config.num_machines == 1 else ".")
+        + (", or omit the port to use a free one." if config.num_machines == 1 else ".")
     )
     return [Problem(text, EXIT_MACHINE)]
 
 
 def show_problems(config: Config) -> list[Problem]:
-    """Whether the ranks that --show names exist."""
+    """Whether the ranks in --show exist."""
     beyond = sorted(rank for rank in shown_ranks(config.shardkit.launch.show) or () if rank >= world_size_of(config))
     if not beyond:
         return []
-    return [Problem(f"launch: show: there is no rank {beyond[0]} among {world_size_of(config)}; the first one is 0.")]
+    ranks = world_size_of(config)
+    return [Problem(f"launch: show: there is no rank {beyond[0]} (got {ranks} ranks, from 0 on); give existing ranks.")]
 
 
 def store_problems(config: Config) -> list[Problem]:
-    """Whether what a run is to be resumed from can be reached, where that is in a store of objects; and whether what
-    must be a folder is one."""
+    """Whether the checkpoint to resume from exists, if it is in an object store; and whether log_dir is a folder."""
     problems, log_dir, resume = [], config.shardkit.launch.log_dir, config.shardkit.checkpoint.resume
     if log_dir is not None and is_url(log_dir):
-        problems.append(Problem(f"launch: log_dir: logs are files (got {log_dir}); name a folder."))
+        problems.append(Problem(f"launch: log_dir: object stores are not supported (got {log_dir}); give a folder."))
     place = place_of(resume)
     if isinstance(place, Url) and (missing := objects.nothing_there(place)):
         problems.append(Problem(f"launch: resume: {missing}"))
@@ -147,7 +147,7 @@ def store_problems(config: Config) -> list[Problem]:
 
 
 def memory_problems(config: Config, machine: Machine) -> list[Problem]:
-    """Ranks that would fill this machine's memory before they have a model."""
+    """Whether the ranks fit into this machine's memory, without their models."""
     ranks_here = world_size_of(config) // config.num_machines
     needed = ranks_here * RANK_BYTES
     if machine.memory_bytes is None or needed <= machine.memory_bytes:
@@ -160,7 +160,7 @@ def memory_problems(config: Config, machine: Machine) -> list[Problem]:
 
 
 def core_warning(config: Config, machine: Machine) -> str | None:
-    """What is worth saying about many ranks on few cores; None where there is nothing."""
+    """A warning if there are more ranks than cores; else None."""
     ranks_here = config.num_processes // config.num_machines
     if device_of(config) != "cpu" or ranks_here <= machine.cores:
         return None
@@ -168,18 +168,18 @@ def core_warning(config: Config, machine: Machine) -> str | None:
 
 
 def job_warning(config: Config, job: Scheduler | None) -> str | None:
-    """What is worth saying where a job has other machines than the configuration; None where there is nothing."""
+    """A warning if the scheduler's job has another number of machines than the configuration; else None."""
     if job is None or job.machines == config.num_machines:
         return None
-    alone = "; each machine on which this is started trains by itself" if config.num_machines == 1 else ""
+    alone = "; each machine on which this is started trains separately" if config.num_machines == 1 else ""
     return (
-        f"warning: the {job.name} job has {job.machines} machines, and num_machines is {config.num_machines}{alone}; "
-        f"--num-machines {job.machines} makes one run of them."
+        f"warning: the {job.name} job has {job.machines} machines, but num_machines is {config.num_machines}{alone}; "
+        f"add --num-machines {job.machines} for one run on all of them."
     )
 
 
 def _module_exists(name: str) -> bool:
-    """Whether Python finds the module, without running any code of its package."""
+    """Whether a module can be found, without running code of its package."""
     top, *rest = name.split(".")
     sys.path.insert(0, str(Path.cwd()))
     try:

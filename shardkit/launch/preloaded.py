@@ -1,8 +1,9 @@
-"""torch in a forked rank: loaded long ago, and not there until the script imports it.
+"""Hides preloaded torch modules in a forked rank until the script imports torch.
 
-A fresh interpreter reads a few variables when it loads torch. A script, or a package that it imports, may set them
-before: then what was loaded is of no use, and the rank becomes a Python of its own, which runs the script again up to
-its first import of torch. What the script itself sets is seen before anything starts (`variables_set`).
+torch reads some environment variables when it is imported. If a script, or a package that it imports, sets one of them
+before it imports torch, the preloaded modules cannot be used: the rank then replaces itself by a new Python process,
+which runs the script from its beginning. Variables that the script's source sets are found before the start
+(`variables_set`).
 """
 
 import importlib.abc
@@ -27,11 +28,11 @@ READ_AT_IMPORT = (
 """Variables that torch, numpy and their libraries read once, when they are imported (found by tracing getenv)."""
 
 
-# ---- before the start: what the script's own text says ----
+# ---- before the start: the script's source ----
 
 
 def variables_set(script: str, is_module: bool) -> list[str]:
-    """Variables that libraries read at import, and that the script or a module beside it may be setting."""
+    """Variables that libraries read at import, and that the script, or a module next to it, may set."""
     names: set[str] = set()
     for text in own_texts(script, is_module):
         if "environ" in text or "putenv" in text:
@@ -46,7 +47,7 @@ def own_texts(script: str, is_module: bool) -> Iterator[str]:
 
 
 def own_files(script: str, is_module: bool) -> Iterator[Path]:
-    """The script, and what it imports from its folder, as far as the lines that begin with an import tell."""
+    """The script, and the modules that it imports from its folder, found by lines that begin with an import."""
     folder = folder_of(script, is_module)
     path = Path(script)
     waiting = list(files_of(folder, script)) if is_module else [path / "__main__.py" if path.is_dir() else path]
@@ -64,7 +65,7 @@ def own_files(script: str, is_module: bool) -> Iterator[Path]:
 
 
 def files_of(folder: Path, name: str) -> Iterator[Path]:
-    """The files that `import name` would read, if it lies below the folder."""
+    """The files that `import name` would read below the folder."""
     place = folder
     for part in filter(None, name.split(".")):
         place = place / part
@@ -73,7 +74,7 @@ def files_of(folder: Path, name: str) -> Iterator[Path]:
 
 
 def folder_of(script: str, is_module: bool) -> Path:
-    """What Python puts first into `sys.path` for a script."""
+    """The folder that Python puts first into `sys.path` for a script."""
     path = Path(script)
     if is_module:
         return Path.cwd()
@@ -85,7 +86,7 @@ def folder_of(script: str, is_module: bool) -> Path:
 
 @dataclass(frozen=True)
 class Before:
-    """What this interpreter was before it loaded torch."""
+    """The state of the interpreter before it imported torch."""
 
     modules: frozenset[str]
     filters: tuple[Any, ...]
@@ -93,19 +94,19 @@ class Before:
 
 @dataclass(frozen=True)
 class Taken:
-    """What loading torch has made of this interpreter: modules, and filters of warnings, those tried first in front."""
+    """The changes by importing torch: modules, and warning filters in their order."""
 
     modules: dict[str, ModuleType]
     filters: list[Any]
 
 
 def before() -> Before:
-    """For `take_out`, later."""
+    """The current state, for `take_out`."""
     return Before(frozenset(sys.modules), tuple(warnings.filters))
 
 
 def take_out(found: Before) -> Taken:
-    """Removes what has come since, of torch and of shardkit."""
+    """Removes modules of torch and shardkit, and warning filters, that were added since `found`. Returns them."""
     names = [name for name in sys.modules if name.split(".")[0] in {"torch", "shardkit"} and name not in found.modules]
     filters = [one for one in warnings.filters if one not in found.filters]
     set_filters(found.filters)
@@ -113,15 +114,15 @@ def take_out(found: Before) -> Taken:
 
 
 def set_filters(filters: Iterable[Any]) -> None:
-    """Makes these the filters of warnings."""
+    """Sets the warning filters."""
     warnings.filters[:] = filters  # type: ignore[index]
-    with warnings.catch_warnings():  # its end forgets what older filters have let through
+    with warnings.catch_warnings():  # leaving it resets the cache of warnings already shown
         pass
 
 
 class Preloaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Puts modules back when the first of them is imported; or where variables that they read have changed since,
-    replaces this process with the `command`."""
+    """Restores the modules when the first of them is imported. If variables that they read at import have changed, it
+    replaces this process by `command` instead."""
 
     def __init__(self, taken: Taken, command: Sequence[str]) -> None:
         self._modules, self._filters, self._command = taken.modules, taken.filters, command
@@ -137,7 +138,7 @@ class Preloaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         if read_at_import(env.copy()) != self._variables:
-            start_anew(self._command)
+            restart(self._command)
         sys.meta_path.remove(self)
         sys.modules.update(self._modules)
         set_filters([*self._filters, *(one for one in warnings.filters if one not in self._filters)])
@@ -145,16 +146,16 @@ class Preloaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # the import has put its own there
+        module.__spec__ = self._own_spec  # the import system has replaced it
 
 
 def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of these variables, those that libraries read when they are imported."""
+    """The variables among these that libraries read when they are imported."""
     return {name: value for name, value in variables.items() if re.fullmatch(READ_AT_IMPORT, name)}
 
 
-def start_anew(command: Sequence[str]) -> NoReturn:
-    """Makes this process another one, with the variables that it has now."""
+def restart(command: Sequence[str]) -> NoReturn:
+    """Replaces this process by a command, with the current environment."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.execv(command[0], list(command))

@@ -1,5 +1,5 @@
-"""What the system tells of a rank's process: its state, the CPU time of all that it has started, and how to ask it for
-its stacks. Elsewhere than on Linux no state and no CPU time is known.
+"""A rank's process: its state, the CPU time of all processes that it started, and a request for its stacks. State and
+CPU time are only known on Linux.
 """
 
 import _thread
@@ -13,32 +13,30 @@ from pathlib import Path
 
 PROC = Path("/proc")
 STACKS_THREAD = "shardkit-stacks"
-"""The thread of a rank that takes the signal for its stacks (15 characters, as many as the kernel keeps)."""
+"""The thread of a rank that receives the signal for its stacks (15 characters, the limit of the kernel)."""
 STACKS_SIGNAL = signal.SIGUSR2
 
 
 def state(pid: int) -> str:
-    """The letter of /proc: R running, S waiting, D disk, T stopped, Z ended; "" where it is not known."""
+    """The state letter in /proc: R running, S sleeping, D disk, T stopped, Z zombie; "" if unknown."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def cpu_s(sessions: Collection[int]) -> dict[int, float]:
-    """CPU seconds that each session's living processes have used: a rank leads one, with all that it has started.
-
-    Without those of which nothing is known.
-    """
+    """{session id: CPU seconds of its processes}. A rank is a session leader, so its session has all processes that it
+    started. Unknown sessions are omitted."""
     used: dict[int, float] = {}
     for name in os.listdir(PROC) if sys.platform.startswith("linux") else ():
         fields = _stat(int(name)) if name.isdigit() else None
         if fields and int(fields[3]) in sessions:
-            ticks = sum(map(int, fields[11:15]))  # user and system, its own and that of children it has waited for
+            ticks = sum(map(int, fields[11:15]))  # user and system time, of it and of children that it has waited for
             used[int(fields[3])] = used.get(int(fields[3]), 0.0) + ticks / os.sysconf("SC_CLK_TCK")
     return used
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third one on: the state."""
+    """The fields of /proc/PID/stat from the third one (the state) on."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -46,9 +44,10 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def take_stack_signals() -> None:
-    """In a rank: a thread that only waits, for `ask_for_stacks`. The main thread's system calls go on undisturbed.
+    """In a rank: start a thread that receives the signals of `ask_for_stacks`, so that they do not interrupt system
+    calls of the main thread.
 
-    It is none of `threading`'s, so a script that counts its threads does not see it.
+    It is not a `threading.Thread`, so a script that counts its threads does not see it.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -67,7 +66,7 @@ def _wait(named: _thread.LockType, for_ever: _thread.LockType) -> None:
 
 
 def ask_for_stacks(pid: int) -> bool:
-    """Make a rank write its stacks; whether it could be asked: one that has become another program cannot be."""
+    """Make a rank write its stacks. Returns False if it cannot, such as after it called exec."""
     if not sys.platform.startswith("linux"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)

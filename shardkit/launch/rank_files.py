@@ -1,6 +1,6 @@
-"""What a rank leaves on disk for the launcher: where it is (a few bytes, renewed in place) and what it failed of.
+"""Files that a rank writes for the launcher: its progress (a few bytes, updated in place) and its error.
 
-Both live in the run's progress folder, local to the machine. Torch-free, so that a rank can write from its first line.
+Both are in the run's progress folder, local to the machine. Torch-free, so that a rank can write them from its start.
 """
 
 import json
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 PLACE_BYTES = 512
-"""Size of a rank's place on disk; it never changes, so a reader never sees half a file."""
+"""Size of a rank's progress file; it never changes, so a reader never sees a truncated file."""
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is. `since_s` is CLOCK_MONOTONIC, which all processes of a machine share."""
+    """The progress of a rank. `since_s` is CLOCK_MONOTONIC, which all processes of a machine share."""
 
     rank: int
     local_rank: int
@@ -32,7 +32,7 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class RankError:
-    """What ended a rank, in its own words. `is_lost_peer`: it only noticed that another rank was gone."""
+    """The error that ended a rank. `is_lost_peer`: it only reports that another rank is gone."""
 
     rank: int
     kind: str
@@ -45,7 +45,7 @@ class RankError:
 
 
 class ProgressWriter:
-    """A rank's own place, mapped into memory: a post costs microseconds and no system call."""
+    """A rank's progress file, mapped into memory: an update takes microseconds and no system call."""
 
     def __init__(self, folder: Path, rank: int, local_rank: int) -> None:
         path = progress_path(folder, rank)
@@ -58,16 +58,16 @@ class ProgressWriter:
         self._rank, self._local_rank = rank, local_rank
         self._place: tuple[Any, ...] = ("starting", 0, time.monotonic(), False)
         self._committed = -1
-        self._lock = threading.Lock()  # a save beside training tells of its end from a thread
+        self._lock = threading.Lock()  # a background save reports its commit from a thread
 
     def post(self, phase: str, step: int, is_watched: bool = True) -> None:
-        """Say where this rank is now; the launcher counts the seconds from here."""
+        """Set phase and step. The time without progress is counted from this call."""
         with self._lock:
             self._place = (phase[:64], step, time.monotonic(), is_watched)
             self._write()
 
     def committed(self, step: int) -> None:
-        """Say that the checkpoint of a step is complete. Where the rank is stays as it was."""
+        """Set the step of the newest committed checkpoint. Phase and step stay unchanged."""
         with self._lock:
             self._committed = step
             self._write()
@@ -78,12 +78,12 @@ class ProgressWriter:
 
 
 def private(path: str, flags: int) -> int:
-    """An opener, for open(..., opener=private): a file that it makes is for its owner alone."""
+    """An opener for open(..., opener=private): new files are readable and writable by their owner only."""
     return os.open(path, flags, 0o600)
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Give the file its size, with the disk for it: a page of a map that the disk has no room for is a SIGBUS."""
+    """Allocate the file's blocks: writing to a mapped page without disk space would raise SIGBUS."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size_bytes)
     else:  # macOS
@@ -95,13 +95,13 @@ def progress_path(folder: Path, rank: int) -> Path:
 
 
 def read_progress(folder: Path) -> dict[int, RankProgress]:
-    """The place of every rank that has said one, by rank."""
+    """{rank: its progress} of all ranks that have written one."""
     found = (_read_one(path) for path in folder.glob("rank-*.place"))
     return {place.rank: place for place in found if place is not None}
 
 
 def _read_one(path: Path) -> RankProgress | None:
-    for _ in range(5):  # a post may fall between two halves of a read
+    for _ in range(5):  # the file may be updated while it is read
         try:
             return RankProgress(*json.loads(path.read_bytes()))
         except (ValueError, TypeError):
@@ -112,7 +112,7 @@ def _read_one(path: Path) -> RankProgress | None:
 
 
 def write_error(folder: Path, error: RankError) -> None:
-    """Put a rank's error where the launcher finds it, whole or not at all."""
+    """Write a rank's error for the launcher, atomically."""
     path = folder / f"rank-{error.rank}.error"
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(asdict(error)))
@@ -120,6 +120,6 @@ def write_error(folder: Path, error: RankError) -> None:
 
 
 def read_errors(folder: Path) -> dict[int, RankError]:
-    """The error of every rank that wrote one, by rank."""
+    """{rank: its error} of all ranks that have written one."""
     errors = (RankError(**json.loads(path.read_text())) for path in folder.glob("rank-*.error"))
     return {error.rank: error for error in errors}

@@ -1,4 +1,4 @@
-"""Reads the stacks that a hung rank wrote (faulthandler's form): where it is, and whether it waits for others."""
+"""Parses the stacks that a hanging rank wrote (in faulthandler's format): its line, and whether it waits for others."""
 
 import linecache
 import re
@@ -11,20 +11,19 @@ FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>
 WAITING = ("/torch/distributed/", "/shardkit/distributed/control.py", "/shardkit/distributed/named_barrier.py")
 """Code in which a rank waits for its peers."""
 BACKWARD = "/torch/autograd/graph.py"
-"""Code in which a rank runs a backward, and waits for its peers if it uses no CPU time: DDP's reducer is native."""
+"""Code that runs a backward. Without CPU time it waits for peers there: DDP's reducer is native code."""
 FOR_THE_DEVICE = re.compile(r"\b(?:item|tolist|cpu|numpy|nonzero|float|\w*synchronize)\(")
-"""A line that waits until an accelerator has done all that it was given: at full CPU, and for as long as a collective
-there waits for a peer."""
+"""A line that synchronizes with an accelerator. It runs at full CPU, as long as a collective there waits for a peer."""
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/terminal/")
-"""Code in which a rank waits for a person."""
+"""Code of debuggers, in which a rank waits for a user."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The main thread's line in the user's code and its frames, and whether any thread is inside a collective.
+    """The main thread's line in the user's code and its frames, and whether any thread is in a collective.
 
-    `is_in_backward`: so is the main thread, perhaps. `is_debugged`: a person has it in a debugger.
-    `is_at_device_wait`: its line waits for an accelerator, if it takes long.
+    `is_in_backward`: the main thread runs a backward, and may wait for peers. `is_debugged`: it is in a debugger.
+    `is_at_device_wait`: its line synchronizes with an accelerator.
     """
 
     where: str
@@ -36,7 +35,7 @@ class Stack:
 
 
 def size(path: Path) -> int:
-    """How much has been written into a file so far."""
+    """The size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -44,7 +43,7 @@ def size(path: Path) -> int:
 
 
 def read(path: Path, begin: int = 0) -> Stack | None:
-    """The stacks in a file from a byte on; None where the rank wrote none, as one that is stopped."""
+    """The stacks in a file from byte `begin` on; None if the rank wrote none, for example because it is stopped."""
     try:
         text = path.read_bytes()[begin:].decode(errors="replace")
     except OSError:
@@ -53,7 +52,7 @@ def read(path: Path, begin: int = 0) -> Stack | None:
 
 
 def parse(text: str) -> Stack:
-    """From faulthandler's text: threads with their innermost frame first, the main thread last."""
+    """Parse faulthandler's output, which has the innermost frame first and the main thread last."""
     threads = [_frames(block) for block in re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)]
     threads = [frames for frames in threads if frames]
     waits = any(_is_in(frames[0], WAITING) for frames in threads)

@@ -1,4 +1,4 @@
-"""The two ways in which ranks start: forked from one process that has loaded torch, or each as a Python of its own."""
+"""The two ways to start ranks: forked from one process that has imported torch, or each as a new Python process."""
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ from shardkit.launch.spec import LaunchSpec
 
 
 class RankProcess(Protocol):
-    """A rank's process: a child of this one, at the head of a session of its own."""
+    """A rank's process: a child of this process, and the leader of a session."""
 
     pid: int
 
@@ -26,12 +26,13 @@ class RankProcess(Protocol):
 
 
 Start = Callable[[Sequence[Mapping[str, str]]], Sequence[RankProcess]]
-"""Starts the ranks of this machine, given each one's own variables on top of those of this process."""
+"""Starts the ranks of this machine, given the variables of each rank in addition to those of this process."""
 
 
 @contextlib.contextmanager
 def prepared(spec: LaunchSpec) -> Iterator[Start]:
-    """How to start ranks, any number of times; inside, torch is loaded, with the variables that the ranks will have."""
+    """A context that yields a function to start ranks, any number of times. Imports torch, with the variables of the
+    ranks."""
     env.update(spec.environment)
     before = preloaded.before()
     reason = "" if _is_exec(spec) else forking.why_not(spec.script, spec.is_module, spec.device)
@@ -39,7 +40,7 @@ def prepared(spec: LaunchSpec) -> Iterator[Start]:
     if reason is None:
         reason = forking.why_not_now(preloaded.folder_of(spec.script, spec.is_module), expected_threads)
     if reason is not None:
-        refuse_if_asked_for(spec, reason)
+        refuse_if_required(spec, reason)
         yield lambda own: start_each(spec.command, own)
         return
     template = forking.Template(modules_of(spec), before, expected_threads)
@@ -50,13 +51,13 @@ def prepared(spec: LaunchSpec) -> Iterator[Start]:
 
 
 def _is_exec(spec: LaunchSpec) -> bool:
-    """Whether no rank is to be forked. On accelerators that is so unless somebody asks for it: their libraries may
-    keep what a fork breaks."""
+    """Whether to start new processes without trying to fork. That is the default on accelerators, since their libraries
+    may have state that a fork breaks."""
     return spec.launch.start == "exec" or (spec.launch.start == "auto" and spec.device != "cpu")
 
 
-def refuse_if_asked_for(spec: LaunchSpec, reason: str) -> None:
-    """Raises MachineError where the ranks were to be forked, whatever it takes."""
+def refuse_if_required(spec: LaunchSpec, reason: str) -> None:
+    """Raises MachineError if the configuration requires forking."""
     if spec.launch.start == "fork":
         raise MachineError(f"launch: start: the ranks cannot be forked: {reason}; give --start auto or exec.")
 
@@ -64,16 +65,16 @@ def refuse_if_asked_for(spec: LaunchSpec, reason: str) -> None:
 def start_forked(
     spec: LaunchSpec, template: forking.Template, own: Sequence[Mapping[str, str]]
 ) -> Sequence[RankProcess]:
-    """Every rank forked from the template, or a Python of its own if it turns out that it cannot be."""
+    """Fork every rank from the template; or start new processes if that turns out to be impossible."""
     reason = template.problem()
     if reason is not None:
-        refuse_if_asked_for(spec, reason)
+        refuse_if_required(spec, reason)
         return start_each(spec.command, own)
     return [forking.Forked(pid) for pid in template.start(spec.rank_arguments, env.copy(), own)]
 
 
 def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list[RankProcess]:
-    """Every rank as a Python of its own; none where one of them cannot be started."""
+    """Start every rank as a new Python process. If one cannot be started, the others are killed."""
     shared, started = env.copy(), []
     try:
         for variables in own:
@@ -89,9 +90,9 @@ def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list
 
 
 def load_torch() -> int:
-    """Loads what the launcher needs of torch; the number of this process's threads that survive a fork."""
+    """Import torch.distributed. Returns the number of this process's threads that survive a fork."""
     was_collecting = gc.isenabled()
-    gc.disable()  # importing torch makes a million objects that stay: a tenth of the time is looking through them
+    gc.disable()  # importing torch creates a million permanent objects; collections would take a tenth of the time
     try:
         with contextlib.suppress(ImportError):
             import numpy  # noqa: F401
@@ -104,7 +105,7 @@ def load_torch() -> int:
 
 
 def modules_of(spec: LaunchSpec) -> list[str]:
-    """What the script will import in every rank, as far as its text tells."""
+    """Modules that the script will import, found in its source."""
     script = Path(spec.script)
     text = script.read_text(errors="replace") if script.is_file() else ""
     uses_it = names.AROUND_SCRIPT in spec.environment or re.search(

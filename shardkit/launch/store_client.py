@@ -1,4 +1,4 @@
-"""The thread on each machine that talks to the store of machine 0, and what it says: signed JSON."""
+"""The thread on each machine that exchanges signed JSON messages through the store of machine 0."""
 
 import contextlib
 import hashlib
@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # it loads torch
 POLL_S = 0.1
 BEAT_S = 1.0
 LOST_S = 30.0
-"""So long without a sign of life, and a machine counts as gone."""
+"""A machine counts as lost after so long without a heartbeat."""
 GOODBYE_S = 5.0
-"""How long machine 0 keeps the store for others that have not yet read the end."""
+"""How long machine 0 keeps the store alive for others that have not read the last messages."""
 SIGNATURE_BYTES = 64
 
 
 class Alarm(str, Enum):
-    """Why the ranks of all machines are to end."""
+    """Why the ranks of all machines must end."""
 
     FAILURE = "a rank has failed"
     HANG = "the ranks hang"
@@ -35,7 +35,7 @@ class Alarm(str, Enum):
 
 
 class Lost(Exception):
-    """Machines that give no sign of life any more: `machines`, by number."""
+    """Machines without heartbeat: `machines`, by number."""
 
     def __init__(self, machines: list[int]) -> None:
         super().__init__(f"lost machines {machines}")
@@ -43,7 +43,7 @@ class Lost(Exception):
 
 
 class StoreClient:
-    """The thread that talks to the store, so that nothing else ever waits for the network."""
+    """The thread that accesses the store, so that no other thread waits for the network."""
 
     def __init__(
         self,
@@ -75,28 +75,28 @@ class StoreClient:
         self._thread.start()
 
     def close(self) -> None:
-        """End, after machine 0 has given the others time to read the last that was published."""
+        """End the thread. Machine 0 first gives the others time to read the last messages."""
         self._closing.set()
         self._thread.join(GOODBYE_S)
 
     def enter(self, greeting: dict[str, Any]) -> None:
-        """Take this machine's number. Raises ConfigError where another one has it."""
+        """Register this machine's number. Raises ConfigError if another machine has registered it."""
         key = f"machine/{self._machine}"
         mine = sealed(greeting)
         holder = self._store.compare_set(key, "", mine)
         if holder != mine.encode():
             other = unsealed(holder)
             raise ConfigError(
-                f"launch: machine_rank {self._machine} is taken by {other['host']} (pid {other['pid']}); "
-                "give each machine a number of its own with --machine-rank."
+                f"launch: machine_rank {self._machine} is already used by {other['host']} (pid {other['pid']}); "
+                "give each machine a different number with --machine-rank."
             )
 
     def say(self, name: str, value: Any) -> None:
-        """Say something under a name that is used once."""
+        """Send a value under a name, which must be used only once."""
         self._said[name] = value
 
     def heard(self, name: str) -> dict[int, Any] | None:
-        """What all have said under the name; None while some are missing. Raises Lost, ConfigError, MachineError."""
+        """{machine: value} under a name; None while some are missing. Raises Lost, ConfigError, MachineError."""
         if name in self._published:
             return self._published[name]
         if self._error is not None:
@@ -106,15 +106,15 @@ class StoreClient:
         return None
 
     def missing(self, name: str) -> list[int]:
-        """Who has not yet said something under the name, as far as known."""
+        """The machines that have not yet sent a value under a name, as far as known."""
         return self._missing.get(name, [])
 
     def collected(self, name: str) -> dict[int, Any]:
-        """What has been said so far under the name, as far as this machine knows: machine 0 knows it first."""
+        """The values received so far under a name. Only machine 0 has them before all have arrived."""
         return dict(self._collected.get(name, {}))
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise it here and on all machines that wait."""
+        """Raise an error here and on all machines that wait."""
         self._tell_refusal(error)
         raise error
 
@@ -132,7 +132,7 @@ class StoreClient:
         return self._alarms_heard.get(name)
 
     def lost(self) -> list[int]:
-        """Machines that are gone: for the others, machine 0 when the store does not answer."""
+        """The lost machines. If the store does not answer, other machines count machine 0 as lost."""
         silent = time.monotonic() - self._turn_s > self._lost_s
         return [0] if silent and self._machine else self._lost
 
@@ -162,7 +162,7 @@ class StoreClient:
             self._lost = [0]
 
     def _may_leave(self) -> bool:
-        """Machine 0 is the last: its store is everybody's."""
+        """Whether the thread may end. Machine 0 waits for the others, since it hosts the store."""
         if self._machine:
             self._store.set(f"left/{self._machine}", "1")
             return True
@@ -194,7 +194,7 @@ class StoreClient:
                 self._missing[name] = unsealed(self._store.get(f"missing/{name}"))
 
     def _collect(self, name: str) -> None:
-        """Machine 0: take what has come, and publish it once all have said it."""
+        """On machine 0: collect the values under a name, and publish them when all have arrived."""
         found = self._collected.setdefault(name, {})
         for machine in range(self._machines):
             key = f"said/{name}/{machine}"
@@ -208,14 +208,14 @@ class StoreClient:
             self._store.set(f"all/{name}", sealed(found))
 
     def _beat(self, now: float) -> None:
-        """Give a sign of life; machine 0 looks for those of the others, and tells who has stopped."""
+        """Write a heartbeat. Machine 0 checks those of the others, and publishes the lost ones."""
         self._store.set(f"beat/{self._machine}", f"{now:.1f}")
         if self._machine:
             if self._store.check(["lost"]):
                 self._lost = unsealed(self._store.get("lost"))
             return
         for machine in range(1, self._machines):
-            # its launcher ended: too early, if something is still awaited
+            # its launcher has ended; lost, if a message is still expected
             if self._is_gone(machine) or self._store.check([f"left/{machine}"]):
                 self._beats[machine] = (b"", -self._lost_s)
             elif self._store.check([f"beat/{machine}"]):
@@ -229,18 +229,18 @@ class StoreClient:
 
 
 def sealed(value: Any) -> str:
-    """JSON with its signature, or with a check sum where there is no secret."""
+    """JSON with its signature; without a secret the signature is only a checksum."""
     text = json.dumps(value)
     return signature(text.encode()) + text
 
 
 def unsealed(data: bytes) -> Any:
-    """What was sealed. Raises MachineError where it was not signed with this run's secret."""
+    """The inverse of `sealed`. Raises MachineError if it was not signed with this run's secret."""
     text = data[SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature(text).encode(), data[:SIGNATURE_BYTES]):
         raise MachineError(
-            f"launch: a message in the store was not written by a machine of this run; give all of them the same "
-            f"${names.SECRET}, and check who else reaches the port."
+            f"launch: a message in the store has an invalid signature; give all machines of the run the same "
+            f"${names.SECRET}, and check which other programs use the port."
         )
     return json.loads(text)
 

@@ -1,4 +1,4 @@
-"""Stores over the network: one process hosts torch's TCPStore on one address, the others reach it or say why not."""
+"""TCPStore over the network: one process hosts it on one address, the others connect or report why they cannot."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from shardkit.launch import addresses
 ANNOUNCE_S = 5.0
 CONNECT_S = 2.0
 GREETING_S = 15.0
-"""How long a store may take to answer, once it is reached."""
+"""How long a store may take to answer after the connection."""
 STORE_TIMEOUT = timedelta(seconds=300)
 EVERYWHERE = "0.0.0.0"
 
@@ -21,7 +21,8 @@ Say = Callable[[str], None]
 
 
 def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPStore:
-    """A store in this process that listens on one address only; port 0: a free one. torch's own listens on all."""
+    """A store in this process that listens on one address only; port 0: any free port. By default torch's TCPStore
+    listens on all addresses."""
     try:
         listener = addresses.listen(address, port)
     except OSError as error:
@@ -42,30 +43,30 @@ def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPSt
 
 
 def listening_address(host: str, bind_address: str | None, say: Say) -> str:
-    """The address to listen on for others: the one that is configured, else the one by which they call this machine.
+    """The address to listen on: the configured one, else that of `host`, by which others reach this machine.
 
-    Where that is not known here (a proxy's, or a name that this machine keeps for itself), all of them.
+    All addresses if `host` cannot be used here: it is unknown, of a proxy, or loopback.
     """
     address = addresses.resolve(bind_address or host)
     if address is None:
-        problem = "is not known here"
+        problem = "cannot be resolved"
     elif not addresses.is_here(address):
-        problem = f"is {address}, which is no address of this machine"
+        problem = f"is {address}, which is not an address of this machine"
     elif addresses.is_loopback(address) and not bind_address and not addresses.means_loopback(host):
-        problem = f"is {address} here, which no other machine reaches (see /etc/hosts)"
+        problem = f"resolves to {address}, which other machines cannot reach (see /etc/hosts)"
     else:
         return address
-    say(f"warning: --main {host} {problem}; listening on all interfaces (shardkit.launch.bind_address chooses one).")
+    say(f"warning: --main {host} {problem}; listening on all interfaces (to select one: shardkit.launch.bind_address).")
     return EVERYWHERE
 
 
 def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: str, advice: str) -> TCPStore:
-    """The store of `whom`, as soon as it answers. Raises MachineError where it does not in time."""
+    """A client of the store of `whom`, when it answers. Raises MachineError after `timeout_s`."""
     announcement = Announcement(say)
     until = time.monotonic() + timeout_s
     while True:
         address = addresses.resolve(host)
-        problem = addresses.answers(address, port, CONNECT_S) if address else "its name is not known"
+        problem = addresses.answers(address, port, CONNECT_S) if address else "its name cannot be resolved"
         if problem is None and address is not None:
             return connected(address, port)
         if time.monotonic() > until:
@@ -77,7 +78,7 @@ def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: st
 
 
 def connected(address: str, port: int) -> TCPStore:
-    """A client of the store there. Raises MachineError where something else listens."""
+    """A client of the store at an address. Raises MachineError if another program listens there."""
     found: list[TCPStore] = []
     problems = [f"no answer in {GREETING_S:g} s"]
 
@@ -87,18 +88,18 @@ def connected(address: str, port: int) -> TCPStore:
         except Exception as error:
             problems.insert(0, str(error).splitlines()[0])
 
-    thread = threading.Thread(target=connect, daemon=True)  # torch waits for ever for one that accepts and is silent
+    thread = threading.Thread(target=connect, daemon=True)  # torch waits forever for a server that does not answer
     thread.start()
     thread.join(GREETING_S)
     if not found:
         raise MachineError(
-            f"launch: what listens on {address}:{port} is no shardkit launch ({problems[0]}); check --main."
+            f"launch: the program on {address}:{port} is not shardkit launch ({problems[0]}); check --main."
         )
     return found[0]
 
 
 class Announcement:
-    """A line that is said again every few seconds, for as long as there is something to wait for."""
+    """A message that is repeated every few seconds while waiting."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._started_s, self._next_s = say, time.monotonic(), ANNOUNCE_S / 2

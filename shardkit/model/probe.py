@@ -59,9 +59,14 @@ def describe_transformers(path: str) -> ModelDescription:
     """The model of a Transformers config.json, with new weights on the meta device."""
     with torch.device("meta"):
         model = build_transformers(path)
-    note = "Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."
+    notes = ["Parameters count as fp32, as in training with mixed precision, regardless of the saved weights' dtype."]
+    if getattr(model.config, "quantization_config", None):
+        notes.append(
+            "quantization_config is not applied: the plan is for training all weights in full. For frozen quantized "
+            "weights give --model module:function, a function that builds the quantized model."
+        )
     return ModelDescription(
-        path, type(model).__name__, tree_of(model), transformer_facts(model.config, model), notes=(note,)
+        path, type(model).__name__, tree_of(model), transformer_facts(model.config, model), notes=tuple(notes)
     )
 
 

@@ -4,11 +4,13 @@ an Answer; the simulation puts its own memory beside the closed form's (`Row.sim
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shardkit.config import xla
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.activations import Loss
+from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
@@ -17,7 +19,10 @@ from shardkit.plan.unit_sizes import axes
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked: a model, a configuration, and where it should run. `batch_size` is a rank's micro-batch."""
+    """What is asked: a model, a configuration, and where it should run. `batch_size` is a rank's micro-batch.
+
+    `is_on_tpu`: the configuration stands for one of PyTorch/XLA (`tpu.as_planned`).
+    """
 
     description: ModelDescription
     config: Config
@@ -28,6 +33,8 @@ class PlanRequest:
     batch_size: int | None = None
     seq_len: int | None = None
     loss: Loss = Loss.HELD
+    ema: Ema = Ema.NO
+    is_on_tpu: bool = False
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
@@ -111,6 +118,7 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
         batch_size=request.batch_size,
         seq_len=request.seq_len,
         loss=request.loss,
+        ema=request.ema,
     )
     time = step_time(
         request.description.tree,
@@ -183,11 +191,12 @@ def undivided(request: PlanRequest) -> str | None:
 
 
 def possible_strategies(request: PlanRequest) -> list[ShardingStrategy]:
-    """All five, without the hybrid ones where there is one machine and nobody asked for them."""
+    """All five; the hybrid ones on several machines or where configured; on TPUs those that PyTorch/XLA has."""
     has_mesh = bool(request.config.shardkit.mesh.shard_size or request.config.shardkit.mesh.replicate_size)
     several = request.machines > 1 and request.world_size % request.ranks_per_machine == 0
     configured = configured_strategy(request.config)
-    return [s for s in ShardingStrategy if not s.is_hybrid or several or has_mesh or s is configured]
+    known = xla.STRATEGIES if request.is_on_tpu else tuple(ShardingStrategy)
+    return [s for s in known if not s.is_hybrid or several or has_mesh or s is configured]
 
 
 def configured_strategy(config: Config) -> ShardingStrategy:
@@ -214,6 +223,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         },
         "optimizer": request.optimizer,
         "loss": request.loss.value,
+        "ema": request.ema.value,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
         "strategies": [_row_json(row, request.device) for row in answer.rows],

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import UsageError
+from shardkit.plan.optimizers import QUANTIZED, Quantized, is_quantized
 
 Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
 
@@ -172,6 +173,8 @@ def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.O
         "rmsprop": (torch.optim.RMSprop, {}),
         "adafactor": (_Factored, {}),
     }
+    if (quantized := QUANTIZED.get(name)) is not None:
+        return lambda parameters: _Quantized(parameters, quantized)
     kind, arguments = known[name]
     return lambda parameters: kind(parameters, **arguments)
 
@@ -197,6 +200,36 @@ class _Factored(torch.optim.Optimizer):
             state.setdefault(f"moment_{number}", moment).lerp_(moment, 0.1)
         update = gradient / (1 + gradient.square())
         value.sub_(update, alpha=1e-3)
+
+
+class _Quantized(torch.optim.Optimizer):
+    """Stands for Adam in torchao.optim: the same moments; its compiled step needs nothing beside them."""
+
+    def __init__(self, parameters: list[nn.Parameter], kind: Quantized) -> None:
+        super().__init__(parameters, {})
+        self._kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    value = _local(parameter)
+                    state = self.state[parameter]
+                    if not state:
+                        state.update(self._moments(value))
+                    value.add_(_local(parameter.grad), alpha=-1e-3)
+
+    def _moments(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        kind, found = self._kind, {}
+        for moment in ("first", "second"):
+            if not is_quantized(kind, value.numel()):
+                found[moment] = torch.zeros_like(value)
+                continue
+            found[moment] = torch.zeros(value.numel() * kind.bits // 8, dtype=torch.uint8)
+            found[f"{moment}_scale"] = torch.zeros(value.numel() // kind.block)
+            found[f"{moment}_table"] = torch.zeros(kind.table)
+        return found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

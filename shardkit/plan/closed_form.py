@@ -27,6 +27,7 @@ from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import activations
 from shardkit.plan.activations import Activations, Loss
+from shardkit.plan.averages import Ema
 from shardkit.plan.traffic import Traffic, traffic
 from shardkit.plan.unit_sizes import Axes, ShardedSizes, UnitSizes, compute_dtype, itemsize, layout
 
@@ -109,12 +110,13 @@ def estimate(
     batch_size: int | None = None,
     seq_len: int | None = None,
     loss: Loss = Loss.HELD,
+    ema: Ema = Ema.NO,
 ) -> Estimate:
     """Memory and traffic of a model under a configuration; `batch_size` is one rank's micro-batch, in sequences.
 
     ModelError where the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh.
     """
-    plan = layout(tree, config, world_size, min(ranks_per_machine, world_size), optimizer)
+    plan = layout(tree, config, world_size, min(ranks_per_machine, world_size), optimizer, ema)
     kept = known_activations(tree, config, facts, batch_size, seq_len, loss)
     walk = _walk_ddp if plan.axes.mode != "fsdp" else _walk_fsdp
     timeline = tuple(walk(plan, config, kept or Activations()))
@@ -177,10 +179,10 @@ def _offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
 
 
 def _persistent(plan: ShardedSizes) -> Memory:
-    """What is alive all along: shards of parameters, buffers, optimizer state."""
+    """What is alive all along: shards of parameters and their averages, buffers, optimizer state."""
     everything = [*plan.units, plan.root, plan.replicated]
     return Memory(
-        parameters=sum(unit.parameter_bytes for unit in everything) + plan.buffer_bytes,
+        parameters=sum(unit.parameter_bytes + unit.average_bytes for unit in everything) + plan.buffer_bytes,
         optimizer_state=sum(unit.optimizer_bytes for unit in everything),
     )
 
@@ -320,7 +322,7 @@ def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator
     The gradients are views of the reducer's buckets (gradient_as_bucket_view), so they are there once. Under mixed
     precision autocast keeps a cast copy of every weight matrix from forward to backward.
     """
-    base, root = _persistent(plan), plan.root
+    base, root = replace(_persistent(plan), reduction=_compression_bytes(plan, config)), plan.root
     casts = _cast_bytes(plan, config)
     alive = _kept_bytes(root, config, kept)
     working = _working_bytes(root, config, kept)
@@ -340,3 +342,9 @@ def _cast_bytes(plan: ShardedSizes, config: Config) -> int:
     if dtypes(config).param in (None, "fp32"):
         return 0
     return plan.root.gathered_bytes
+
+
+def _compression_bytes(plan: ShardedSizes, config: Config) -> int:
+    """power_sgd keeps what it has not sent yet, as large as the gradients (`PowerSGDState.use_error_feedback`)."""
+    is_compressed = plan.axes.mode == "ddp" and config.shardkit.ddp.comm_hook == "power_sgd"
+    return _all_gradients(plan) if is_compressed else 0

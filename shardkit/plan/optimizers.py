@@ -1,6 +1,7 @@
-"""How much state an optimizer keeps for a parameter, by the optimizer's name."""
+"""Bytes of state that an optimizer keeps for a parameter, by the optimizer's name."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
 
@@ -9,32 +10,58 @@ from shardkit.errors import UsageError
 Shape = tuple[int, ...]
 
 
-def state_numel(name: str, shape: Shape) -> int:
-    """Elements of state for a parameter (or the shard of one) of this shape, in the parameter's dtype.
+def state_bytes(name: str, shape: Shape, itemsize: int) -> int:
+    """Bytes of state for a parameter (or the shard of one) of this shape, whose elements take `itemsize` bytes.
 
     The step counters, 4 bytes a parameter, are left out. UsageError where the name is unknown.
     """
-    return _rule(name)(shape)
+    _check(name)
+    name = name.strip().lower()
+    if (kind := QUANTIZED.get(name)) is not None:
+        return 2 * moment_bytes(kind, prod(shape), itemsize)
+    return STATE[name](shape) * itemsize
 
 
 def check(name: str) -> str:
-    """The name in lower case; UsageError where it is not in `STATE`."""
-    _rule(name)
+    """The name in lower case; UsageError where it is neither in `STATE` nor in `QUANTIZED`."""
+    _check(name)
     return name.strip().lower()
 
 
-def _rule(name: str) -> Callable[[Shape], int]:
-    rule = STATE.get(name.strip().lower())
-    if rule is None and any(bits in name for bits in ("8bit", "8-bit", "4bit", "4-bit")):
+def _check(name: str) -> None:
+    key, known = name.strip().lower(), [*STATE, *QUANTIZED]
+    if key in known:
+        return
+    if any(bits in key for bits in ("8bit", "8-bit", "4bit", "4-bit")):
         raise UsageError(
-            f"--optimizer: states of 8 or 4 bits are not known by name (got {name!r}); add --simulate and give a "
-            "function that makes yours: --optimizer module:function."
+            f"--optimizer: of optimizers with states of 8 or 4 bits only {', '.join(QUANTIZED)} are known by name "
+            f"(got {name!r}); for others add --simulate --optimizer module:function, a function that makes yours."
         )
-    if rule is None:
-        near = get_close_matches(name.lower(), STATE, 1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(STATE)}."
-        raise UsageError(f"--optimizer: unknown (got {name!r}); {hint}")
-    return rule
+    near = get_close_matches(key, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}."
+    raise UsageError(f"--optimizer: unknown (got {name!r}); {hint}")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A moment in `bits` bits, with an fp32 scale for each `block` elements and a lookup table of `table` numbers."""
+
+    bits: int
+    block: int
+    table: int
+
+
+def moment_bytes(kind: Quantized, numel: int, itemsize: int) -> int:
+    """Bytes of one moment of a shard with `numel` elements. Small shards, and those that no number of blocks fills,
+    keep it in the parameter's dtype (torchao.optim.adam.AdamBase._new_buffer)."""
+    if not is_quantized(kind, numel):
+        return numel * itemsize
+    return numel * kind.bits // 8 + (numel // kind.block + kind.table) * 4
+
+
+def is_quantized(kind: Quantized, numel: int) -> bool:
+    """Whether torchao keeps the moments of a shard of this size in few bits."""
+    return numel >= 4096 and numel % kind.block == 0
 
 
 def _none(shape: Shape) -> int:
@@ -69,4 +96,15 @@ STATE: dict[str, Callable[[Shape], int]] = {
     "adagrad": _one,
     "rmsprop": _one,
     "lion": _one,
+}
+
+# torchao.optim, whose optimizers take sharded parameters (https://github.com/pytorch/ao, torchao 0.18).
+_8_BIT, _4_BIT, _FP8 = Quantized(8, 256, 256), Quantized(4, 128, 16), Quantized(8, 256, 0)
+QUANTIZED: dict[str, Quantized] = {
+    "adam8bit": _8_BIT,
+    "adamw8bit": _8_BIT,
+    "adam4bit": _4_BIT,
+    "adamw4bit": _4_BIT,
+    "adamfp8": _FP8,
+    "adamwfp8": _FP8,
 }

@@ -8,6 +8,7 @@ from shardkit.config.meaning import dtypes
 from shardkit.config.schema import Config
 from shardkit.plan.activations import LOSS_TEXTS
 from shardkit.plan.answer import Answer, PlanRequest, Row, retries
+from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
 
@@ -54,6 +55,8 @@ def _headline(request: PlanRequest) -> str:
         load.append(f"activation checkpointing{part}" + (" by operator" if _by_operator(config) else ""))
     if config.shardkit.offload_activations:
         load.append("activations on the host")
+    if request.ema is not Ema.NO:
+        load.append("EMA of the model" if request.ema is Ema.MODEL else "EMA of trained parameters")
     if config.fsdp.offload_params:
         load.append("offload to the host")
     return f"{request.description.text}\n{_wrapped(load)}"

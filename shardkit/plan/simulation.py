@@ -102,6 +102,7 @@ def simulate(
         "seq_len": request.seq_len,
         "is_exact": is_exact,
         "loss": request.loss.value,
+        "ema": request.ema.value,
     }
     steps = _in_child(job, timeout_s, folder)
     return [_simulation(request, config, step, batch) for config, step in zip(configs, steps, strict=True)]

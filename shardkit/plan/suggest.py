@@ -125,7 +125,7 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         yield text, request.with_config(_fsdp(config, activation_checkpointing=True))
     section = config.shardkit
     recomputes_blocks = config.fsdp.activation_checkpointing and section.recompute == "blocks"
-    if recomputes_blocks and not section.offload_activations and not section.compile:
+    if recomputes_blocks and not (section.offload_activations or section.compile or request.is_on_tpu):
         section = section.model_copy(update={"offload_activations": True})
         text = "shardkit.offload_activations: true (slower steps, host memory)"
         yield text, request.with_config(config.model_copy(update={"shardkit": section}))
@@ -137,9 +137,9 @@ def _other_layouts(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     config = request.config
     for strategy in possible_strategies(request):
         if strategy is not configured_strategy(config):
-            text = f"fsdp_sharding_strategy: {strategy.value}"
+            text = f"{'xla: true, ' if request.is_on_tpu else ''}fsdp_sharding_strategy: {strategy.value}"
             yield text, request.with_config(with_strategy(config, strategy))
-    if config.mode == "fsdp" and not config.fsdp.offload_params:
+    if config.mode == "fsdp" and not config.fsdp.offload_params and not request.is_on_tpu:
         text = "fsdp_offload_params: true (slower steps, host memory)"
         yield text, request.with_config(_fsdp(config, offload_params=True))
     if config.mode == "fsdp" and config.fsdp.auto_wrap_policy is WrapPolicy.NO_WRAP:

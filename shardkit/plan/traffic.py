@@ -73,19 +73,20 @@ def traffic(plan: ShardedSizes, config: Config, world_size: int, ranks_per_machi
         case "single":
             return Traffic(())
         case "ddp":
-            return Traffic(_of_ddp(plan, machine))
+            return Traffic(_of_ddp(plan, config, machine))
         case _:
             return Traffic(_of_fsdp(plan, config, world_size, machine))
 
 
-def _of_ddp(plan: ShardedSizes, machine: int) -> tuple[Collective, ...]:
-    """Gradients once a step, in buckets; buffers once a step, from rank 0 before forward."""
+def _of_ddp(plan: ShardedSizes, config: Config, machine: int) -> tuple[Collective, ...]:
+    """Gradients once a step, in buckets; buffers, where they are broadcast, before forward, from rank 0."""
     gradients = plan.root.reduce_bytes + plan.replicated.reduce_bytes
     ranks = plan.axes.replicas
+    buffers = plan.buffer_bytes if config.shardkit.ddp.broadcast_buffers else 0
     return _present(
         [
             Collective("all_reduce", "replicate", None, gradients, ranks, machine),
-            Collective("broadcast", "replicate", None, plan.buffer_bytes, ranks, machine),
+            Collective("broadcast", "replicate", None, buffers, ranks, machine),
         ]
     )
 

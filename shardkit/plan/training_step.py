@@ -18,6 +18,7 @@ from shardkit.distributed.process import Process
 from shardkit.errors import ModelError
 from shardkit.optim import local_step
 from shardkit.optim.local_step import Stepper
+from shardkit.plan.averages import Ema
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import deferred
@@ -37,6 +38,7 @@ def tracked_step(
     loss: Loss,
     has_buckets: bool,
     stateless: Collection[str] = (),
+    ema: Ema = Ema.NO,
 ) -> tuple[MemoryTracker, tuple[str, ...]]:
     """The tracker after one steady step: optimizer state is there, the last of its micro-batches is in `moments`.
     Beside it the names of trained parameters that got no gradient: optimizers make no state for these, so the step is
@@ -55,13 +57,33 @@ def tracked_step(
     with tracker:
         has_state = [p for name, p in parallel.named_parameters() if p.requires_grad and name not in stateless]
         _make_states(optimizer, stepper, has_state, tracker)
-        tracker.count([*parallel.parameters(), *parallel.buffers()], "parameters")
+        averages = _averages(parallel, ema)
+        tracker.count([*parallel.parameters(), *parallel.buffers(), *averages], "parameters")
         tracker.count((value for state in optimizer.state.values() for value in state.values()), "optimizer_state")
         if config.mode != "fsdp":
-            _hold_gradients(trained, tracker, has_buckets)
+            _hold_gradients(trained, tracker, has_buckets, config.shardkit.ddp.comm_hook == "power_sgd")
         _mark(parallel, config, tracker)
         unused = _run(parallel, optimizer, stepper, config, loss, tracker)
+    del averages
     return tracker, unused
+
+
+def _averages(model: nn.Module, ema: Ema) -> list[torch.Tensor]:
+    """What the script averages, as it is between steps; updates in place need nothing more."""
+    match ema:
+        case Ema.NO:
+            return []
+        case Ema.TRAINED:
+            return [
+                _copied(p, torch.promote_types(p.dtype, torch.float32)) for p in model.parameters() if p.requires_grad
+            ]
+        case Ema.MODEL:
+            return [_copied(tensor, tensor.dtype) for tensor in [*model.parameters(), *model.buffers()]]
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().to(dtype, copy=True)
 
 
 def _make_states(
@@ -110,13 +132,15 @@ def _run(
     return unused
 
 
-def _hold_gradients(trained: list[nn.Parameter], tracker: MemoryTracker, has_buckets: bool) -> None:
+def _hold_gradients(trained: list[nn.Parameter], tracker: MemoryTracker, has_buckets: bool, keeps_errors: bool) -> None:
     """Without FSDP gradients are whole. DDP's lie in its buckets, which are there from the start: each new gradient
-    is copied in and let go (`gradient_as_bucket_view`)."""
+    is copied in and let go (`gradient_as_bucket_view`). power_sgd keeps the errors of its approximation as well."""
     buckets = {id(p): torch.empty_like(p, requires_grad=False) for p in trained} if has_buckets else {}
+    errors = [torch.empty_like(bucket) for bucket in buckets.values()] if keeps_errors else []
     tracker.count(buckets.values(), "gradients")
+    tracker.count(errors, "reduction")
 
-    def arrived(parameter: torch.Tensor) -> None:
+    def arrived(parameter: torch.Tensor, held: object = errors) -> None:
         bucket, gradient = buckets.get(id(parameter)), parameter.grad
         if bucket is not None and gradient is not None and gradient is not bucket:
             parameter.grad = bucket.copy_(gradient)

@@ -13,9 +13,22 @@ from shardkit.config.schema import Config
 from shardkit.model.blocks import repeated_classes
 from shardkit.model.cut import as_trained, cut, outermost, shard_dim, whole
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan.optimizers import state_numel
+from shardkit.plan import averages
+from shardkit.plan.averages import Ema
+from shardkit.plan.optimizers import state_bytes
 
-_ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
+_FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
+_OTHER = {
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "uint64": 8,
+    "uint32": 4,
+}
+_ITEMSIZES = {**_FLOATING, **_OTHER, "uint16": 2}
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Axes:
 class UnitSizes:
     """Bytes of one FSDP unit on one rank, in each of its forms. The root's fqn is "".
 
+    parameter_bytes: its shard; average_bytes: the averages of that shard which the script keeps (EMA).
     early_gradient_bytes: unsharded gradients that exist from the start of backward on, because their parameters come
     after all other units (the head); for the root only. rearranged_bytes: gathered parameters that are split on another
     dim than 0, copied once more. `blocks` counts repeated blocks inside.
@@ -49,6 +63,7 @@ class UnitSizes:
     rearranged_bytes: int = 0
     is_gathered_in_backward: bool = True
     blocks: int = 0
+    average_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,21 +99,25 @@ def compute_dtype(tree: ModuleNode, config: Config) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element; 1 for dtypes that are not floating point."""
+    """Bytes of one element; 1 for dtypes of 8 bits (fp8, int8, bool, packed 4 bits)."""
     return _ITEMSIZES.get(dtype, 1)
 
 
-def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine: int, optimizer: str) -> ShardedSizes:
+def layout(
+    tree: ModuleNode, config: Config, world_size: int, ranks_per_machine: int, optimizer: str, ema: Ema = Ema.NO
+) -> ShardedSizes:
     """The model laid out over the ranks. ModelError where it cannot be cut as the configuration says."""
     found = axes(config, world_size, ranks_per_machine)
     is_sharded, used = found.mode == "fsdp", dtypes(config)
+    if found.mode == "ddp" and (hook := config.shardkit.ddp.comm_hook) in ("fp16", "bf16"):
+        used = replace(used, reduce=hook)
     tree = as_trained(tree, used.param)
     decided = cut(tree, config.fsdp, used.param) if is_sharded else whole(tree)
     parameters = dict(tree.owned())
     owned = {unit.fqn: [(name, parameters[name]) for name in unit.parameters] for unit in decided.units}
     keeps_dtype = {unit.fqn: unit.keeps_dtype for unit in decided.units}
     chosen = {fqn for fqn in owned if fqn}
-    sizes = _Sizes(used, found.shards, optimizer, not is_sharded)
+    sizes = _Sizes(used, found.shards, optimizer, not is_sharded, ema)
     early, late = _root_ends(tree, chosen)
     blocks = _block_counts(tree, chosen)
     units: list[UnitSizes] = []
@@ -116,6 +135,11 @@ def layout(tree: ModuleNode, config: Config, world_size: int, ranks_per_machine:
     )
 
 
+def _computed_itemsize(parameter: Parameter, compute: str | None) -> int:
+    """Bytes of an element of a gathered parameter. Packed integers are not cast (FSDPParam.init_dtype_attrs)."""
+    return itemsize(compute if compute and parameter.dtype in _FLOATING else parameter.dtype)
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """Turns parameters into bytes, for one configuration."""
@@ -124,6 +148,7 @@ class _Sizes:
     shards: int
     optimizer: str
     is_ddp: bool
+    ema: Ema
 
     def unit(
         self,
@@ -140,27 +165,33 @@ class _Sizes:
         trainable = [(name, p, local) for name, p, local in rows if p.trainable]
         compute = None if keeps_dtype else self.dtypes.param
         reduce = "fp32" if keeps_dtype and self.dtypes.param else self.dtypes.reduce
-        by_ddp = self.is_ddp and reduce == "fp32"  # DDP reduces gradients as they are unless told otherwise
+        by_ddp = self.is_ddp and reduce == "fp32"  # without another dtype DDP reduces gradients in their own
         head = set(early)
         return UnitSizes(
             fqn=fqn,
             numel=sum(p.numel for _, p, _ in rows),
             parameter_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in rows),
             gradient_bytes=sum(prod(local) * itemsize(p.dtype) for _, p, local in trainable),
-            optimizer_bytes=sum(state_numel(self.optimizer, local) * itemsize(p.dtype) for _, p, local in trainable),
-            gathered_bytes=sum(prod(local) * self.shards * itemsize(compute or p.dtype) for _, p, local in rows),
-            rearranged_bytes=sum(p.numel * itemsize(compute or p.dtype) for _, p, _ in rows if self._is_rearranged(p)),
-            unsharded_gradient_bytes=sum(p.numel * itemsize(compute or p.dtype) for _, p, _ in trainable),
+            optimizer_bytes=sum(state_bytes(self.optimizer, local, itemsize(p.dtype)) for _, p, local in trainable),
+            gathered_bytes=sum(prod(local) * self.shards * _computed_itemsize(p, compute) for _, p, local in rows),
+            rearranged_bytes=sum(
+                p.numel * _computed_itemsize(p, compute) for _, p, _ in rows if self._is_rearranged(p)
+            ),
+            unsharded_gradient_bytes=sum(p.numel * _computed_itemsize(p, compute) for _, p, _ in trainable),
             reduce_bytes=sum(
                 prod(local) * self.shards * itemsize(p.dtype if by_ddp or p.dtype in WIDE else reduce)
                 for _, p, local in trainable
             ),
             early_gradient_bytes=sum(
-                p.numel * itemsize(compute or p.dtype) for name, p, _ in trainable if name in head
+                p.numel * _computed_itemsize(p, compute) for name, p, _ in trainable if name in head
             ),
             is_gathered_in_backward=in_backward,
             blocks=blocks,
+            average_bytes=sum(prod(local) * self._average_itemsize(p) for _, p, local in rows),
         )
+
+    def _average_itemsize(self, parameter: Parameter) -> int:
+        return averages.itemsize(self.ema, itemsize(parameter.dtype), parameter.trainable)
 
     def _local_shape(self, parameter: Parameter) -> tuple[int, ...]:
         split = shard_dim(parameter.shape, self.shards)

@@ -29,6 +29,7 @@ from shardkit.model.probe import build_factory, build_transformers, error_text, 
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import batches, fake_world, repeats
 from shardkit.plan.allocator import replay, two_steps
+from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Moment
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.plan.training_step import tracked_step
@@ -49,6 +50,7 @@ class Job:
     seq_len: int | None
     is_exact: bool
     loss: str = "held"
+    ema: str = "no"
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ def _tracked(
             loss = batches.without_output(loss)
         has_buckets = config.mode == "ddp" and job.world_size > 1
         factory = batches.optimizer_factory(job.optimizer)
-        tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless)
+        ema = Ema(job.ema)
+        tracker, unused = tracked_step(model, config, mesh, process, factory, loss, has_buckets, stateless, ema)
         reserved = None if runs else _reserved(tracker)
         step = Step(tracker.moments, tracker.payload_bytes, unused, reserved, tracker.host_bytes)
         del model, loss, tracker

@@ -1,1 +1,1 @@
-"""Stores of objects (s3://, gs://, what fsspec reaches): names for places in them, and what is asked of them."""
+"""Object stores (s3://, gs:// and others that fsspec supports): URLs of places in them, and requests to them."""

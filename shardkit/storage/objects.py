@@ -1,12 +1,12 @@
-"""What is asked of a store of objects, whichever it is: fsspec knows how.
+"""Requests to object stores, through fsspec.
 
-    look, read, Reader          one object: whether it is there, all of it, ranges of it
-    names, below                what there is
-    put_new, put_over, put      one small object at once; put_new and put_over only where nobody was faster
-    remove                      an object, and all below its name
+    look, read, Reader          one object: its metadata, its contents, byte ranges of it
+    names, below                listings
+    put_new, put_over, put      write one small object; put_new and put_over only if no other writer was faster
+    remove                      delete an object, and all objects below its name
 
-What fails is tried again, TRIES times in all, with a line in the log; then it is an OSError that names the place.
-An answer that was lost is no failure: what lies there is read and compared.
+A failed request is repeated, up to TRIES times in total, with a warning in the log. Then it raises an OSError that
+names the URL. After a write without an answer, the object is read and compared.
 """
 
 import errno
@@ -24,11 +24,11 @@ from shardkit.log import get_logger
 from shardkit.storage.url import Url
 
 TRIES = 4
-# Before the second try; doubled before each further one. The packages below us have tried by themselves, too.
+# Pause before the second try; doubled before each further one. The packages of fsspec retry as well.
 PAUSE_S = 0.5
-# Short reads are served from a window of so many bytes: a request costs as much as reading about so much.
+# Short reads are served from a window of so many bytes: one request costs about as much as reading them.
 WINDOW_BYTES = 1 << 20
-# Stores that are known to refuse a PUT that may only create, atomically (if they are what they say: `is_exclusive`).
+# Stores with atomic conditional creation of objects; `is_exclusive` tests whether the actual server supports it.
 CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 PACKAGES = {
     "s3": "s3fs",
@@ -46,16 +46,16 @@ Result = TypeVar("Result")
 
 
 class OutcomeUnknown(OSError):
-    """A write of which nobody knows whether it was done, or will be."""
+    """It is unknown whether a write was done, or will be."""
 
 
 class NoAnswer(OSError):
-    """The store has failed, in every try; this tells nothing of what lies in it."""
+    """All tries of a request failed, so nothing is known about the contents of the store."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """An object as the store tells of it; `version` is another one whenever it is written."""
+    """The size and version of an object; `version` changes with every write."""
 
     bytes: int
     version: str
@@ -65,9 +65,9 @@ class Seen:
 
 
 def file_system(url: Url) -> tuple[Any, str]:
-    """fsspec's file system, which keeps no listings, and the name in its words.
+    """(fsspec's file system, without a cache of listings; the name of the URL in it).
 
-    MachineError where a package is missing, UsageError where there is no such store.
+    Raises MachineError if a package is missing, UsageError for an unknown kind of store.
     """
     import fsspec
 
@@ -81,11 +81,11 @@ def file_system(url: Url) -> tuple[Any, str]:
             f"storage: {url}: {url.scheme}:// needs {what}, which is not installed; {advice}."
         ) from error
     except ValueError as error:
-        raise UsageError(f"storage: {url}: no such kind of store ({error}); use s3://, gs:// or a folder.") from error
+        raise UsageError(f"storage: {url}: unknown kind of store ({error}); use s3://, gs:// or a folder.") from error
 
 
 def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int = TRIES) -> Result:
-    """What the store answers. FileNotFoundError and FileExistsError are answers; anything else is tried again."""
+    """The result of a request. FileNotFoundError and FileExistsError are raised; after other errors it is repeated."""
     store, name = file_system(url)
     for number in range(1, tries + 1):
         try:
@@ -104,18 +104,18 @@ def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int =
 
 
 def wait_after(number: int, trouble: str, tries: int = TRIES) -> None:
-    """After a try that failed, the first one being 1: say so, and wait, each time for twice as long."""
+    """After failed try `number` (from 1): log a warning and wait, each time twice as long."""
     pause = PAUSE_S * 2 ** (number - 1)
     logger.warning("storage: %s; try %d of %d in %.1f s.", trouble, number + 1, tries, pause)
     time.sleep(pause)
 
 
 def refusal(url: Url, what: str, error: Exception) -> OSError | None:
-    """What no further try would change: an error to raise. None where another try may help."""
+    """The error to raise if a repetition would fail, too; None if it may succeed."""
     if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        return PermissionError(errno.EACCES, f"{what} is refused ({words(error)}); see to the credentials", str(url))
+        return PermissionError(errno.EACCES, f"{what} was denied ({words(error)}); check the credentials", str(url))
     if isinstance(error, NotImplementedError):
-        return OSError(errno.EROFS, f"{what} is something that {url.scheme}:// cannot do", str(url))
+        return OSError(errno.EROFS, f"{what} is not supported by {url.scheme}://", str(url))
     return None
 
 
@@ -124,7 +124,7 @@ def number_of(error: Exception) -> int:
 
 
 def failure(url: Url, what: str, error: Exception) -> OSError:
-    """What a try ended with, as an OSError that names the place."""
+    """The error of a try as an OSError that names the URL."""
     return OSError(number_of(error), f"{what} failed ({words(error)})", str(url))
 
 
@@ -137,35 +137,35 @@ def words(error: Exception) -> str:
 
 
 def look(url: Url) -> Seen | None:
-    """The object of this name; None where there is none."""
+    """The size and version of an object; None if it does not exist."""
     try:
-        told = _ask(url, "looking", lambda store, name: store.info(name))
+        info = _ask(url, "looking", lambda store, name: store.info(name))
     except FileNotFoundError:
         return None
-    return None if told["type"] == "directory" else _seen(told)
+    return None if info["type"] == "directory" else _seen(info)
 
 
-def _seen(told: dict[str, Any]) -> Seen:
+def _seen(info: dict[str, Any]) -> Seen:
     marks = ("ETag", "etag", "generation", "LastModified", "updated", "mtime", "created")
-    version = next((str(told[mark]) for mark in marks if told.get(mark) is not None), "")
-    return Seen(int(told["size"] or 0), version)
+    version = next((str(info[mark]) for mark in marks if info.get(mark) is not None), "")
+    return Seen(int(info["size"] or 0), version)
 
 
 def modified(url: Url) -> datetime:
-    """When an object was written, by the store's clock. OSError where the store does not tell."""
-    return _ask(url, "telling when it was written", lambda store, name: store.modified(name))
+    """When an object was written, by the store's clock. Raises OSError if the store does not provide it."""
+    return _ask(url, "reading the modification time", lambda store, name: store.modified(name))
 
 
 def read(url: Url, limit_bytes: int) -> bytes:
-    """The whole of a small object; FileNotFoundError where there is none, OSError where it is larger."""
+    """The contents of a small object. Raises FileNotFoundError if it does not exist, OSError if it is larger."""
     data = _ask(url, "reading", lambda store, name: store.cat_file(name, start=0, end=limit_bytes + 1))
     if len(data) > limit_bytes:
-        raise OSError(errno.EFBIG, f"more than {limit_bytes} bytes, too many for such a file", str(url))
+        raise OSError(errno.EFBIG, f"larger than the limit of {limit_bytes} bytes for this file", str(url))
     return data
 
 
 class Reader:
-    """The bytes of one object, by ranged reads. FileNotFoundError where there is none."""
+    """The bytes of one object, by ranged reads. Raises FileNotFoundError if it does not exist."""
 
     def __init__(self, url: Url) -> None:
         found = look(url)
@@ -175,7 +175,7 @@ class Reader:
         self._window, self._begin = b"", 0
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        """Fill the target from an offset, as far as there is anything; how many bytes that were."""
+        """Fill the target with bytes from an offset on. Returns their number, fewer at the end of the object."""
         wanted = max(0, min(len(target), self.seen.bytes - offset))
         if wanted >= WINDOW_BYTES:
             target[:wanted] = self._range(offset, wanted)
@@ -191,39 +191,38 @@ class Reader:
         def get(store: Any, name: str) -> bytes:
             data = store.cat_file(name, start=offset, end=offset + length)
             if len(data) != length:
-                raise OSError(errno.EIO, f"{len(data)} bytes came where {length} were asked for")
+                raise OSError(errno.EIO, f"the store returned {len(data)} of {length} bytes")
             return data
 
         return _ask(self.url, "reading", get)
 
 
 def names(url: Url) -> list[str]:
-    """What there is one level below the name, as the store lists it; nothing where there is nothing."""
+    """The names one level below a URL, from the store's listing; empty if there are none."""
     try:
-        told = _ask(url, "listing", lambda store, name: (store.ls(name, detail=True), name))
+        found, own = _ask(url, "listing", lambda store, name: (store.ls(name, detail=True), name))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found, own = told
     paths = [str(item["name"]).rstrip("/") for item in found]
     return sorted({path.rpartition("/")[2] for path in paths if path.strip("/") != own.strip("/")})
 
 
 def below(url: Url) -> dict[str, Seen]:
-    """Every object below the name, by what its own name has more."""
+    """{relative name: object} of all objects below a URL."""
     try:
         found, own = _ask(url, "listing", lambda store, name: (store.find(name, detail=True), name))
     except FileNotFoundError:
         return {}
     begin = own.strip("/") + "/"
     return {
-        path.strip("/").removeprefix(begin): _seen(told)
-        for path, told in found.items()
-        if path.strip("/").startswith(begin) and told["type"] != "directory"
+        path.strip("/").removeprefix(begin): _seen(info)
+        for path, info in found.items()
+        if path.strip("/").startswith(begin) and info["type"] != "directory"
     }
 
 
 def is_there(url: Url) -> bool:
-    """Whether there is an object of this name, or any below it."""
+    """Whether there is an object with this name, or any below it."""
     try:
         return bool(_ask(url, "looking", lambda store, name: store.info(name)))
     except FileNotFoundError:
@@ -234,23 +233,22 @@ def is_there(url: Url) -> bool:
 
 
 def put(url: Url, data: bytes) -> None:
-    """The object is this from now on."""
+    """Write an object, and replace an existing one."""
     _ask(url, "writing", lambda store, name: store.pipe_file(name, data))
 
 
 def put_new(url: Url, data: bytes) -> None:
-    """The object is this, and was nothing before. FileExistsError where there is another.
+    """Create an object. Raises FileExistsError if another one exists.
 
-    OutcomeUnknown where no try was answered, and it is not there: it may appear later.
+    Raises OutcomeUnknown if no try was answered and the object does not exist: it may still appear later.
     """
     _settle(url, data, None, lambda store, name: store.pipe_file(name, data, mode="create"))
 
 
 def put_over(url: Url, data: bytes, before: Seen) -> None:
-    """The object is this, and was `before`. FileExistsError where it was another by then; OutcomeUnknown as `put_new`.
+    """Replace the object `before`. Raises FileExistsError if it has changed since; OutcomeUnknown as `put_new`.
 
-    S3 compares and writes in one step; elsewhere it is looked at first, and two writers of the same moment may both
-    believe that they were alone.
+    S3 compares and writes atomically. Elsewhere the object is checked first, so two concurrent writers may succeed.
     """
 
     def write(store: Any, name: str) -> None:
@@ -265,7 +263,7 @@ def put_over(url: Url, data: bytes, before: Seen) -> None:
 
 
 def _settle(url: Url, data: bytes, before: Seen | None, write: Callable[[Any, str], Any]) -> None:
-    """A write that is done once, whatever answers are lost: where it is refused or fails, what is there decides."""
+    """Write once, even if answers are lost: after an error, the object is read to see whether it was written."""
     failed: Exception = OSError()
     for _ in range(TRIES):
         try:
@@ -277,7 +275,7 @@ def _settle(url: Url, data: bytes, before: Seen | None, write: Callable[[Any, st
             if before is None:
                 raise
             failed = error
-        except OSError as error:  # FileExistsError too: it may be our own, of which the answer was lost
+        except OSError as error:  # also FileExistsError: an earlier try of this write may have succeeded
             failed = error
         try:
             there = _whole(url, len(data))
@@ -285,17 +283,17 @@ def _settle(url: Url, data: bytes, before: Seen | None, write: Callable[[Any, st
             failed = error
             continue
         if there == data:
-            logger.warning("storage: %s: the answer to a write was lost (%s); it is done.", url, words(failed))
+            logger.warning("storage: %s: a write had no answer (%s), but succeeded.", url, words(failed))
             return
         if is_refusal(failed) or (before is None and there is not None):
-            raise FileExistsError(errno.EEXIST, "somebody else has written it", str(url)) from failed
-        logger.warning("storage: %s: writing was not answered (%s); looking and trying again.", url, words(failed))
+            raise FileExistsError(errno.EEXIST, "another process has written it", str(url)) from failed
+        logger.warning("storage: %s: a write had no answer (%s); trying again.", url, words(failed))
         time.sleep(PAUSE_S)
-    raise OutcomeUnknown(errno.EIO, f"nobody knows whether it was written ({words(failed)})", str(url)) from failed
+    raise OutcomeUnknown(errno.EIO, f"it is unknown whether it was written ({words(failed)})", str(url)) from failed
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the store said that the condition of a write does not hold."""
+    """Whether an error means that the condition of a conditional write was not met."""
     return isinstance(error, (FileExistsError, FileNotFoundError)) or "condition" in words(error).lower()
 
 
@@ -306,22 +304,22 @@ def _whole(url: Url, size: int) -> bytes | None:
         return None
     except OSError as error:
         if error.errno == errno.EFBIG:
-            return b""  # another one
+            return b""  # an object with other contents
         raise
 
 
 def remove(url: Url) -> None:
-    """The object is gone, and all below its name. Nothing happens where there is nothing."""
+    """Delete an object, and all objects below its name, if they exist."""
     with suppress(FileNotFoundError):
         _ask(url, "deleting", lambda store, name: store.rm(name, recursive=True))
 
 
-# ---- what a store can do ----
+# ---- capabilities of a store ----
 
 
 @lru_cache(maxsize=64)
 def is_exclusive(folder: Url) -> bool:
-    """Whether a PUT that may only create is refused where there is an object. Asked once: writes and deletes one."""
+    """Whether conditional creation fails if the object exists. Tested once per folder, with a temporary object."""
     probe = folder / f".probe-{time.time_ns():x}"
     try:
         _ask(probe, "writing", lambda store, name: store.pipe_file(name, b"1"))
@@ -338,10 +336,10 @@ def is_exclusive(folder: Url) -> bool:
 
 
 def problem(folder: Url) -> str | None:
-    """What would keep a run from saving there, found by writing, reading and deleting an object; None: nothing."""
+    """A problem that would prevent saves there, found by writing, reading and deleting an object; or None."""
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
-        file_system(folder)  # what is wrong with it names the folder, alike on all ranks
+        file_system(folder)  # its errors name the folder instead of the probe, so they are equal on all ranks
         put(probe, b"probe")
         found = read(probe, 5)
         remove(probe)
@@ -349,14 +347,14 @@ def problem(folder: Url) -> str | None:
         return str(error)
     except OSError as error:
         what = f"{folder.parts[0]}: no such bucket" if isinstance(error, FileNotFoundError) else error.strerror
-        return f"storage: {folder}: nothing can be saved here: {what}."
-    return None if found == b"probe" else f"storage: {folder}: what is written is not what is read; see to the store."
+        return f"storage: {folder}: cannot be written ({what}); check the URL and the credentials."
+    return None if found == b"probe" else f"storage: {folder}: data read differ from data written; check the store."
 
 
 def nothing_there(url: Url) -> str | None:
-    """Why nothing can be loaded from there; None where there is something."""
+    """Why nothing can be loaded from a URL; None if something exists there."""
     try:
-        return None if is_there(url) else f"storage: {url}: there is nothing of this name; see to its spelling."
+        return None if is_there(url) else f"storage: {url}: no object with this name; check the URL."
     except ShardkitError as error:
         return str(error)
     except OSError as error:

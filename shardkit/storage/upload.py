@@ -1,4 +1,4 @@
-"""A large object, written in parts with bounded memory: there once all of it was written, or not at all."""
+"""Multipart upload of a large object with bounded memory. The object appears when it is complete, or not at all."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from shardkit.storage import objects
 from shardkit.storage.url import Url
 
-# S3 takes parts of 5 MiB or more, and 10,000 of them at most.
+# S3 requires parts of at least 5 MiB, and at most 10,000 of them.
 PART_BYTES = 16 << 20
 PARTS = 9_000
 
@@ -16,9 +16,10 @@ Result = TypeVar("Result")
 
 
 class Upload:
-    """One object, written from its beginning to its end; it is there once the block has ended without an error.
+    """One object, written sequentially. It appears when the `with` block ends without an error.
 
-    `size` is what it will have. `reach` is told of "open", "part" (before each write that fills one) and "close".
+    `size`: its final size in bytes. `reach` is called with "open", "part" (before each write that fills a part) and
+    "close", so that a test can inject faults there.
     """
 
     def __init__(self, url: Url, size: int, reach: Callable[[str], None] = lambda point: None) -> None:
@@ -33,8 +34,8 @@ class Upload:
         return self
 
     def put(self, data: memoryview, offset: int) -> None:
-        """The next bytes."""
-        assert offset == self._done, "an object is written in order"
+        """Write the next bytes."""
+        assert offset == self._done, "an object is written sequentially"
         if self._done // self.part_bytes != (self._done + len(data)) // self.part_bytes:
             self._reach("part")
         self._try("writing", lambda: self._file.write(data))
@@ -58,20 +59,20 @@ class Upload:
             raise objects.refusal(self.url, what, error) or objects.failure(self.url, what, error) from error
 
     def _drop(self) -> None:
-        """Give back the parts; without this the store keeps, and charges for, what never becomes an object."""
+        """Abort the upload. Otherwise the store keeps the uploaded parts, and charges for them."""
         with suppress(Exception):
             self._file.discard()
         with suppress(Exception):
-            self._file.closed = True  # or its end of life would finish the object
+            self._file.closed = True  # otherwise its finalizer would complete the upload
 
 
 def again(write: Callable[[], Result]) -> Result:
-    """What `write` returns, which uploads one object from its beginning; tried again where the store fails."""
+    """The result of `write`, which uploads one object. It is called again if the store fails."""
     for number in range(1, objects.TRIES):
         try:
             return write()
         except PermissionError:
             raise
         except OSError as error:
-            objects.wait_after(number, f"{error}; again from the start")
+            objects.wait_after(number, f"{error}; the upload is restarted")
     return write()

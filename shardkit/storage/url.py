@@ -1,9 +1,9 @@
-"""Places in a store of objects by name: what `pathlib.Path` is for a folder on a disk.
+"""URLs of places in object stores, with an interface like `pathlib.Path`.
 
     place_of("s3://bucket/run")    Url; place_of("runs/a") and place_of("file:///runs/a") are a Path
     url / "name", url.parent, url.with_name(...)
 
-A store has no folders: a Url names an object, or whatever begins with the name and a slash. Nothing is asked here.
+A store has no folders: a Url is the name of an object, or the prefix of names. This module sends no requests.
 """
 
 import os
@@ -14,14 +14,14 @@ from typing import Any, TypeAlias
 
 from shardkit.errors import UsageError
 
-# Two letters or more before the colon: `C:/` is a drive. One slash: what pathlib makes of s3://bucket/run.
+# At least two letters before the colon, since `C:/` is a drive. One slash is enough: pathlib turns s3:// into s3:/.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
 _DISK = ("file", "local")
 
 
 @dataclass(frozen=True)
 class Url:
-    """A name in a store of objects. Two are equal where they name the same."""
+    """A name in an object store."""
 
     scheme: str
     parts: tuple[str, ...]
@@ -38,7 +38,7 @@ class Url:
 
     @property
     def parent(self) -> "Url":
-        """The place around it; that of a bucket is the bucket."""
+        """The parent place; the parent of a bucket is the bucket."""
         return Url(self.scheme, self.parts[:-1]) if len(self.parts) > 1 else self
 
     def with_name(self, name: str) -> "Url":
@@ -49,17 +49,17 @@ Place: TypeAlias = Path | Url
 
 
 def is_url(given: Any) -> bool:
-    """Whether a user's word for a place names one in a store of objects."""
+    """Whether a path or URL is a place in an object store."""
     return isinstance(place_of(given), Url)
 
 
 def place_of(given: Any) -> Place:
-    """The place that a user's word names. UsageError where it is a URL that names none."""
+    """The place for a path or URL. Raises UsageError for an invalid URL."""
     if isinstance(given, Url):
         return given
     text = os.fspath(given)
     if "::" in text and "://" in text:
-        raise UsageError(f"{text}: URLs in one another are not read (got ::); name the store itself.")
+        raise UsageError(f"{text}: chained URLs are not supported (got ::); give the URL of the store.")
     found = _URL.match(text)
     if found is None:
         return Path(text)
@@ -70,7 +70,9 @@ def place_of(given: Any) -> Place:
         return Path(("/" if len(slashes) != 2 else "") + rest)
     parts = tuple(part for part in rest.split("/") if part)
     if not parts or {".", ".."} & {*parts}:
-        raise UsageError(f"{text}: names no place in a store; write it as {scheme}://bucket/folder.")
+        raise UsageError(
+            f"{text}: not a valid URL of a store (got no bucket, or . or ..); write {scheme}://bucket/folder."
+        )
     return Url(scheme, parts)
 
 

@@ -1,1 +1,1 @@
-"""A configuration and a script as a job of an engine: SLURM, Kubeflow, JobSet, SkyPilot, Ray Train, or ssh."""
+"""Makes jobs for SLURM, Kubeflow, JobSet, SkyPilot, Ray Train or ssh from a configuration and a script."""

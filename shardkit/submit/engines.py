@@ -1,4 +1,4 @@
-"""The engines by name: how each renders a job, what it refuses, and the program that takes its file."""
+"""The engines by name: how each renders and checks a job, and the program that starts it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ from shardkit.submit.job import Job
 
 @dataclass(frozen=True)
 class Engine:
-    """`submit`: the program that starts a job and its words; FILE stands for the file, and without it the text is its
-    input. `schemas`: of the objects in the file. `flags`: those of `shardkit submit` that mean something here.
-    `options`: the keys of --option, with what they say; None: any, because the engine has its own list."""
+    """`submit`: the command that starts a job; FILE stands for the job's file, and without FILE the job is passed on
+    stdin. `flags`: the flags of `shardkit submit` that the engine supports. `options`: {key of --option: its help};
+    None: any key, which the engine checks."""
 
     name: str
     render: Callable[[Job], str]
@@ -23,10 +23,10 @@ class Engine:
     flags: frozenset[str]
     options: Mapping[str, str] | None = field(default_factory=dict)
     test: tuple[str, ...] = ()
-    """The engine's own check of a file, which starts nothing; where its program is there."""
+    """The engine's command to check a file without starting it; empty if it has none."""
     has_schema: bool = False
     needs_file: bool = False
-    """The file must be one that stays: what the program takes along is the folder."""
+    """Whether the job must be a file in the folder, since the engine's program uploads the folder."""
 
 
 _KUBECTL = ("kubectl", "create", "-f", "-")
@@ -85,28 +85,28 @@ ENGINES = {
 
 
 def find(name: str) -> Engine:
-    """The engine of that name. UsageError where there is none."""
+    """The engine with this name. Raises UsageError if there is none."""
     if name in ENGINES:
         return ENGINES[name]
     if not name:
         first, *rest = ENGINES
-        raise UsageError(f"--to: which engine? (got none); add --to {first}, or one of {', '.join(rest)}.")
+        raise UsageError(f"--to: the engine is missing (got none); add --to {first}, or one of {', '.join(rest)}.")
     near = get_close_matches(name, ENGINES, 1)
     hint = f"did you mean {near[0]}?" if near else f"use {', '.join(ENGINES)}."
-    raise UsageError(f"--to: no such engine (got {name!r}); {hint}")
+    raise UsageError(f"--to: unknown engine (got {name!r}); {hint}")
 
 
 def problems(engine: Engine, job: Job, flags: set[str]) -> list[str]:
-    """What is wrong with a job for this engine. `flags`: those that were given, of those that not every engine has."""
+    """Problems of a job for this engine. `flags`: the given flags that not all engines support."""
     found = []
     if re.search(r"[^A-Za-z0-9_.-]", job.name):
-        found.append(f"--name: is made of letters, digits, dots and dashes (got {job.name!r}); give another --name.")
+        found.append(f"--name: may only have letters, digits, dots and dashes (got {job.name!r}); give another name.")
     for flag in sorted(flags - engine.flags):
         able = ", ".join(one.name for one in ENGINES.values() if flag in one.flags)
-        found.append(f"{flag}: means nothing to {engine.name} (it is for {able}); leave it out.")
+        found.append(f"{flag}: is not supported by {engine.name} (only by {able}); remove it.")
     for key in job.options if engine.options is not None else ():
         if key not in (engine.options or {}):
             near = get_close_matches(key, engine.options or (), 1)
-            known = f"did you mean {near[0]}?" if near else f"it knows {', '.join(engine.options or {}) or 'none'}."
-            found.append(f"--option: {engine.name} has none of this name (got {key!r}); {known}")
+            known = f"did you mean {near[0]}?" if near else f"it has {', '.join(engine.options or {}) or 'none'}."
+            found.append(f"--option: {engine.name} has no option with this name (got {key!r}); {known}")
     return [*found, *engine.problems(job)]

@@ -9,20 +9,20 @@ from shardkit.config import files
 from shardkit.config.schema import Config
 
 GRACE_MARGIN_S = 30
-"""Between the end of the ranks' own time to save and the engine's kill: launchers tell one another, and leave."""
+"""Time between the ranks' stop timeout and the engine's SIGKILL, in which the launchers inform one another and exit."""
 
 PEERS_S = 60
-"""How long the other machines have to end by themselves once one has: a launcher notices a lost one within 30 s."""
+"""How long the other machines may take to end after one has ended: a launcher detects a lost one within 30 s."""
 
 CPUS_PER_GPU = 8
-"""Cores for each GPU where nobody says how many: machines with eight GPUs have 12 or more for each."""
+"""Default number of cores per GPU: machines with eight GPUs have 12 or more per GPU."""
 
 _END = "END_OF_CONFIGURATION"
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Storage of the engine's, and the folder where the script finds it."""
+    """Storage of the engine, and the folder at which it is mounted."""
 
     source: str
     path: str
@@ -30,9 +30,9 @@ class Volume:
 
 @dataclass(frozen=True)
 class Job:
-    """What runs, on which machines, for how long. `program` are the words that start shardkit on a machine.
+    """What runs, on which machines, for how long. `program`: the command that starts shardkit on a machine.
 
-    Where a number is None nobody has said it, and the engine's own default holds.
+    A number that is None is not set: the engine's default applies.
     """
 
     name: str
@@ -65,33 +65,33 @@ class Job:
 
     @property
     def grace_s(self) -> int:
-        """Seconds between the engine's SIGTERM and its kill: what the ranks have, and the margin."""
+        """Seconds between the engine's SIGTERM and its SIGKILL: the ranks' stop timeout plus the margin."""
         return int(self.config.shardkit.launch.stop_timeout_s) + GRACE_MARGIN_S
 
     @property
     def configuration(self) -> str:
-        """The YAML that the job runs: its machines find one another as the engine says, and it goes on where it was."""
-        said: dict[str, object] = {"main_process_ip": None, "main_process_port": None, "machine_rank": 0}
+        """The YAML that the job runs with: without addresses, which come from the engine, and with resume enabled."""
+        changed: dict[str, object] = {"main_process_ip": None, "main_process_port": None, "machine_rank": 0}
         if self.config.shardkit.checkpoint.resume == "never":
-            said["shardkit.checkpoint.resume"] = "auto"
+            changed["shardkit.checkpoint.resume"] = "auto"
         if not self.config.use_cpu and self.config.gpu_ids:
-            said["gpu_ids"] = None  # of the machine that the file was written on
-        return files.dump(files.overlaid(self.config, said), comments=False)
+            changed["gpu_ids"] = None  # they are of the machine on which the file was written
+        return files.dump(files.overlaid(self.config, changed), comments=False)
 
     def launch_words(self, config: str, more: Iterable[str] = ()) -> list[str]:
-        """`shardkit launch` with this job's script, as words of a shell. `config` and `more` are quoted already."""
+        """The `shardkit launch` command with this job's script, as shell words. `config` and `more` must be quoted."""
         script = ["-m", *self.command] if self.is_module else list(self.command)
         start = [shlex.quote(word) for word in self.program]
         return [*start, "launch", "--config", config, *more, *(shlex.quote(word) for word in script)]
 
 
 def configuration_file(text: str, path: str) -> str:
-    """Lines of a shell that write the configuration into a file. `path` is quoted already."""
+    """Shell lines that write the configuration to a file. `path` must be quoted."""
     return f"cat > {path} <<'{_END}'\n{text.rstrip()}\n{_END}"
 
 
 def folded(words: Iterable[str], width: int = 110) -> str:
-    """Quoted words as one command of a shell, over several lines where it is long: an option stays with its value."""
+    """Quoted words as one shell command, on several lines if it is long. An option and its value stay on one line."""
     parts: list[str] = []
     for word in words:
         if parts and not word.startswith("-"):
@@ -108,12 +108,12 @@ def folded(words: Iterable[str], width: int = 110) -> str:
 
 
 def memory_in_gib(memory_bytes: int) -> int:
-    """Whole GiB, upwards."""
+    """Whole GiB, rounded up."""
     return -(-memory_bytes // 2**30)
 
 
 def head(job: Job, how: str) -> list[str]:
-    """What the comments at the top of a file say."""
+    """The comments at the top of a job's file."""
     each = f"{job.gpus_per_machine} GPUs" if job.gpus_per_machine else f"{job.ranks_per_machine} ranks on the CPU"
     machines = (
         f"{job.machines} machine{'s' if job.machines > 1 else ''} with {each}{' each' if job.machines > 1 else ''}"

@@ -1,4 +1,4 @@
-"""JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job, a pod a machine, started again as a whole."""
+"""JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job with one pod per machine, restarted as a whole."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ GROUP = "node"
 
 
 def problems(job: Job) -> list[str]:
-    """What the API would refuse."""
+    """Problems that the API would reject."""
     return kubernetes.problems(job)
 
 
 def render(job: Job) -> str:
-    """The JobSet. Pods know their number from JOB_COMPLETION_INDEX; pod 0 has a name of its own in DNS."""
+    """The JobSet. Pods get their number from JOB_COMPLETION_INDEX, and the address of pod 0 from its DNS name."""
     environment = {
         "NNODES": str(job.machines),
         "MASTER_ADDR": f"{job.name}-{GROUP}-0-0.{job.name}",
@@ -31,7 +31,7 @@ def render(job: Job) -> str:
 
 
 def spec(job: Job, environment: dict[str, str], labels: dict[str, str] | None = None) -> dict[str, Any]:
-    """The JobSet's spec. `labels`: of the Job's template."""
+    """The JobSet's spec. `labels`: labels of the Job's template."""
     template: dict[str, Any] = {"spec": kubernetes.batch_job(job, environment)}
     if job.time_s is not None:
         template["spec"]["activeDeadlineSeconds"] = job.time_s

@@ -1,6 +1,6 @@
-"""Kubeflow Trainer (trainer.kubeflow.org/v1alpha1): a TrainJob, and the TrainingRuntime that it runs in.
+"""Kubeflow Trainer (trainer.kubeflow.org/v1alpha1): a TrainJob, and the TrainingRuntime that it uses.
 
-The cluster's own torch-distributed runtime says nothing of exit codes, so the job brings one that does.
+The cluster's torch-distributed runtime has no rules for exit codes, so the job contains a runtime with such rules.
 """
 
 from dataclasses import replace
@@ -10,24 +10,24 @@ from shardkit.submit import jobset, kubernetes
 from shardkit.submit.job import Job
 
 API = "trainer.kubeflow.org/v1alpha1"
-OPTIONS = {"runtime": "a ClusterTrainingRuntime to use instead of the job's own, e.g. torch-distributed"}
+OPTIONS = {"runtime": "a ClusterTrainingRuntime to use instead of the one in the job, e.g. torch-distributed"}
 
 
 def problems(job: Job) -> list[str]:
-    """What the API would refuse."""
+    """Problems that the API would reject."""
     found = kubernetes.problems(job)
     given = [name for name in ("priority-class", "service-account") if name in job.options]
     if "runtime" in job.options:
         given += ["--volume"] if job.volumes else []
         found += [
-            f"--option runtime: what the cluster's runtime says of pods holds (got {name} too); leave one out."
+            f"--option runtime: the cluster's runtime defines the pods (got {name}, too); remove one of them."
             for name in given
         ]
     return found
 
 
 def render(job: Job) -> str:
-    """Both objects. The trainer gives each pod PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT."""
+    """Both objects. The trainer sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in each pod."""
     runtime = job.options.get("runtime")
     reference = (
         {"name": runtime} if runtime else {"apiGroup": API.split("/")[0], "kind": "TrainingRuntime", "name": job.name}
@@ -49,9 +49,9 @@ def render(job: Job) -> str:
 
 
 def _runtime(job: Job) -> dict[str, Any]:
-    """What the job says itself (command, resources) is left to it; the runtime says what becomes of pods that end."""
+    """The runtime. It defines what happens when pods end; command and resources come from the TrainJob."""
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    spec = jobset.spec(replace(job, time_s=None), {}, labels)  # the TrainJob has the time
+    spec = jobset.spec(replace(job, time_s=None), {}, labels)  # the TrainJob has the time limit
     [container] = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     for name in ("command", "resources"):
         del container[name]

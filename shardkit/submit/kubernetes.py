@@ -1,4 +1,4 @@
-"""What Kubernetes' engines share: the pod, the rules for exit codes, and objects as YAML."""
+"""Shared parts of the engines on Kubernetes: the pod, the rules for exit codes, and objects as YAML."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from shardkit.errors import EXIT_PREEMPTED
 from shardkit.submit.job import Job, configuration_file, folded, head, memory_in_gib
 
 PORT = 29500
-"""Every pod has an address of its own, so all jobs may use one port."""
+"""Every pod has its own IP address, so all jobs can use the same port."""
 
 CONTAINER = "node"
 OPTIONS = {
@@ -18,26 +18,28 @@ OPTIONS = {
     "queue": "Kueue's local queue",
     "priority-class": "priority class of the pods",
     "service-account": "service account of the pods",
-    "gpu-resource": "name of the GPUs among a machine's resources; by default nvidia.com/gpu",
+    "gpu-resource": "resource name of the GPUs; default: nvidia.com/gpu",
 }
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 
 
 def problems(job: Job) -> list[str]:
-    """What the API would refuse."""
+    """Problems that the API would reject."""
     found = []
-    if not re.fullmatch(_LABEL, job.name) or len(job.name) > 40:  # pods' names are longer, and end at 63
+    if not re.fullmatch(_LABEL, job.name) or len(job.name) > 40:  # names of pods are longer; their limit is 63
         found.append(
-            f"--name: is made of small letters, digits and dashes, begins with a letter, and has at most 40 of them "
-            f"(got {job.name!r}); give another --name."
+            f"--name: may only have lower-case letters, digits and dashes, must begin with a letter, and have at most "
+            f"40 characters (got {job.name!r}); give another name."
         )
     if job.image is None:
-        found.append("--image: which container image? It must hold the script and shardkit; add --image NAME:TAG.")
+        found.append(
+            "--image: a container image with the script and shardkit is missing (got none); add --image NAME:TAG."
+        )
     return found
 
 
 def resources(job: Job) -> dict[str, Any]:
-    """Requests and limits of a machine's pod. GPUs, and memory, are limits too; cores are not."""
+    """Requests and limits of a machine's pod. GPUs and memory are also limits, cores are not."""
     limits: dict[str, Any] = {}
     if job.gpus_per_machine:
         limits[job.options.get("gpu-resource", "nvidia.com/gpu")] = job.gpus_per_machine
@@ -47,7 +49,7 @@ def resources(job: Job) -> dict[str, Any]:
 
 
 def command(job: Job) -> list[str]:
-    """The container's command. Kubernetes reads $(NAME) in it, and $$ as one $: so every $ is doubled."""
+    """The container's command. Every $ is doubled, since Kubernetes expands $(NAME) in it, and turns $$ into $."""
     logs = ""
     if job.volumes:
         folder = shlex.quote(f"{job.volumes[0].path}/runs/{job.name}")
@@ -58,7 +60,7 @@ def command(job: Job) -> list[str]:
 
 
 def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
-    """The Job's spec: a pod for each machine, by number; a pod that ends with 75 was told to stop, and saved."""
+    """The Job's spec: one pod per machine. Exit code 75 of a pod means that it was preempted and has saved."""
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": job.image,
@@ -103,7 +105,7 @@ def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def failure_policy(job: Job) -> dict[str, Any]:
-    """All pods start again: after a preemption always, after a failure as often as the configuration restarts."""
+    """Restart all pods: always after a preemption, and `max_restarts` times after failures."""
     return {
         "maxRestarts": job.config.shardkit.launch.max_restarts,
         "rules": [
@@ -133,12 +135,12 @@ def manifest(job: Job, objects: list[dict[str, Any]]) -> str:
 
 
 def yaml_text(value: dict[str, Any]) -> str:
-    """YAML in the order of the value, scripts as blocks of lines."""
+    """YAML in the order of the value, with multi-line strings as block scalars."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines stay readable; lists are indented below their key, and nothing is an alias."""
+    """Writes multi-line strings as block scalars, indents lists below their key, and uses no aliases."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         return super().increase_indent(flow, False)

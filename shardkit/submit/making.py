@@ -1,4 +1,4 @@
-"""From the flags of `shardkit submit` to a job for an engine: everything is read, and all problems are collected."""
+"""From the flags of `shardkit submit` to a job for an engine; collects all problems."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Asked:
-    """The flags, as they were typed."""
+    """The values of the flags, as given."""
 
     command: list[str]
     is_module: bool
@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def flags(self) -> set[str]:
-        """Those that were given, of those that mean something to some engines only."""
+        """The given flags, of those that not all engines support."""
         given = {
             "--time": self.time,
             "--memory": self.memory,
@@ -64,16 +64,16 @@ class Asked:
 
 @dataclass
 class Problems:
-    """What is wrong so far, so that all of it can be said at once."""
+    """Collects problems, so that all are reported at once."""
 
     lines: list[str] = field(default_factory=list)
 
     def add(self, text: str | None) -> None:
-        """One problem, or several, one a line; None: there is none."""
+        """Add problems, one per line; None: no problem."""
         self.lines += (text or "").splitlines()
 
     def of(self, read: Callable[..., T], *arguments: object) -> T | None:
-        """What is read; None where it cannot be, and the problems are noted."""
+        """The result of `read`; None if it raises, and its problems are added."""
         try:
             return read(*arguments)
         except (UsageError, ConfigError) as error:
@@ -81,7 +81,7 @@ class Problems:
             return None
 
     def raise_all(self) -> None:
-        """Raises ConfigError with all of them, where there are any."""
+        """Raises ConfigError with all problems, if there are any."""
         if self.lines:
             count = len(self.lines)
             end = f"{count} error{'s' if count > 1 else ''}. Nothing was written or submitted."
@@ -89,14 +89,14 @@ class Problems:
 
 
 def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job | None, list[str]]:
-    """The engine, the job, and what is worth knowing of it. What is wrong goes to the problems; None: see there."""
+    """(engine, job, notes on the job). Errors are added to `problems`; engine and job may then be None."""
     engine = problems.of(engines.find, to)
     _check_script(asked, engine, problems)
     settings = problems.of(settings_from, asked.settings) or {}
     loaded = problems.of(_resolved, asked.config, settings)
     config = loaded.config if loaded else None
     if loaded:
-        problems.lines += _unsaid(loaded.config, loaded.origins, loaded.path)
+        problems.lines += _missing(loaded.config, loaded.origins, loaded.path)
     words = problems.of(_words, "--ssh", asked.ssh)
     program = problems.of(_words, "--program", asked.program)
     time_s = problems.of(reading.seconds, asked.time) if asked.time else None
@@ -133,14 +133,14 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
 
 
 def _resolved(path: Path | None, settings: dict[str, str]) -> files.LoadedConfig:
-    """Without this machine's hardware: the job runs on others."""
+    """The configuration without defaults for this machine's hardware, since the job runs on other machines."""
     return files.resolve(path, settings, defaults_for_hardware=False)
 
 
 def _check_script(asked: Asked, engine: Engine | None, problems: Problems) -> None:
-    """Whether the script is there: in an image it is not here."""
+    """Check that the script exists, unless it is in a container image."""
     if not asked.command:
-        problems.lines.append("submit: no script is named; write: shardkit submit --to ENGINE SCRIPT.py")
+        problems.lines.append("submit: no script is given; write: shardkit submit --to ENGINE SCRIPT.py")
         return
     is_in_image = engine is not None and "--image" in engine.flags and asked.image is not None
     if is_in_image:
@@ -151,17 +151,17 @@ def _check_script(asked: Asked, engine: Engine | None, problems: Problems) -> No
     ]
     if engine is not None and engine.name in ("skypilot", "ray") and Path(asked.command[0]).is_absolute():
         problems.lines.append(
-            f"submit: {engine.name} takes this folder along, where the script has another path "
-            f"(got {asked.command[0]}); name it from here."
+            f"submit: {engine.name} uploads this folder, so the script needs a relative path "
+            f"(got {asked.command[0]}); give its path relative to this folder."
         )
 
 
-def _unsaid(config: Config, origins: dict[str, Origin], path: Path | None) -> list[str]:
-    """What a job must know and this machine, which is another one, cannot say."""
+def _missing(config: Config, origins: dict[str, Origin], path: Path | None) -> list[str]:
+    """Settings that a job needs, and that cannot be taken from this machine's hardware."""
     found = []
     if origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
-        where = f"{path} does not say it" if path else "no shardkit.yaml is found"
-        found.append(f"num_processes: how many ranks, over all machines? ({where}); write it there, or add -n N.")
+        where = f"not set in {path}" if path else "no shardkit.yaml was found"
+        found.append(f"num_processes: the total number of ranks is missing ({where}); set it there, or add -n N.")
     if config.shardkit.launch.min_machines is not None:
         found.append(
             "shardkit.launch.min_machines: the engines' jobs have a fixed number of machines, and end with the first "
@@ -170,7 +170,7 @@ def _unsaid(config: Config, origins: dict[str, Origin], path: Path | None) -> li
     if config.mode == "xla":
         where = origins["distributed_type"].where
         found.append(
-            f"{where}: distributed_type: the engines' jobs are for GPUs and CPUs (got XLA); use your TPU's own tool."
+            f"{where}: distributed_type: jobs are only supported for GPUs and CPUs (got XLA); use the TPU's tools."
         )
     return found
 
@@ -181,7 +181,7 @@ def _name(script: str, is_module: bool) -> str:
 
 
 def _program(engine: Engine) -> tuple[str, ...]:
-    """On machines that share this one's folders, this Python; elsewhere what an installed shardkit is called."""
+    """The command for shardkit: this Python on machines that share this machine's folders, else `shardkit`."""
     return (sys.executable, "-m", "shardkit") if engine.name in ("slurm", "ssh") else ("shardkit",)
 
 
@@ -189,37 +189,37 @@ def _words(flag: str, text: str | None) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text or ""))
     except ValueError as error:
-        raise UsageError(f"{flag}: cannot be taken apart as a shell does ({error}, got {text!r}); close it.") from None
+        raise UsageError(f"{flag}: not valid shell syntax ({error}, got {text!r}); close the quotes.") from None
 
 
 def _device(name: str | None, config: Config | None) -> devices.Device:
-    """The device to plan for; UsageError where none has the name."""
+    """The device to plan for. Raises UsageError for an unknown name."""
     return devices.find(name or ("cpu" if config is not None and config.use_cpu else "h100-80"))
 
 
 def _planned(
     asked: Asked, job: Job, engine: Engine, path: Path | None, device: devices.Device
 ) -> tuple[Job, list[str]]:
-    """The job with the plan's numbers where the flags say none, and the plan's notes; without a model as it is.
+    """(the job, with memory and time from the plan if no flags set them; notes). Unchanged without a model.
 
-    A model that only the file names may be unknown on this machine: then a note says so."""
+    A model that only the file names may be missing on this machine: that is a note, not an error."""
     model = asked.model or (comment.read(path.read_text(encoding="utf-8")) if path is not None else None)
     if model is None:
         wanted = [flag for flag, value in (("--batch-size", asked.batch_size), ("--steps", asked.steps)) if value]
         if wanted:
-            raise UsageError(f"{wanted[0]}: it is for the plan, which needs a model (got none); add --model.")
+            raise UsageError(f"{wanted[0]}: is for the plan, which needs a model (got none); add --model.")
         return job, []
     try:
         sizes = sizing.sized(job.config, model, device, asked.batch_size, asked.seq_len, asked.steps)
     except ShardkitError as error:
         if asked.model is not None:
             raise
-        return job, [f"note: nothing is planned: {error}"]
+        return job, [f"note: memory and time are not planned: {error}"]
     notes = list(sizes.notes)
     if job.memory_bytes is None and "--memory" in engine.flags:
         job = replace(job, memory_bytes=sizes.memory_bytes)
     if asked.steps is not None and sizes.steps_s is None:
-        notes.append("note: the plan cannot tell a step's time without --batch-size, or on this device; add --time.")
+        notes.append("note: the time of a step is unknown without --batch-size, or for this device; add --time.")
     elif job.time_s is None and "--time" in engine.flags:
         job = replace(job, time_s=sizes.steps_s)
     return job, notes

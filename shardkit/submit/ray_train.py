@@ -1,23 +1,23 @@
-"""Ray Train: a driver, which runs the script on each worker of a TorchTrainer."""
+"""Ray Train: a driver script, which runs the training script on each worker of a TorchTrainer."""
 
 from shardkit.submit.job import Job, head
 
 OPTIONS = {
-    "storage": "folder or URL where Ray keeps what workers report; all machines must reach it",
-    "min-workers": "fewest workers to go on with when machines are lost: elastic training",
+    "storage": "folder or URL for Ray's results, which all machines can access",
+    "min-workers": "elastic training: the smallest number of workers to continue with if machines are lost",
 }
 
 
 def problems(job: Job) -> list[str]:
-    """What Ray would refuse."""
+    """Problems that Ray would reject."""
     fewest = job.options.get("min-workers")
     if fewest is None or (fewest.isdigit() and 0 < int(fewest) <= job.config.num_processes):
         return []
-    return [f"--option min-workers: is a number from 1 to {job.config.num_processes} (got {fewest!r}); write one such."]
+    return [f"--option min-workers: not a number from 1 to {job.config.num_processes} (got {fewest!r}); give one."]
 
 
 def render(job: Job) -> str:
-    """The driver: Python, to run in the folder of the script."""
+    """The driver, a Python file to run in the folder of the script."""
     workers = job.config.num_processes
     each = max(1, job.cpus_per_machine // job.ranks_per_machine)
     resources = {"CPU": each, **({"GPU": 1} if job.gpus_per_machine else {})}
@@ -32,13 +32,15 @@ def render(job: Job) -> str:
     run = [f"name={job.name!r}"]
     if "storage" in job.options:
         run.append(f"storage_path={job.options['storage']!r}")
-    # -1: Ray's word for as often as it takes, which is what a run that can lose machines needs.
+    # -1: no limit, for runs that continue on fewer machines.
     restarts = job.config.shardkit.launch.max_restarts or (-1 if "min-workers" in job.options else 0)
     run.append(f"failure_config=FailureConfig(max_failures={restarts})")
     how = "Start it with: ray job submit --working-dir . -- python FILE"
     comments = "\n".join(f"# {line}" for line in head(job, how))
     script, *arguments = job.command
     return f'''{comments}
+import os
+
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -48,6 +50,7 @@ CONFIGURATION = """\\
 {job.configuration.replace(chr(92), chr(92) * 2).replace('"' * 3, chr(92) + '"' * 3)}"""
 
 if __name__ == "__main__":
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers stay in the folder of the script
     TorchTrainer(
         run_script,
         train_loop_config={{

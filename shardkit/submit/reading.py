@@ -1,4 +1,4 @@
-"""What the flags of `shardkit submit` say, read. Each raises UsageError with every problem of its own text."""
+"""Parses the flags of `shardkit submit`. Each function raises UsageError with all problems of its argument."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def seconds(text: str) -> int:
-    """`4h`, `90m`, `1d12h`, or as SLURM has it, with hours, minutes and seconds: `2-12:00:00`, `04:00:00`."""
+    """Seconds of `4h`, `90m`, `1d12h`, or of SLURM's format: `2-12:00:00`, `04:00:00`."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", text.strip())
     if found:
         days, hours, minutes, rest = (int(part or 0) for part in found.groups())
@@ -22,19 +22,19 @@ def seconds(text: str) -> int:
         is_whole = "".join(number + unit for number, unit in parts) == text.strip().lower()
         total = sum(int(number) * _SECONDS[unit] for number, unit in parts) if is_whole else 0
     if total < 1:
-        raise UsageError(f"--time: is a time (got {text!r}); write 4h, 90m, 1d12h or 1-12:00:00.")
+        raise UsageError(f"--time: not a duration (got {text!r}); write 4h, 90m, 1d12h or 1-12:00:00.")
     return total
 
 
 def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
-    """The hosts of a file, one a line, `name slots=8`; `#` begins a comment. `ranks`: of each machine, if known."""
+    """The hosts in a file, one per line, `name slots=8`; `#` begins a comment. `ranks`: of each machine, if known."""
     if path is None:
-        raise UsageError("--hosts: on which hosts? (got none); add --hosts FILE with a host on each line.")
+        raise UsageError("--hosts: the hosts are missing (got none); add --hosts FILE with one host per line.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise UsageError(f"--hosts: {path}: cannot be read ({reason}); name a file with a host on each line.") from None
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise UsageError(f"--hosts: {path}: cannot be read ({reason}); give a file with one host per line.") from None
     names: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, 1):
@@ -44,29 +44,29 @@ def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
         where, (name, *rest) = f"{path}:{number}", words
         if name in names:
             problems.append(
-                f"{where}: {name} is on line {names[name]} already; a host has one launch, so name it once."
+                f"{where}: {name} is a duplicate (got it on line {names[name]}, too); there is one launch per host."
             )
         elif not re.fullmatch(r"[A-Za-z0-9_.@:%\[\]-]+", name) or name.startswith("-"):
-            problems.append(f"{where}: is no name of a host (got {name!r}); write user@name or name.")
+            problems.append(f"{where}: not a host name (got {name!r}); write user@name or name.")
         names.setdefault(name, number)
         for word in rest:
             key, _, value = word.partition("=")
             if key not in ("slots", "max_slots", "max-slots") or not value.isdigit():
-                problems.append(f"{where}: is `name slots=N` (got {word!r}); leave the rest out.")
+                problems.append(f"{where}: only `name slots=N` is supported (got {word!r}); remove the rest.")
             elif key == "slots" and ranks is not None and int(value) != ranks:
                 problems.append(
-                    f"{where}: {name} has {value} slots, and the configuration {ranks} ranks for each machine; "
-                    f"change the one, or num_processes."
+                    f"{where}: {name} has {value} slots, but the configuration has {ranks} ranks per machine; "
+                    f"change the slots, or num_processes."
                 )
     if not names:
-        problems.append(f"{path}: names no host; write one on each line.")
+        problems.append(f"{path}: contains no host; write one per line.")
     if problems:
         raise UsageError("\n".join(problems))
     return tuple(names)
 
 
 def volumes(words: Sequence[str], is_claim: bool) -> tuple[Volume, ...]:
-    """SOURCE:FOLDER each: a claim of Kubernetes, or a bucket's URL."""
+    """The volumes of SOURCE:FOLDER texts. SOURCE is a persistent volume claim, or the URL of a bucket."""
     problems: list[str] = []
     found: list[Volume] = []
     for word in words:
@@ -74,9 +74,9 @@ def volumes(words: Sequence[str], is_claim: bool) -> tuple[Volume, ...]:
         name = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?" if is_claim else r"[a-z0-9]+://\S+"
         if not path.startswith("/") or not re.fullmatch(name, source):
             form = "CLAIM:/folder" if is_claim else "s3://bucket:/folder"
-            problems.append(f"--volume: is {form} (got {word!r}); write one such.")
+            problems.append(f"--volume: invalid volume (got {word!r}); write {form}.")
         elif any(volume.path == path for volume in found):
-            problems.append(f"--volume: {path} is named twice (got {word!r}); choose another folder.")
+            problems.append(f"--volume: {path} is used twice (got {word!r}); use another folder.")
         found.append(Volume(source, path))
     if problems:
         raise UsageError("\n".join(problems))
@@ -84,17 +84,17 @@ def volumes(words: Sequence[str], is_claim: bool) -> tuple[Volume, ...]:
 
 
 def options(words: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE each; KEY alone has an empty value."""
+    """{key: value} of KEY=VALUE texts; KEY alone has an empty value."""
     wrong = [word for word in words if not word.partition("=")[0].strip()]
     if wrong:
         raise UsageError(
-            "\n".join(f"--option: is KEY=VALUE (got {word!r}); write --option KEY=VALUE." for word in wrong)
+            "\n".join(f"--option: not KEY=VALUE (got {word!r}); write --option KEY=VALUE." for word in wrong)
         )
     return {key.strip().lstrip("-"): value.strip() for key, _, value in (word.partition("=") for word in words)}
 
 
 def size(text: str) -> int:
-    """`500GiB` in bytes."""
+    """The bytes of a size such as `500GiB`."""
     found = read_bytes(text)
     if found is None:
         raise UsageError(f"--memory: not a size (got {text!r}); write 500GiB.")

@@ -1,4 +1,4 @@
-"""What is done with a finished file: checked without starting anything, or handed to the engine's program."""
+"""Checks a job without starting it, or passes it to the engine's program."""
 
 import shutil
 import signal
@@ -16,29 +16,31 @@ from shardkit.errors import MachineError, RankFailure
 from shardkit.submit.engines import Engine
 
 CHECK_S = 60
-"""How long an engine's own check may take."""
+"""How long the check of an engine may take."""
 
 
 def check(engine: Engine, text: str) -> tuple[list[str], str]:
-    """What is wrong with a file, and by what it was checked. Starts nothing. MachineError where nothing here can."""
+    """(problems of a job, what checked it). Starts nothing. Raises MachineError if the checking program is missing."""
     if engine.has_schema:
         return schema_problems(text), "the schemas of the objects"
     if not engine.test:
         compile(text, engine.name, "exec")
         return [], "Python's compiler"
     if shutil.which(engine.test[0]) is None:
-        raise MachineError(f"--check: {engine.test[0]} is not installed here; check it where {engine.name} is.")
+        raise MachineError(
+            f"--check: {engine.test[0]} is not installed here; run this on a machine with {engine.name}."
+        )
     try:
         done = subprocess.run(engine.test, input=text, capture_output=True, text=True, timeout=CHECK_S, check=False)
     except subprocess.TimeoutExpired:
         raise MachineError(f"--check: {engine.test[0]} did not answer within {CHECK_S} s; try again.") from None
-    said = " ".join(done.stderr.split())
-    wrong = [f"{' '.join(engine.test)}: {said or f'ended with code {done.returncode}'}"] if done.returncode else []
+    output = " ".join(done.stderr.split())
+    wrong = [f"{' '.join(engine.test)}: {output or f'exit code {done.returncode}'}"] if done.returncode else []
     return wrong, " ".join(engine.test)
 
 
 def schema_problems(text: str) -> list[str]:
-    """Where the objects of a YAML file differ from their schemas. MachineError where jsonschema is not installed."""
+    """Problems of the objects in a YAML file, by their schemas. Raises MachineError if jsonschema is not installed."""
     if find_spec("jsonschema") is None:
         raise MachineError("--check: needs the package jsonschema; install it with: pip install 'shardkit[submit]'")
     import jsonschema
@@ -53,7 +55,7 @@ def schema_problems(text: str) -> list[str]:
 
 
 def schema(value: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object by its kind; a task of SkyPilot has none. With the parts that several share."""
+    """The schema for an object, by its kind (a SkyPilot task has no kind), with the parts that schemas share."""
     folder = files("shardkit.submit") / "schemas"
     name = str(value.get("kind", "task")).lower()
     own = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -62,15 +64,15 @@ def schema(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def submit(engine: Engine, text: str, path: Path | None) -> None:
-    """Hand a file to the engine's program, whose output is shown. `path`: where the text was written, if it was.
+    """Pass a job to the engine's program, whose output is shown. `path`: the file with the text, if it was written.
 
-    Raises MachineError where the program is not installed, RankFailure with its code where it ends with another than 0.
+    Raises MachineError if the program is not installed, RankFailure with its exit code if that is not 0.
     """
     program = engine.submit[0]
     if shutil.which(program) is None:
         raise MachineError(
-            f"--submit: the program {program} is not installed here; run this where {engine.name} is, or write "
-            "the file with --output and take it there."
+            f"--submit: the program {program} is not installed here; run this on a machine with {engine.name}, or "
+            "write the file with --output and copy it there."
         )
     if "FILE" not in engine.submit:
         code = _code_of(list(engine.submit), text)
@@ -83,15 +85,16 @@ def submit(engine: Engine, text: str, path: Path | None) -> None:
             code = _code_of(_words(engine, path))
     if code:
         raise RankFailure(
-            f"submit: {program} ended with code {code}; what it said is above.", code if code > 0 else 128 - code
+            f"submit: {program} failed (got exit code {code}); see its output above.", code if code > 0 else 128 - code
         )
 
 
 def _code_of(words: list[str], text: str | None = None) -> int:
-    """What a program ends with. A wish to stop is passed on and its end awaited: over ssh the ranks may be saving."""
+    """Run a program and return its exit code. Signals are forwarded, and its end is awaited, since ranks may be
+    saving."""
     process = subprocess.Popen(words, stdin=None if text is None else subprocess.PIPE, text=True)
     passed: dict[int, Callable[[int, Any], object]] = {
-        signal.SIGINT: lambda number, frame: None,  # the terminal has sent it to the program too
+        signal.SIGINT: lambda number, frame: None,  # the terminal has sent it to the program, too
         signal.SIGTERM: lambda number, frame: process.send_signal(number),
         signal.SIGHUP: lambda number, frame: process.send_signal(number),
     }

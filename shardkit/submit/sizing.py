@@ -1,4 +1,4 @@
-"""What the plan says of a job: host memory of a machine, how long a save and the steps take, and whether it fits."""
+"""Numbers for a job from the plan: host memory of a machine, duration of a save and of the steps, whether it fits."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from shardkit.plan.answer import PlanRequest, configured_strategy, row
 from shardkit.plan.devices import Device
 from shardkit.sizes import in_words
 
-# What a rank needs on the host beside the plan's numbers: Python, torch with CUDA's libraries, pinned batches, a
-# loader's workers. An assumption, like the plan's reserve on the device.
+# Host memory of a rank in addition to the plan's numbers: Python, torch with CUDA's libraries, pinned batches, workers
+# of loaders. An assumption, like the plan's reserve on the device.
 RANK_BYTES = 8 * 2**30
-# A disk of a machine that is no slower than this is assumed: a network file system's share on 10 Gb/s.
+# The assumed write speed of a machine: a network file system on 10 Gb/s.
 SAVE_BYTES_PER_S = 10**9
 SPARE = 1.2
 _ROUND_S = 600
@@ -19,7 +19,7 @@ _ROUND_S = 600
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one machine; `steps_s` is None where the step's time cannot be estimated, or nobody says how many steps."""
+    """Numbers for one machine. `steps_s` is None if the time of a step, or the number of steps, is unknown."""
 
     memory_bytes: int
     save_s: float
@@ -30,7 +30,7 @@ class Sizes:
 def sized(
     config: Config, model: str, device: Device, batch_size: int | None, seq_len: int | None, steps: int | None
 ) -> Sizes:
-    """The plan for a configuration, in closed form with AdamW. Raises what the model's description raises."""
+    """The sizes for a configuration, from the closed-form plan with AdamW. Raises the errors of `describe`."""
     request = PlanRequest(
         description=describe(model),
         config=config,
@@ -42,7 +42,7 @@ def sized(
     )
     found = row(request, configured_strategy(config))
     ranks, peak, host = config.processes_per_machine, found.memory.peak, found.memory.host
-    writers = 1 if found.strategy is ShardingStrategy.NO_SHARD else ranks  # whole copies are written once
+    writers = 1 if found.strategy is ShardingStrategy.NO_SHARD else ranks  # replicated state is written once
     state = peak.parameters + peak.optimizer_state + host.parameters + host.optimizer_state
     copied = 0 if config.shardkit.checkpoint.blocking else state
     save_s = writers * state / SAVE_BYTES_PER_S
@@ -50,13 +50,13 @@ def sized(
     if found.fits is False:
         notes.append(
             f"note: by the plan a rank needs {in_words(peak.total)}, more than {device.name} has; "
-            f"shardkit plan --model {model} says what to change."
+            f"run shardkit plan --model {model} for advice."
         )
     stop_s = config.shardkit.launch.stop_timeout_s
     if save_s * SPARE > stop_s:
         notes.append(
-            f"note: by the plan a machine saves {in_words(writers * state)}, about {save_s:.0f} s at 1 GB/s, and "
-            f"shardkit.launch.stop_timeout_s is {stop_s:g}; add --set shardkit.launch.stop_timeout_s="
+            f"note: by the plan a machine saves {in_words(writers * state)}, about {save_s:.0f} s at 1 GB/s, "
+            f"but shardkit.launch.stop_timeout_s is {stop_s:g}; add --set shardkit.launch.stop_timeout_s="
             f"{-(-int(save_s * SPARE) // 30) * 30}."
         )
     steps_s = None

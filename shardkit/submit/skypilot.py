@@ -1,4 +1,4 @@
-"""SkyPilot: a managed job, which it starts again on other machines when these are taken away."""
+"""SkyPilot: a managed job, which SkyPilot restarts on other machines after a preemption."""
 
 from typing import Any
 
@@ -7,31 +7,31 @@ from shardkit.submit.job import Job, configuration_file, folded, head, memory_in
 from shardkit.submit.kubernetes import yaml_text
 
 OPTIONS = {
-    "infra": "where: aws, gcp/us-central1, kubernetes, ...",
-    "use-spot": "true: machines that may be taken away, for less",
+    "infra": "aws, gcp/us-central1, kubernetes, ...",
+    "use-spot": "true: use spot instances",
     "setup": "a command that runs once on each machine, e.g. pip install shardkit",
-    "disk-size": "GB of each machine's disk",
-    "instance-type": "a cloud's own name of the machine",
+    "disk-size": "disk size of each machine in GB",
+    "instance-type": "the cloud's name of the machine type",
 }
 
-# Our names of devices, without their memory, as `sky show-gpus` spells them where that is another.
+# Names of devices in shardkit plan -> in `sky show-gpus`, where the rule in `accelerator` does not apply.
 _GPUS = {"a100-40": "A100", "a100-80": "A100-80GB", "v100-32": "V100-32GB", "3090": "RTX3090", "4090": "RTX4090"}
 
 
 def problems(job: Job) -> list[str]:
-    """What is missing, and what SkyPilot would not understand."""
+    """Missing settings, and values that SkyPilot would reject."""
     found = []
     if job.gpus_per_machine and job.gpu is None and "instance-type" not in job.options:
-        found.append("--device: which GPUs? SkyPilot chooses machines by them; add --device h100-80.")
+        found.append("--device: the GPU type is missing (got none); add one such as --device h100-80.")
     if job.options.get("use-spot", "true") not in ("true", "false"):
-        found.append(f"--option use-spot: is true or false (got {job.options['use-spot']!r}); write use-spot=true.")
+        found.append(f"--option use-spot: not a boolean (got {job.options['use-spot']!r}); write true or false.")
     if not job.options.get("disk-size", "1").isdigit():
-        found.append(f"--option disk-size: is a number of GB (got {job.options['disk-size']!r}); write disk-size=512.")
+        found.append(f"--option disk-size: not a number of GB (got {job.options['disk-size']!r}); write disk-size=512.")
     return found
 
 
 def render(job: Job) -> str:
-    """The task. Machines know their number and the head's address from SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS."""
+    """The task. SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS have a machine's number and the address of machine 0."""
     resources: dict[str, Any] = {
         "cpus": f"{job.cpus_per_machine}+",
         "job_recovery": {
@@ -62,11 +62,11 @@ def render(job: Job) -> str:
         "setup": job.options.get("setup"),
         "run": f"{configuration_file(job.configuration, '/tmp/shardkit.yaml')}\n{launch}\n",
     }
-    how = "Start it with: sky jobs launch FILE, in the folder of the script, which goes along."
+    how = "Start it with: sky jobs launch FILE, in the folder of the script, which is uploaded."
     top = "".join(f"# {line}\n" for line in head(job, how))
     return top + yaml_text({name: value for name, value in task.items() if value})
 
 
 def accelerator(device: str) -> str:
-    """SkyPilot's name of a device: `h100-80` -> `H100`."""
+    """SkyPilot's name for a device: `h100-80` -> `H100`."""
     return _GPUS.get(device.lower()) or device.split("-")[0].upper()

@@ -1,4 +1,4 @@
-"""SLURM: a batch script with one `shardkit launch` a machine, which queues itself again when it was preempted."""
+"""SLURM: a batch script with one `shardkit launch` per machine, which requeues itself after a preemption."""
 
 import re
 import shlex
@@ -6,12 +6,12 @@ import shlex
 from shardkit.errors import EXIT_PREEMPTED
 from shardkit.submit.job import PEERS_S, Job, configuration_file, folded, head, memory_in_gib
 
-# What this file writes itself, and the flag or setting that it follows from.
+# Options of sbatch that this file writes, and the flags or settings that they depend on.
 OURS = {
     "job-name": "--name",
     "nodes": "num_machines",
     "ntasks": "num_machines",
-    "ntasks-per-node": "one launch a machine",
+    "ntasks-per-node": "one launch per machine",
     "cpus-per-task": "--cpus",
     "gpus-per-node": "num_processes",
     "mem": "--memory",
@@ -24,22 +24,22 @@ OURS = {
 
 
 def problems(job: Job) -> list[str]:
-    """What sbatch would refuse, or take for something else."""
+    """Options that sbatch would reject, or that shardkit sets."""
     found = []
     for key, value in job.options.items():
         if key in OURS:
-            found.append(f"--option {key}: shardkit writes it (from {OURS[key]}); change that, and leave this out.")
+            found.append(f"--option {key}: is set by shardkit (from {OURS[key]}); change that, and remove the option.")
         elif not re.fullmatch(r"[a-z][a-z0-9-]*", key):
-            found.append(f"--option: is a long option of sbatch without dashes (got {key!r}); write partition=gpu.")
+            found.append(f"--option: not a long option of sbatch without dashes (got {key!r}); write partition=gpu.")
         elif "\n" in value:
-            found.append(f"--option {key}: is one line (got {value!r}); leave out the line break.")
+            found.append(f"--option {key}: contains a line break (got {value!r}); remove it.")
     return found
 
 
 def render(job: Job) -> str:
-    """The batch script. SLURM gives each task its machine's number, the address of machine 0 and the job's port."""
+    """The batch script. Each task gets its machine's number, the address of machine 0 and the port from SLURM."""
     logs = f'"runs/{job.name}-$SLURM_JOB_ID"'
-    # Not at once: ranks that have saved end within seconds of one another, and a killed task's code would hide 75.
+    # Do not kill at once: tasks that have saved end within seconds, and the code of a killed task would hide the 75.
     step = ["srun", "--kill-on-bad-exit=0", f"--wait={PEERS_S}", '--cpus-per-task="$SLURM_CPUS_PER_TASK"']
     launch = job.launch_words(f'{logs[:-1]}/shardkit.yaml"', ["--logs", f'{logs[:-1]}/${{SLURM_RESTART_COUNT:-0}}"'])
     return "\n".join(
@@ -54,10 +54,10 @@ def render(job: Job) -> str:
             f"mkdir -p {logs}",
             configuration_file(job.configuration, f'{logs[:-1]}/shardkit.yaml"'),
             "",
-            f"# {PEERS_S} s after one machine has ended, SLURM ends the others that have not by themselves.",
+            f"# {PEERS_S} s after the first machine has ended, SLURM kills those that are still running.",
             folded([*step, *launch]),
             "code=$?",
-            f"# {EXIT_PREEMPTED}: told to stop, and saved. The same job goes on from there when it is its turn again.",
+            f"# {EXIT_PREEMPTED}: preempted, and saved. The job is requeued, and resumes when SLURM starts it again.",
             f'if [ "$code" -eq {EXIT_PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
             'exit "$code"',
             "",
@@ -72,7 +72,7 @@ def _options(job: Job) -> list[tuple[str, str | None]]:
         ("nodes", str(job.machines)),
         ("ntasks-per-node", "1"),
         ("cpus-per-task", str(job.cpus_per_machine)),
-        ("mem", memory),  # 0: all that a machine has
+        ("mem", memory),  # 0: all memory of a machine
     ]
     if job.gpus_per_machine:
         options.append(("gpus-per-node", str(job.gpus_per_machine)))
@@ -91,12 +91,12 @@ def _options(job: Job) -> list[tuple[str, str | None]]:
 
 
 def time_text(seconds: int) -> str:
-    """D-HH:MM:SS, as sbatch reads it."""
+    """D-HH:MM:SS, the format of sbatch."""
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24}-{hours % 24:02d}:{minutes:02d}:{rest:02d}"
 
 
 def _quoted(value: str) -> str:
-    """sbatch reads quotes in its lines as a shell does, and nothing else of a shell."""
+    """The value in shell quotes, which sbatch supports in #SBATCH lines."""
     return shlex.quote(value)

@@ -1,26 +1,26 @@
-"""ssh: a shell script that starts one `shardkit launch` on each host of a list, in a folder that all of them share."""
+"""ssh: a shell script that starts one `shardkit launch` on each host of a list, in a folder that all hosts share."""
 
 import shlex
 
 from shardkit.submit.job import PEERS_S, Job, configuration_file, folded, head
 
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
-"""-tt: a terminal there, whose end (a lost connection) the launcher takes for a wish to save and stop. A host that
-does not answer for three times 15 s counts as lost."""
+"""-tt: allocates a terminal; if the connection is lost, the launcher gets SIGHUP, saves and stops. A host that does not
+answer for 3 x 15 s counts as lost."""
 
 
 def problems(job: Job) -> list[str]:
-    """What the hosts and the configuration say differently."""
+    """A mismatch between the number of hosts and the configuration."""
     if len(job.hosts) in (0, job.machines):
         return []
     return [
-        f"--hosts: num_machines is {job.machines} (got {len(job.hosts)} hosts); "
-        f"add --num-machines {len(job.hosts)}, with -n for the ranks of all of them."
+        f"--hosts: the number of hosts differs from num_machines {job.machines} (got {len(job.hosts)}); "
+        f"add --num-machines {len(job.hosts)}, and -n for the total number of ranks."
     ]
 
 
 def render(job: Job) -> str:
-    """The script. It ends with the first code that is not 0, and passes SIGTERM, SIGHUP and Ctrl-C on."""
+    """The script. It exits with the first exit code that is not 0, and forwards SIGTERM, SIGHUP and Ctrl-C."""
     folder = shlex.quote(str(job.folder))
     launch = folded(
         [
@@ -43,7 +43,7 @@ logs=runs/{job.name}-$(date +%Y%m%d-%H%M%S)-$$
 mkdir -p "$logs" && mkfifo "$logs/ended" && exec 3<> "$logs/ended" && rm "$logs/ended" || exit 1
 {configuration_file(job.configuration, '"$logs/shardkit.yaml"')}
 
-# What a host runs. The launcher takes the shell's place, so that the number in the file is the launcher's.
+# The commands on a host. `exec` replaces the shell by the launcher, so the pid in the file is the launcher's.
 there=$(cat <<'END_OF_COMMAND'
 echo $$ > "$logs/$rank.pid"
 {launch}
@@ -57,7 +57,7 @@ stop() {{ for rank in "${{!hosts[@]}}"; do on_host "$rank" 'kill -TERM "$(cat "$
 trap stop TERM HUP INT
 
 for rank in "${{!hosts[@]}}"; do
-    # What is sent to this script and all that it started stops here, so that ssh stays and brings the launch's code.
+    # Ignore signals to the process group here, so that ssh keeps running and returns the launcher's exit code.
     (trap '' TERM HUP INT; on_host "$rank" "$there"; echo "$rank $?" >&3) &
 done
 code=0
@@ -67,12 +67,12 @@ for ((left = ${{#hosts[@]}}; left > 0; )); do
     if [ "$code" -eq 0 ] && [ "$ended" -ne 0 ]; then
         code=$ended
         echo "${{hosts[rank]}} ended with code $ended" >&2
-        # The others notice within half a minute that one is lost; who does not is told.
+        # The other launchers detect a lost one within 30 s and stop. Send SIGTERM to those that do not.
         (sleep {PEERS_S} && stop) > /dev/null 2>&1 3>&- &
-        told=$!
+        stopper=$!
     fi
 done
-[ -z "${{told:-}}" ] || kill "$told"
+[ -z "${{stopper:-}}" ] || kill "$stopper"
 exit "$code"
 """
 

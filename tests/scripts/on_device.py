@@ -4,6 +4,7 @@
 
 The order: `device` (cpu or cuda), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`, `export`. With
 `gloo` the ranks, each alone with the first device as on a machine of its own, meet through gloo, and split each batch.
+With `exact` torch takes kernels that give the same bits each time.
 """
 
 import json
@@ -21,6 +22,7 @@ from tests import models
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
+    torch.use_deterministic_algorithms(order.get("exact", False), warn_only=True)
     if order.get("gloo"):
         dist.init_process_group("gloo")
     world = {"num_processes": dist.get_world_size() if order.get("gloo") else 1, "use_cpu": order["device"] == "cpu"}

@@ -1,0 +1,85 @@
+"""One measurement of `benchmarks.gpu`: a process of its own, for as long as its section has."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parent.parent
+BILLION = {"layers": 22, "hidden": 2048, "heads": 16, "vocab": 32000, "seq": 2048, "batch": 4, "steps": 10}
+SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "batch": 2, "steps": 2}
+OVER = "its share of the minutes is over"
+
+
+class Failed(Exception):
+    """A measurement that did not end well; what its process said last."""
+
+
+class TimeIsUp(Failed):
+    """The section has had its share of the minutes."""
+
+
+@dataclass
+class Options:
+    """What is measured, how, and until when (by time.monotonic)."""
+
+    device: str = "cuda"
+    rounds: int = 3
+    small: bool = False
+    minutes: float = 19.0
+    only: list[str] = field(default_factory=list)
+    output: Path | None = None
+    table: Path | None = None
+    until: float = float("inf")
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the section has. Raises TimeIsUp where there is not one."""
+        left = self.until - time.monotonic()
+        if left < 1:
+            raise TimeIsUp(OVER)
+        return left
+
+
+def measured(options: Options, task: str, contestant: str, **changes: Any) -> dict[str, Any]:
+    """The result of one process. Failed, with its last lines, where it does not end well or in time."""
+    shape = SMALL if options.small else BILLION
+    order = {"task": task, "contestant": contestant, "device": options.device, **shape, **changes}
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder, "order.json"), Path(folder, "result.json")
+        asked.write_text(json.dumps(order))
+        done = run(options, [sys.executable, "-m", "benchmarks.gpu_rank", str(asked), str(answer)])
+        if not answer.exists():
+            killed = "SIGKILL " if done.returncode == -signal.SIGKILL else ""
+            raise Failed(f"{killed}{done.stderr.strip()[-2000:]} (exit code {done.returncode})")
+        return json.loads(answer.read_text())
+
+
+def run(options: Options, command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """The command, with the processes that it starts, for as long as the section has."""
+    left_s = options.left_s
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+        wide = {**os.environ, "COLUMNS": "250"}  # or pytest cuts its reasons
+        process = subprocess.Popen(
+            command, stdout=printed, stderr=errors, text=True, cwd=ROOT, env=wide, start_new_session=True
+        )
+        try:
+            process.wait(left_s)
+        except subprocess.TimeoutExpired:
+            raise TimeIsUp(f"{_text(printed)}\n{OVER}") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return subprocess.CompletedProcess(command, process.returncode, _text(printed), _text(errors))
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()

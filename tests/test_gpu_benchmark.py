@@ -1,0 +1,115 @@
+"""`make gpu` ends in time and keeps what it has: sections that fail, hang or are cut short do not lose the others."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu, gpu_words
+
+ROOT = Path(__file__).parent.parent
+LONG = "test_with_a_name_that_leaves_pytest_no_room_for_the_reason_why_it_is_skipped"
+
+
+def begins(options):
+    yield {"shardkit": {"a": 1.0}}
+    raise gpu.Failed("Traceback\nRuntimeError: by hand does not start")
+
+
+def breaks(options):
+    yield {"rows": []}
+    yield {"rows": [{"changes": {"strategy": 1}, "failed": "OutOfMemoryError"}]}
+    raise KeyError("peak_bytes")
+
+
+def takes_long(options):
+    yield {"on the device": {"layers": 3, "parameters": 10**9, "is_limit": False}}
+    gpu.run(options, [sys.executable, "-c", "import time; print('began', flush=True); time.sleep(600)"])
+
+
+def ends(options):
+    yield {"shardkit": {"a": 1.0}, "by hand": {"a": 1.0}}
+
+
+def test_a_section_that_fails_keeps_what_it_has_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    sections = {"steps": (begins, 1.0), "plan": (breaks, 1.0), "largest": (takes_long, 1.0), "waits": (ends, 7.0)}
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    output, table = tmp_path / "gpu.json", tmp_path / "gpu.md"
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--minutes", "0.1", "--output", str(output), "--table", str(table), "--device", "cpu"]
+    )
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as stop:
+        gpu.main()
+    assert stop.value.code == 1 and time.monotonic() - began < 60
+    found = json.loads(output.read_text())
+    assert found["steps"]["failed"].endswith("by hand does not start") and found["steps"]["shardkit"] == {"a": 1.0}
+    assert found["plan"]["rows"] and "KeyError: 'peak_bytes'" in found["plan"]["failed"]
+    assert found["largest"]["on the device"]["layers"] == 3
+    assert found["largest"]["ended_early"] == f"began\n\n{gpu.OVER}"
+    assert "failed" not in found["waits"]
+    said = capsys.readouterr().out
+    assert "  failed: RuntimeError: by hand does not start" in said
+    assert "  strategy 1: not measured (OutOfMemoryError)\n  failed: KeyError: 'peak_bytes'" in said
+    assert f"3 layers) and more\n  ended early: {gpu.OVER}" in said
+    assert "| waits | within the goal: no more often than by hand |" in table.read_text()
+
+
+def test_what_ends_early_leaves_its_minutes_to_the_next(monkeypatch):
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: 1000.0)
+    until = list(gpu._ends(list(gpu.SECTIONS), 19.0))
+    assert until == sorted(until) and until[-1] == pytest.approx(1000 + 19 * 60)
+    assert until[0] == pytest.approx(1000 + 7 * 60)
+
+
+def test_the_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path):
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\n\ndef test_one(): pass\n\n"
+        "@pytest.mark.parametrize('a', [1])\ndef test_two(a): assert a == 2\n\n"
+        f"@pytest.mark.skip(reason='no (CUDA) device')\ndef {LONG}(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider"]
+    found = gpu._outcomes(gpu.run(gpu.Options(), [*command, str(tmp_path)]).stdout)
+    assert found == {"passed": 1, "not_passed": ["test_two[1]"], "skipped": {LONG: "no (CUDA) device"}}
+    assert list(gpu_words.lines("tests", found)) == [
+        "1 passed, 1 failed, 1 skipped",
+        "failed: test_two[1]",
+        f"skipped: {LONG}: no (CUDA) device",
+    ]
+
+
+@pytest.mark.parametrize(("limit", "tried"), [(70, [64, 72]), (81, [64, 72, 80, 88]), (50, [64, 56, 48]), (999, None)])
+def test_the_largest_model_is_looked_for_by_eighths(monkeypatch, limit, tried):
+    seen = []
+
+    def measured(options, task, contestant, **order):
+        seen.append(order["layers"])
+        if order["layers"] > limit:
+            raise gpu.Failed("torch.OutOfMemoryError: CUDA out of memory")
+        return {"parameters": 10 * order["layers"], "order": order}
+
+    monkeypatch.setattr(gpu, "measured", measured)
+    *_, last = gpu._most_layers(gpu.Options(), False, 64, 96)
+    assert seen == (tried or [64, 72, 80, 88, 96])
+    best = max(layers for layers in seen if layers <= limit)
+    assert last == {"layers": best, "parameters": 10 * best, "is_limit": limit < 96}
+
+
+@pytest.mark.loops
+def test_every_section_runs_on_the_cpu(tmp_path):
+    """As `make gpu` calls it; figures of so small a model mean nothing, and the tests that need a GPU are skipped."""
+    output, table = tmp_path / "gpu.json", tmp_path / "gpu.md"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--device", "cpu", "--rounds", "1"]
+    command += ["--output", str(output), "--table", str(table)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    assert found.keys() >= gpu.SECTIONS.keys()
+    assert not found["tests"]["not_passed"]
+    assert [row["planned_s"] for row in found["plan"]["rows"]]
+    assert found["steps"]["compiled"]["ratios"] and found["checkpoint"]["bytes"] > 0
+    assert found["largest"]["in host memory"] == {**found["largest"]["on the device"], "is_limit": False}
+    assert all(f"| {name} |" in table.read_text() for name in gpu.SECTIONS)
