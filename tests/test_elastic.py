@@ -61,7 +61,7 @@ def test_only_worlds_that_keep_the_global_batch_and_fit_the_mesh_are_used(text, 
 
 def test_the_worlds_that_are_not_used_are_said_with_the_reason():
     assert membership.summary(config("  gradient_accumulation_steps: 1\n", 3)) == (
-        "elastic: worlds of 1 or 3 machines (not 2: 1 micro-batches on 3 machines are not a whole number on 2)"
+        "elastic: worlds of 1 or 3 machines (not 2: 1 x 3 micro-batches a step cannot be divided among 2 machines)"
     )
     text = "  mesh:\n    shard_size: 4\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
     assert "not 1: " in membership.summary(config(text, 4)) and "shard_size" in membership.summary(config(text, 4))
@@ -129,7 +129,7 @@ def test_a_machine_leaves_and_the_other_goes_on_with_the_losses_of_one_process(t
         assert (run.end("second"), run.end("first")) == (75, 0), run.text()
         lines, first = run.lines(), run.machines["first"].text()
     assert f"launch: machine 1 ({HOST}): stopped by a signal; going on from step" in first
-    assert "launch: world 1: 1 of 2 machines, 1 ranks" in first
+    assert "launch: world 1: 1 of 2 machines, 1 rank:" in first
     assert "the global batch stays that of 2 machines: 2 times the micro-batches a step" in first
     assert "4 x 1 rank x 4 micro-batches = 16 samples a step" in first
     check_losses(lines, 12)
@@ -139,6 +139,7 @@ def test_a_machine_leaves_and_the_other_goes_on_with_the_losses_of_one_process(t
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_a_run_goes_from_two_machines_to_one_and_back_with_the_losses_of_one_process(tmp_path):
     with ElasticRun(tmp_path, steps=24) as run:
         run.start("first", "--machine-rank", "0")
@@ -162,6 +163,7 @@ def test_a_run_goes_from_two_machines_to_one_and_back_with_the_losses_of_one_pro
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_machines_that_are_killed_in_a_step_and_in_a_save_are_named_and_replaced(tmp_path):
     with ElasticRun(tmp_path, steps=24) as run:
         run.start("first", "--machine-rank", "0", lost_timeout_s=15)
@@ -187,6 +189,7 @@ def test_machines_that_are_killed_in_a_step_and_in_a_save_are_named_and_replaced
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
     with ElasticRun(tmp_path, steps=6, machines="1:3", most=3) as run:
         run.start("first", "--machine-rank", "0", join_timeout_s=30, lost_timeout_s=10)
@@ -194,10 +197,11 @@ def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
         run.wait_for("first", r"waiting for more machines, 2 of 3 are here; starting with them after 30 s")
         run.kill("second")
         assert run.end("first") == 0, run.text()
-        assert "launch: world 0: 1 of 3 machines, 1 ranks" in run.machines["first"].text()
+        assert "launch: world 0: 1 of 3 machines, 1 rank:" in run.machines["first"].text()
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_who_starts_otherwise_or_with_a_number_in_use_is_refused_and_the_run_goes_on(tmp_path):
     with ElasticRun(tmp_path, steps=18) as run:
         run.start("first", "--machine-rank", "0")
@@ -219,6 +223,7 @@ def test_who_starts_otherwise_or_with_a_number_in_use_is_refused_and_the_run_goe
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_a_spare_waits_and_replaces_a_machine_that_leaves_by_ctrl_c(tmp_path):
     with ElasticRun(tmp_path, steps=18) as run:
         run.start("first", "--machine-rank", "0")
@@ -236,6 +241,7 @@ def test_a_spare_waits_and_replaces_a_machine_that_leaves_by_ctrl_c(tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_the_loss_of_machine_0_ends_the_run_in_words(tmp_path):
     with ElasticRun(tmp_path, steps=60) as run:
         run.start("first", "--machine-rank", "0", lost_timeout_s=10)
@@ -250,6 +256,7 @@ def test_the_loss_of_machine_0_ends_the_run_in_words(tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_too_few_machines_are_said_and_the_run_is_given_up(tmp_path):
     with ElasticRun(tmp_path, steps=60, machines="2:2") as run:
         run.start("first", "--machine-rank", "0", "--set", "shardkit.launch.meet_timeout_s=20")
@@ -260,6 +267,7 @@ def test_too_few_machines_are_said_and_the_run_is_given_up(tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_a_signal_on_machine_0_saves_and_ends_the_run_on_all(tmp_path):
     with ElasticRun(tmp_path, steps=60) as run:
         first = run.start("first", "--machine-rank", "0")
@@ -271,6 +279,7 @@ def test_a_signal_on_machine_0_saves_and_ends_the_run_on_all(tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_a_machine_that_is_cut_off_ends_its_ranks_and_the_others_go_on(tmp_path):
     with two_machines() as network:
         words = ["-n", "2", "--num-machines", "1:2", "--main", f"{ADDRESSES[0]}:29500"]

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -63,11 +63,12 @@ class LaunchAttempt:
 
 
 class LostMachines(MachineError):
-    """Machines of the attempt, by number, that give no sign of life any more."""
+    """Machines of the attempt, by number, that give no sign of life any more. `stop`: the signal with which somebody
+    has ended the ranks of this machine meanwhile; None: nobody has."""
 
-    def __init__(self, text: str, machines: list[int], committed_step: int) -> None:
+    def __init__(self, text: str, machines: list[int], committed_step: int, stop: int | None) -> None:
         super().__init__(text)
-        self.machines, self.committed_step = machines, committed_step
+        self.machines, self.committed_step, self.stop = machines, committed_step, stop
 
 
 def run(spec: LaunchSpec) -> Path:
@@ -214,6 +215,7 @@ def run_once(
             "machine and at the network, and start again with --resume auto.",
             lost.machines,
             newest_step(watch),
+            stop_of(watch),
         ) from None
     return together(reports, machines, started_s)
 
@@ -227,9 +229,14 @@ def report_of(
         "committed_step": newest_step(watch),
         "is_hung": watch.is_hung,
         "rows": [asdict(_later(row, -started_s)) for row in watch.rows or ()],
-        "stop": watch.stop.number if watch.stop is not None and watch.stop.is_asked_here else None,
+        "stop": stop_of(watch),
         "logs": logs,
     }
+
+
+def stop_of(watch: Monitor) -> int | None:
+    """The signal with which somebody ended the ranks here; None where nobody did."""
+    return watch.stop.number if watch.stop is not None and watch.stop.is_asked_here else None
 
 
 def newest_step(watch: Monitor) -> int:
@@ -290,18 +297,24 @@ def signals_to(watch: Monitor) -> Iterator[None]:
             say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now")
         watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
+    with handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), tell):
+        yield
+
+
+@contextlib.contextmanager
+def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Inside, these signals go to the handler; a SIGHUP that is ignored (nohup) stays so. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    found = {number: signal.signal(number, tell) for number in numbers}
+    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    taken = [number for number in numbers if number != signal.SIGHUP or not is_under_nohup]
+    found = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
     finally:
-        for number, handler in found.items():
-            signal.signal(number, handler)
+        for number, before in found.items():
+            signal.signal(number, before)
 
 
 def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError]) -> tuple[RankOutcome, ...]:

@@ -11,7 +11,6 @@ ranks of one generation do is `elastic.attempted`, as in any launch.
 import contextlib
 import itertools
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -324,7 +323,7 @@ def trained(
         try:
             attempt, error = elastic.attempted(own, start, machines, log_dir, generation.number, has_checkpoint=False)
         except LostMachines as lost:
-            return Ended(lost, {}, lost.committed_step)
+            return Ended(lost, {place: lost.stop} if lost.stop else {}, lost.committed_step)
     was_killed = error is not None and diagnosis.diagnose(attempt.outcomes).outcome.was_killed
     return Ended(error, attempt.stops, attempt.committed_step, was_killed)
 
@@ -370,14 +369,5 @@ def signals_that_end_it() -> Iterator[None]:
     def end_it(number: int, frame: object) -> None:
         raise RankFailure(f"launch: {diagnosis.signal_name(number)} while no ranks ran here.", 128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
+    with elastic.handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), end_it):
         yield
-        return
-    wanted = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    numbers = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
-    found = {number: signal.signal(number, end_it) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in found.items():
-            signal.signal(number, handler)

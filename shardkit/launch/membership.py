@@ -64,7 +64,7 @@ def problem_of_size(config: Config, machines: int) -> str | None:
     if config.shardkit.data.split_batches and most % machines:
         return f"the batch of {most} machines cannot be split among {machines}"
     if steps * most % machines:
-        return f"{steps} micro-batches on {most} machines are not a whole number on {machines}"
+        return f"{steps} x {most} micro-batches a step cannot be divided among {machines} machines"
     try:
         config_for(config, machines, 0)
     except ConfigError as error:
@@ -115,7 +115,9 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
     world = machines * spec.ranks_here
     who = ", ".join(map(str, generation.members))
     lines = [f"launch: {generation.why}"] if generation.why else []
-    lines.append(f"launch: world {generation.number}: {machines} of {spec.num_machines} machines, {world} ranks: {who}")
+    lines.append(
+        f"launch: world {generation.number}: {machines} of {spec.num_machines} machines, {_ranks(world)}: {who}"
+    )
     if machines < spec.num_machines:
         lines.append(
             f"launch: the global batch stays that of {spec.num_machines} machines: {_how_kept(spec, machines)}"
@@ -124,6 +126,10 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
         spares = ", ".join(map(str, generation.spares))
         lines.append(f"launch: {spares}: a spare; worlds that keep the global batch have {_sizes(sizes)} machines")
     return "\n".join(lines)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def _how_kept(spec: LaunchSpec, machines: int) -> str:
