@@ -17,6 +17,7 @@ from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import measured, repeats, worker
 from shardkit.plan.answer import PlanRequest, row
+from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.devices import DEVICES
 from shardkit.plan.simulation import _simulation, simulate
@@ -52,6 +53,7 @@ def simulated(asked: PlanRequest, is_exact: bool = False) -> tuple[RankMemory, d
         asked.batch_size or 1,
         asked.seq_len,
         is_exact,
+        ema=asked.ema.value,
     )
     found = _simulation(asked, asked.config, worker._to_json(*worker.simulated(job, asked.config)), None)
     return found.memory, found.payload_bytes
@@ -168,6 +170,14 @@ def test_optimizers_differ_by_their_state():
     assert states["momentum"] == parameters
     assert states["adamw"] == pytest.approx(2 * parameters, rel=0.01)
     assert 0 < states["adafactor"] < 0.3 * parameters
+
+
+def test_averages_and_quantized_moments_are_simulated_as_counted():
+    asked = request("gpt:layers=2,hidden=256,heads=4,vocab=500,seq=16", world_size=2)
+    asked = replace(asked, optimizer="adamw4bit", ema=Ema.TRAINED)
+    found, counted = simulated(asked)[0].peak, row(asked).memory.peak
+    assert (found.parameters, found.optimizer_state) == (counted.parameters, counted.optimizer_state)
+    assert found.optimizer_state < 0.2 * found.parameters
 
 
 @pytest.mark.requirement("A2")
