@@ -159,10 +159,10 @@ def saved(ranks, tmp_path):
 def test_the_commands_know_each_ranks_own(saved, tmp_path, capsys):
     from tests.test_cli_checkpoint import called
 
-    assert "own       registered.0, differently on each rank, 2 files of" in called(capsys, "inspect", saved)
+    assert "per rank  registered.0: different on each rank, 2 files of" in called(capsys, "inspect", saved)
     facts = json.loads(called(capsys, "inspect", saved, "--json"))
     assert facts["own"] == {"of": ["registered.0"], "files": 2, "bytes": facts["own"]["bytes"]}
-    assert "whole" in called(capsys, "verify", saved)
+    assert "valid" in called(capsys, "verify", saved)
     other = tmp_path / "other"
     shutil.copytree(saved, other)
     assert compare.compare(verify.open_checkpoint(saved), verify.open_checkpoint(other)).same_state

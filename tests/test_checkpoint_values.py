@@ -53,16 +53,16 @@ def test_not_a_number_comes_back():
 @pytest.mark.parametrize(
     ("value", "path"),
     [
-        ({"a": [1, object()]}, r"x\.a\[1\]: a builtins\.object"),
-        ([{"b": lambda: 1}], r"x\[0\]\.b: a builtins\.function"),
-        ({"c": Mode.FAST}, r"x\.c: a tests\.test_checkpoint_values\.Mode"),
-        ((1, 1j), r"x\[1\]: a builtins\.complex"),
-        ({object(): 1}, r"x \(key\): a builtins\.object"),
+        ({"a": [1, object()]}, r"x\.a\[1\]: a value of type builtins\.object"),
+        ([{"b": lambda: 1}], r"x\[0\]\.b: a value of type builtins\.function"),
+        ({"c": Mode.FAST}, r"x\.c: a value of type tests\.test_checkpoint_values\.Mode"),
+        ((1, 1j), r"x\[1\]: a value of type builtins\.complex"),
+        ({object(): 1}, r"x \(key\): a value of type builtins\.object"),
     ],
     ids=["list", "function", "enum", "complex", "key"],
 )
 def test_what_has_no_place_is_named_by_its_path(value, path):
-    with pytest.raises(NotStorable, match=f"^{path} cannot be saved; return numbers"):
+    with pytest.raises(NotStorable, match=f"^{path} cannot be saved; return numbers, strings"):
         encode(value, "x", lambda where, item: None)
 
 

@@ -374,7 +374,9 @@ def test_a_folder_that_cannot_be_read_is_told(project, capsys, monkeypatch):
     root = project / "checkpoints"
     for line in (["list"], ["inspect"], ["verify"], ["diff", str(root)], ["prune", "--keep-last", "1"]):
         assert run(["checkpoint", *line, str(root)]) == EXIT_CHECKPOINT
-        assert f"checkpoint: {root}: cannot be read (Permission denied); check its permissions" in capsys.readouterr().err
+        assert (
+            f"checkpoint: {root}: cannot be read (Permission denied); check its permissions" in capsys.readouterr().err
+        )
     monkeypatch.setattr(Path, "exists", refuse)
     assert run(["checkpoint", "inspect", str(root / "step-00000004")]) == EXIT_CHECKPOINT
     assert "step-00000004: cannot be read (Permission denied); check its permissions" in capsys.readouterr().err

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from shardkit.compat import Accelerator, migrate, modules, names, scan
-from shardkit.compat.differences import DIFFERENCES, words
+from shardkit.compat.differences import DIFFERENCES, choices
 from shardkit.compat.handlers import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from shardkit.compat.kinds import DistributedType, PrecisionType
 from shardkit.compat.local_sgd import LocalSGD
 from shardkit.compat.members import MEMBERS
 from shardkit.compat.mesh_sizes import ParallelismConfig
+from shardkit.compat.models import get_mixed_precision_context_manager
 from shardkit.compat.plugins import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -221,7 +222,7 @@ def states_are_shared_and_reset():
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(AttributeError, match="the state was reset"):
         _ = partial.device
-    with pytest.raises(AttributeError, match="make an Accelerator"):
+    with pytest.raises(AttributeError, match="create an Accelerator"):
         _ = accelerator.state.fsdp_plugin
     assert PartialState().num_processes == 2
     return PartialState().process_index
@@ -464,6 +465,12 @@ def test_arguments_of_accelerates_that_shardkit_does_not_run_are_refused(clean_s
         Accelerator(mixed_precision="fp8")
 
 
+def test_the_autocast_context_of_an_fp8_run_is_bf16(clean_states):
+    AcceleratorState(mixed_precision="fp8", cpu=True)
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
 def test_the_facade_takes_accelerates_arguments_in_its_order():
     found = [*inspect.signature(Accelerator.__init__).parameters][1:5]
     assert found == ["device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps"]
@@ -530,4 +537,4 @@ def test_differences_name_what_exists():
         known |= {f"{module}.{name}" if module else name for name in names.places(module)}
     for one in DIFFERENCES:
         assert set(one.names) <= known, one.names
-    assert words() == ["scheduler", "save"]
+    assert choices() == ["scheduler", "save"]

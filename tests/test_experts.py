@@ -270,6 +270,6 @@ def test_more_ranks_than_experts_need_less():
     assert undivided(request) is None
     assert undivided(replace(request, world_size=2**13)) is None
     assert undivided(replace(request, world_size=2**13 + 1)) == (
-        "0.experts (8, 24576, 8192) has fewer rows than the 8,193 ranks that share it, which divide none of its dims "
-        "evenly: 8 of them hold all of it, and what is gathered is padded."
+        "0.experts (8, 24576, 8192) cannot be sharded evenly over 8,193 ranks on any dim: 8 ranks hold all of it, and "
+        "gathered parameters are padded."
     )

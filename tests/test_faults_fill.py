@@ -188,7 +188,7 @@ def write_into(root):
 
 
 @pytest.mark.fault_row(43)
-@pytest.mark.parametrize(("change", "text"), [(cut, "was cut short"), (write_into, "changed while it was read")])
+@pytest.mark.parametrize(("change", "text"), [(cut, "it is truncated"), (write_into, "changed while it was read")])
 def test_a_file_that_changes_meanwhile_is_noticed(saved, tmp_path, change, text):
     root = tmp_path / "copy"
     shutil.copytree(saved, root)

@@ -414,7 +414,7 @@ def test_a_second_run_in_one_folder_is_refused_by_name(tmp_path, caplog):
         process.join()
     caplog.set_level("WARNING", "shardkit")
     lock.acquire(tmp_path / "r", "second").release()
-    assert f"another run (process {process.pid} on " in caplog.text and "taking over" in caplog.text
+    assert f"another run (process {process.pid} on " in caplog.text and "takes it over" in caplog.text
     caplog.clear()
     lock.acquire(tmp_path / "r", "third").release()
     assert caplog.text == ""

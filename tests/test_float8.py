@@ -218,7 +218,7 @@ def test_what_is_saved_has_the_dtype_of_the_parameters(ranks, tmp_path):
 
 @NEEDS_TORCHAO
 def test_a_model_without_such_layers_is_refused():
-    with pytest.raises(ModelError, match=r"no block has a Linear layer whose dims divide by 16 \(got 1 layers\)"):
+    with pytest.raises(ModelError, match=r"no block has a Linear layer with dims divisible by 16 \(got 1 layers\)"):
         float8.convert([nn.Sequential(nn.Linear(8, 8))], "fp8")
 
 

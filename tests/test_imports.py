@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
-        *("activations", "answer", "averages", "closed_form", "devices", "optimizers", "unit_sizes"),
-        *("roofline", "search", "suggest", "traffic"),
+        *("activations", "answer", "closed_form", "devices", "optimizers", "unit_sizes"),
+        *("averages", "roofline", "search", "suggest", "tpu", "traffic"),
     )
 ]
 

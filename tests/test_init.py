@@ -170,10 +170,10 @@ def garbage(weights: Path | None) -> None:
 
 def test_what_has_no_value_is_named(ranks, tmp_path):
     """`position` is a non-persistent buffer that only the constructor computes."""
-    with pytest.raises(RankError, match=r"ModelError: model: position has no value after initialisation; build that"):
+    with pytest.raises(RankError, match=r"ModelError: model: position has no value after initialization; build that"):
         ranks.run(2, garbage, None)
     saved(tmp_path, tied=False, split=False)
-    with pytest.raises(RankError, match=r"ModelError: model: position has no value after initialisation"):
+    with pytest.raises(RankError, match=r"ModelError: model: position has no value after initialization"):
         ranks.run(2, garbage, tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_weights_that_do_not_fit_are_all_named(ranks, tmp_path):
     state["embed.weight"] = torch.zeros(20, 12)
     save_file(state, tmp_path / "model.safetensors")
     for text in ranks.run(2, wrong_weights, tmp_path):
-        assert "embed.weight has another shape than in the model (got (20, 12), the model has (19, 12))" in text
+        assert "embed.weight has a different shape than in the model (got (20, 12), the model has (19, 12))" in text
         assert "has no head.weight, and the model has no values for it" in text
         assert "has no norm.bias" in text and len(text.splitlines()) == 3
 
@@ -204,12 +204,12 @@ def one_rank_cannot_read(folder: Path) -> str:
 def test_a_file_that_one_rank_cannot_read_stops_all(ranks, tmp_path):
     saved(tmp_path, tied=False, split=False)
     first, second = ranks.run(2, one_rank_cannot_read, tmp_path)
-    assert first == second and "missing: cannot be read as safetensors" in first
+    assert first == second and "missing: not readable as safetensors" in first
 
 
 def test_a_broken_file_is_said_so(ranks, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
-    assert "cannot be read as safetensors (got model.safetensors:" in ranks.run(1, wrong_weights, tmp_path)[0]
+    assert "not readable as safetensors (got model.safetensors:" in ranks.run(1, wrong_weights, tmp_path)[0]
 
 
 def real_on_rank_0() -> dict[str, Any]:

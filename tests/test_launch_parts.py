@@ -208,7 +208,7 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
     assert "is a folder without __main__.py" in texts(preflight.script_problems("tools", False))
     assert not preflight.script_problems("train.py", False)
     assert not preflight.script_problems("tools.deep.run", True)
-    assert "module tools.deep.walk is not found" in texts(preflight.script_problems("tools.deep.walk", True))
+    assert "module tools.deep.walk was not found" in texts(preflight.script_problems("tools.deep.walk", True))
 
 
 @pytest.mark.parametrize(

@@ -293,9 +293,9 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_parallelized_is_said_in_words(ranks):
     twice, lazy, sparse, container = ranks.run(2, refusals)[0]
-    assert twice == "model: it is parallel already (got a FSDPGpt in it); give the bare model, and only once."
+    assert twice == "model: is already parallel (got a FSDPGpt in it); give the unwrapped model, once."
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
-    assert sparse == "model: 0 makes sparse gradients, which FSDP cannot reduce; build it with sparse=False."
+    assert sparse == "model: 0 has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
     assert "ModuleList is a container without a forward, so it cannot be a unit" in container
 
 
@@ -305,7 +305,7 @@ def test_offloading_on_a_cpu_is_a_note(caplog, monkeypatch):
     config = config_for(1, fsdp_offload_params=True)
     with caplog.at_level("INFO"):
         assert engine._home(config, process.start(config_for(1, 3))) == torch.device("cpu")
-    assert "no effect on a CPU run: parameters and gradients are in host memory already" in caplog.text
+    assert "no effect on the CPU: parameters and gradients are already in host memory" in caplog.text
 
 
 # Models that do not divide nicely
@@ -680,7 +680,7 @@ def test_a_torch_without_all_of_fsdp2_is_refused():
     for version in ("2.11.0", "2.13.0+cpu", "2.15.0a0+git1234"):
         engine.refuse_old(version)
     with pytest.raises(
-        MachineError, match=r"FSDP: needs torch 2\.11 or newer \(got 2\.9\.0\+cu128, which is enough for"
+        MachineError, match=r"FSDP: needs torch 2\.11 or newer \(got 2\.9\.0\+cu128, which is only supported"
     ):
         engine.refuse_old("2.9.0+cu128")
 

@@ -63,7 +63,7 @@ def with_a_gradient_hook(strategy: int) -> str:
 
 
 def test_hooks_that_change_gradients_are_refused_where_they_would_be_lost(ranks):
-    expected = "model: head.weight has a hook on its gradient (register_hook)"
+    expected = "model: head.weight has a gradient hook (register_hook)"
     assert all(text.startswith(expected) for text in ranks.run(2, with_a_gradient_hook, 1))
     assert ranks.run(2, with_a_gradient_hook, 3) == ["", ""]
 
@@ -76,7 +76,7 @@ def with_a_hook_after_accumulation() -> str:
 
 def test_hooks_that_would_see_one_ranks_gradient_are_refused(ranks):
     for text in ranks.run(2, with_a_hook_after_accumulation):
-        assert "head.weight has a post-accumulate-grad hook, which would run before its gradient is the mean" in text
+        assert "head.weight has a post-accumulate-grad hook, which would run before its gradient is averaged" in text
 
 
 # ---- references from before ----

@@ -83,7 +83,7 @@ def test_what_is_configured_is_marked(capsys):
     assert len(marked) == 2
     assert all(line.startswith("* 2 SHARD_GRAD_OP") for line in marked)
     assert "Not counted: all activations: add --batch-size." in " ".join(out.split())
-    assert "No strategy is suggested: not in the numbers: all activations: add --batch-size." in " ".join(out.split())
+    assert "No strategy is suggested: not counted: all activations: add --batch-size." in " ".join(out.split())
     assert not [line for line in out.splitlines() if line.endswith("yes")]
 
 
@@ -213,9 +213,11 @@ def test_nothing_fits_is_said():
     request = make_request("gpt:layers=8,hidden=25600,heads=160", device="l4")
     fewest, largest = find("min-gpus", request), find("max-batch", request)
     assert (fewest.value, largest.value) == (None, None)
-    assert fewest.text.startswith("FULL_SHARD does not fit on any number up to 65,536; it needs least on 1,024: ")
-    assert "92.7 GiB a rank, of which 46.3 are gradients being reduced and 34.3 are gathered units. Use" in fewest.text
-    assert "Not even one sequence a rank fits" in largest.text
+    assert fewest.text.startswith("FULL_SHARD does not fit on any number up to 65,536; the smallest peak is on 1,024: ")
+    assert (
+        "92.7 GiB per rank, of which 46.3 are gradients being reduced and 34.3 are gathered units. Use" in fewest.text
+    )
+    assert "Not even one sequence per rank fits" in largest.text
 
 
 def test_find_strategy():
@@ -228,13 +230,13 @@ def test_find_strategy():
     ("question", "changed", "text"),
     [
         ("cheapest", {}, r"--find: unknown \(got 'cheapest'\); use one of max-batch, min-gpus, strategy"),
-        ("min-gpus", {"device": devices.find("cpu")}, "memory is not known; add --memory"),
+        ("min-gpus", {"device": devices.find("cpu")}, "memory is unknown; add --memory"),
         (
             "min-gpus",
             {"batch_size": None},
-            "not in the numbers, which would be too low: all activations: add --batch-size",
+            "would be too low, because it does not count all activations: add --batch-size",
         ),
-        ("strategy", {"batch_size": None}, "no strategy can be named .*: all activations: add --batch-size"),
+        ("strategy", {"batch_size": None}, "no strategy can be suggested .*: all activations: add --batch-size"),
     ],
 )
 def test_a_question_that_cannot_be_answered(question, changed, text):
@@ -269,7 +271,7 @@ def test_the_file_names_the_model_and_the_settings(capsys):
 def test_no_model_is_refused_with_the_forms(capsys):
     code, err = refused(capsys, "--world", "8")
     assert code == 2
-    assert "--model: which model? (no configuration here names one); give module:function" in err
+    assert "--model: no model (no configuration here names one); give module:function" in err
 
 
 @pytest.mark.parametrize(
@@ -282,13 +284,62 @@ def test_no_model_is_refused_with_the_forms(capsys):
         (("--optimizer", "lion8bit"), "only adam8bit, adamw8bit, adam4bit, adamw4bit, adamfp8, adamwfp8 are known by"),
         (("--ema", "half"), "--ema: unknown (got 'half'); use one of no, trained, model."),
         (("--set", "mixed_precision"), "--set: is not KEY=VALUE (got 'mixed_precision')"),
-        (("--plot", "picture.bmp"), "--plot: what kind of file? (got 'picture.bmp'); end it with .svg, .html or .png."),
+        (("--plot", "picture.bmp"), "--plot: unknown file type (got 'picture.bmp'); use .svg, .html or .png."),
     ],
 )
 def test_wrong_flags_say_what_to_do(capsys, arguments, text):
     code, err = refused(capsys, "--model", SMALL, "--world", "2", *arguments)
     assert code == 2
     assert text in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--memory", "0GiB"), "--memory: not a size (got '0GiB')"),
+        (("--device", "0GiB"), "--device: unknown (got '0GiB')"),
+        (("--strategy", "all"), "--strategy all: only used in simulations (got no --simulate); add --simulate."),
+        (("--measured", "nothing", "--json"), "--measured nothing: no measurement found"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(capsys, arguments, text):
+    code, err = refused(capsys, "--model", SMALL, "--world", "2", *arguments)
+    assert code == 2
+    assert text in err
+
+
+@pytest.mark.parametrize("question", ["max-batch", "min-gpus"])
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "NO"])
+def test_searches_name_what_is_configured(capsys, question, kind):
+    ranks = "1" if kind == "NO" else "2"
+    asked = ("--world", ranks, "--batch-size", "1", "--device", "l4", "--set", f"distributed_type={kind}")
+    data = json.loads(plan(capsys, "--model", SMALL, *asked, "--find", question, "--json"))
+    assert data["chosen"] == "NO_SHARD"
+    assert "NO_SHARD" in data["finding"]["text"]
+
+
+def test_ddp_on_one_rank_is_one_process(capsys):
+    """Without other ranks there are no buckets, and nothing is sent."""
+    rows = [
+        json.loads(plan(capsys, "--model", SMALL, "--world", "1", "--batch-size", "1", "--json", *arguments))
+        for arguments in (("--strategy", "3"), ("--set", "distributed_type=NO"))
+    ]
+    ddp, alone = ({row["number"]: row for row in each["strategies"]}[3] for each in rows)
+    assert ddp["peak"] == alone["peak"]
+    assert ddp["traffic"]["sent_bytes"] == 0
+
+
+def test_ranks_on_the_cpu_are_planned_for_it(capsys):
+    out = plan(capsys, "--model", SMALL, "--world", "2", "--set", "distributed_type=MULTI_CPU")
+    assert "2 ranks, CPU" in out
+
+
+def test_ten_thousand_ranks(capsys):
+    out = plan(
+        capsys, "--model", SMALL, "--world", "10000", "--batch-size", "1", "--device", "h100", "--find", "max-batch"
+    )
+    assert "10,000 ranks on 1,250 machines" in out
+    assert "(FULL_SHARD on 10,000 x" in out
 
 
 def test_a_device_by_its_memory(capsys):
@@ -332,19 +383,19 @@ def test_another_network(capsys):
             72,
             True,
             False,
-            "reserves 75.00 GiB by CUDA's allocator, replayed; 72.00 with expandable",
+            "reserves 75.00 GiB (CUDA's allocator, replayed); 72.00 with expandable",
         ),
-        (70, 79, 72, True, True, "slower. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cures it."),
-        (70, 79, 78.5, True, True, "slower. A smaller micro-batch cures it, or whatever else lowers the peak."),
+        (70, 79, 72, True, True, "slower. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."),
+        (70, 79, 78.5, True, True, "slower. Use a smaller micro-batch, or lower the peak otherwise."),
         (
             79,
             85,
             84,
             False,
             False,
-            "reserves 85.00 GiB by CUDA's allocator, replayed; 84.00 with expandable",
+            "reserves 85.00 GiB (CUDA's allocator, replayed); 84.00 with expandable",
         ),
-        (70, None, None, True, None, "Add --exact for what CUDA's allocator would reserve."),
+        (70, None, None, True, None, "Add --exact for the memory that CUDA's allocator reserves."),
     ],
 )
 def test_only_what_is_alive_says_no(alive, reserved, expandable, fits, has_retries, text):
@@ -360,7 +411,7 @@ def test_only_what_is_alive_says_no(alive, reserved, expandable, fits, has_retri
     assert text in told
     (strategy,) = to_json(answer)["strategies"]
     assert (found.fits, strategy["runs_with_retries"]) == (fits, has_retries)
-    assert ("runs with retries" in told) is bool(has_retries)
+    assert ("the allocator retries" in told) is bool(has_retries)
     tpu = replace(answer, request=replace(request, device=devices.find("tpu-v5p")))
     assert "CUDA" not in render(tpu)
 
@@ -445,7 +496,7 @@ def test_a_row_without_activations_is_never_suggested_nor_compared_with_a_simula
     simulated = replace(rows[0], simulated=rows[0].estimate.memory)
     assert suggest_from([simulated, *rows[1:]], request.device) == (
         None,
-        "simulated memory and the closed form's are not compared; add --strategy all",
+        "simulated and closed-form memory are not compared; add --strategy all",
     )
     too_large = make_request("gpt:layers=48,hidden=8192,heads=64", batch_size=None)
     assert row(too_large, ShardingStrategy.NO_SHARD).fits is False
@@ -466,7 +517,7 @@ def test_more_tokens_than_positions_are_refused_and_more_than_configured_are_sai
     tree = matrices(Parameter("weight", (32, 16)))
     facts = replace(FACTS, seq_len=32)
     other = replace(request, description=replace(request.description, tree=tree, facts=facts))
-    assert check_seq_len(other) == "--seq-len 64 is more than the 32 tokens that the model's configuration names."
+    assert check_seq_len(other) == "--seq-len 64 exceeds the 32 tokens of the model's configuration."
 
 
 def test_an_unknown_loss_is_refused(capsys):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 DERIVED = ("config/schema.py", "config/meaning.py", "config/xla.py", "model/cut.py")
 TRAINING = ("sharding", "runtime", "distributed", "optim", "data", "checkpoint")
 PLAN = ("plan", "cli/plan.py")
-MODEL = "gpt:layers=2,hidden=64,heads=4,vocab=500,seq=32"
+MODEL = "gpt:layers=6,hidden=128,heads=4,vocab=50,seq=32"
 
 # Read in training only, with the reason.
 NOT_IN_THE_PLAN = {
@@ -60,7 +60,11 @@ EFFECTS: dict[str, dict[str, str]] = {
     "num_processes": {"num_processes": "4"},
     "downcast_bf16": {"distributed_type": "XLA", "downcast_bf16": "true"},
     "xla": {"distributed_type": "XLA", "xla": "true"},
-    "xla_fsdp_settings": {"distributed_type": "XLA", "xla_fsdp_settings": "{compute_dtype: bfloat16}"},
+    "xla_fsdp_settings": {
+        "distributed_type": "XLA",
+        "mixed_precision": "no",
+        "xla_fsdp_settings": "{compute_dtype: bfloat16}",
+    },
     "xla_fsdp_grad_ckpt": {"distributed_type": "XLA", "xla_fsdp_grad_ckpt": "true"},
     "use_cpu": {"use_cpu": "true", "fsdp_config.fsdp_offload_params": "true"},
     "fsdp.sharding_strategy": {"fsdp_config.fsdp_sharding_strategy": "2"},

@@ -49,7 +49,7 @@ def test_bf16_falls_back_where_the_device_has_none(monkeypatch, caplog):
     monkeypatch.setattr(precision.log.parent, "propagate", True)
     config = precision.supported(config_for(1, mixed_precision="bf16"), torch.device("cpu"))
     assert precision.of(config).param is None and config.mixed_precision == "no"
-    assert "cpu does not compute in bf16 (got bf16); training in fp32 instead" in caplog.text
+    assert "cpu does not support bf16 (got bf16); training in fp32 instead" in caplog.text
     assert precision.supported(config_for(1, mixed_precision="fp16"), torch.device("cpu")).mixed_precision == "fp16"
 
 

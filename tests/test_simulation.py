@@ -296,7 +296,7 @@ def test_a_model_that_reads_values_is_named_by_line(tmp_path):
     with pytest.raises(ModelError) as error:
         simulate(own_model(tmp_path), batch="choosy_model:batch", folder=tmp_path)
     assert str(error.value).startswith("choosy_model.py:13: the model choosy_model:build cannot train on fake tensors")
-    assert "leave --simulate out: the closed form needs nothing to run" in str(error.value)
+    assert "leave --simulate out: the closed form runs no model code" in str(error.value)
 
 
 def test_weights_alone_cannot_be_simulated(tmp_path):
@@ -333,7 +333,7 @@ def test_flags_of_simulations_need_one(tmp_path):
     done = plan("--model", TINY, "--exact", "--batch", "a:b", "--optimizer", "a:c", folder=tmp_path)
     assert done.returncode == 2
     for flag in ("--exact", "--batch", "--optimizer a:c"):
-        assert f"{flag}: it is for simulations (got no --simulate); add --simulate." in done.stderr
+        assert f"{flag}: only used in simulations (got no --simulate); add --simulate." in done.stderr
 
 
 def measurement(folder: Path, rank: int, peak: int) -> None:
@@ -357,5 +357,5 @@ def test_planned_beside_measured(tmp_path):
 
 
 def test_a_folder_without_measurements_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"no measurement there .* shardkit launch --measure"):
+    with pytest.raises(UsageError, match=r"no measurement found .* shardkit launch --measure"):
         measured.read(tmp_path)

@@ -192,7 +192,7 @@ def test_the_plans_numbers(capsys):
     assert "note: by the plan a rank needs" in notes and "shardkit plan --model" in notes
     assert re.search(r"stop_timeout_s is 120; add --set shardkit.launch.stop_timeout_s=\d+\.", notes)
     _, error = submit(capsys, "--to", "slurm", "--steps", "5", "train.py", code=2)
-    assert "--steps: it is for the plan, which needs a model (got none); add --model." in error
+    assert "--steps: is for the plan, which needs a model (got none); add --model." in error
 
 
 # nothing is lost in quotes
@@ -366,7 +366,7 @@ def test_the_engines_program_gets_the_job_and_its_code_is_ours(capsys, monkeypat
     for engine, name, words in (("slurm", "sbatch", ""), ("skypilot", "sky", "jobs launch --yes /")):
         text, _ = submit(capsys, "--to", engine, *NEEDED[engine], "train.py")
         _, error = submit(capsys, "--to", engine, *NEEDED[engine], "--submit", "train.py", code=3)
-        assert f"submit: {name} ended with code 3" in error
+        assert f"submit: {name} failed (got exit code 3)" in error
         assert (tmp_path / f"{name}.words").read_text().startswith(words)
         assert (tmp_path / f"{name}.file").read_text() == text
 

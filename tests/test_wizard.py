@@ -212,7 +212,7 @@ def test_where_nothing_fits_offload_is_on_and_the_review_says_so(folder, capsys)
     assert talk_plainly(["several", "2", "", "", "", "", "", "", ""], model=model) == 0
     assert saved(folder)["fsdp_config"]["fsdp_offload_params"] is True
     shown = capsys.readouterr().out
-    assert "least memory; nothing fits as it is" in shown
+    assert "least memory; no strategy fits" in shown
     assert "CPU offload is on" in shown
 
 

@@ -141,7 +141,7 @@ def _blocks(place: Stored, held: list[_Piece], read: Callable[[_Piece, int, memo
     yield from (whole[low : low + disk.BLOCK_BYTES] for low in range(0, place.bytes, disk.BLOCK_BYTES))
 
 
-def put_beside(url: Url, write: Callable[[Path], Any]) -> None:
+def put_files(url: Url, write: Callable[[Path], Any]) -> None:
     """Upload the files that `write` creates in a folder. On rank 0."""
     with tempfile.TemporaryDirectory(prefix="shardkit-export-") as folder:
         write(Path(folder))

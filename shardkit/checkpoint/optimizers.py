@@ -131,17 +131,15 @@ def with_names(value: Any, members: list[list[str]]) -> Any:
     if isinstance(value, Mapping):
         found = {key: with_names(item, members) for key, item in value.items()}
         if numbers is not None:
-            found["state"] = {_name_of(numbers, key): item for key, item in found["state"].items()}
+            found["state"] = {
+                ParameterName(numbers[key]) if key in numbers else key: item for key, item in found["state"].items()
+            }
             for group in found["param_groups"]:
                 group["params"] = [ParameterName(numbers[number]) for number in group["params"]]
         return found
     if isinstance(value, (list, tuple)):
         return type(value)(with_names(item, members) for item in value) if type(value) in (list, tuple) else value
     return value
-
-
-def _name_of(numbers: Mapping[int, str], key: Any) -> Any:
-    return ParameterName(numbers[key]) if key in numbers else key
 
 
 def _with_numbers(value: Any, members: list[list[str]]) -> Any:

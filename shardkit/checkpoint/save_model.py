@@ -43,7 +43,7 @@ _CAST = {*_WIDENED, torch.float64}
 
 @dataclass
 class Part:
-    """The contents of one folder: tensors by name, tied names, and the JSON files that `write_beside` writes."""
+    """The contents of one folder: tensors by name, tied names, and the JSON files that `write_configs` writes."""
 
     folder: Place
     stem: str
@@ -51,7 +51,7 @@ class Part:
     buffers: set[str]
     ties: dict[str, str]
     one_file: bool
-    write_beside: Callable[[Path, torch.dtype | None], None]
+    write_configs: Callable[[Path, torch.dtype | None], None]
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -119,7 +119,7 @@ def _adapter(model: Any, adapter: str, folder: Place) -> Part:
         buffers=held_by_rank_0,
         ties={},
         one_file=True,
-        write_beside=lambda at, kind: _write_adapter_config(model, adapter, at),
+        write_configs=lambda at, kind: _write_adapter_config(model, adapter, at),
     )
 
 
@@ -208,7 +208,7 @@ def _onto_disk(
             answer=lambda found: found,
             judge=lambda answers: answers[0],
         ).verdict
-        _together(control, folder, lambda: _write_beside(part, opened, targets))
+        _together(control, folder, lambda: _write_configs(part, opened, targets))
         _together(control, folder, lambda: _write(part, index, targets, plan(tag), Path(temporary), control))
         _together(control, folder, lambda: _publish(part, opened))
     except CheckpointSaveError:
@@ -239,7 +239,7 @@ def _into_store(
         control.work.expect(tensors.bytes_to_write({"model": pieces}))
         mine = into_store.pieces_of(url, export_id, control.rank)
         _together(control, url, lambda: into_store.put_pieces(mine, pieces, places, control.work))
-        on_rank_0(lambda: into_store.put_beside(url, lambda at: part.write_beside(at, _only_float(targets))))
+        on_rank_0(lambda: into_store.put_files(url, lambda at: part.write_configs(at, _only_float(targets))))
         some = files[control.rank :: control.world_size]
         size = control.world_size
         _together(control, url, lambda: into_store.assemble(url, export_id, index, size, files, some))
@@ -310,9 +310,9 @@ def _begin(folder: Path, stem: str, plan: Plan, control: ControlGroup, opened: l
     return [str(opened[0].temporary), tag]
 
 
-def _write_beside(part: Part, opened: list[Opened], targets: Mapping[str, torch.dtype]) -> None:
+def _write_configs(part: Part, opened: list[Opened], targets: Mapping[str, torch.dtype]) -> None:
     for mine in opened:
-        part.write_beside(mine.temporary, _only_float(targets))
+        part.write_configs(mine.temporary, _only_float(targets))
 
 
 def _only_float(targets: Mapping[str, torch.dtype]) -> torch.dtype | None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardkit import sizes
-from shardkit.cli import HELP
-from shardkit.cli import checkpoint_text as words
+from shardkit.cli import HELP, checkpoint_text
 from shardkit.cli.progress import Progress
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
 from shardkit.storage import objects
@@ -69,9 +68,9 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     if as_json:
         print(json.dumps({"root": str(root), "checkpoints": rows}, indent=2))
         return 0
-    print(f"{root}: {words.count(len(rows), 'checkpoint')}")
+    print(f"{root}: {checkpoint_text.count(len(rows), 'checkpoint')}")
     for row in rows:
-        print("  " + words.row(row))
+        print("  " + checkpoint_text.row(row))
     return 0
 
 
@@ -106,7 +105,7 @@ def inspect(
     if as_json:
         print(json.dumps(facts, indent=2))
         return 0
-    for line in words.facts(facts):
+    for line in checkpoint_text.facts(facts):
         print(line)
     return 0
 
@@ -193,7 +192,7 @@ def diff(first: Where, second: Where, as_json: AsJson = False) -> int:
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        print("\n".join(words.difference(found)))
+        print("\n".join(checkpoint_text.difference(found)))
     return 0 if found.same_state else EXIT_CHECK_FAILED
 
 
@@ -224,7 +223,7 @@ def merge(
         print(json.dumps({"checkpoint": str(found.path), "step": found.manifest.step, "written": rows}, indent=2))
         return 0
     for row in rows:
-        held = f"{sizes.in_words(row['bytes'])} in {words.count(len(row['files']), 'file')}"
+        held = f"{sizes.in_words(row['bytes'])} in {checkpoint_text.count(len(row['files']), 'file')}"
         print(f"{row['folder']}: {held}, step {found.manifest.step}")
     if added := of_hooks(found):
         print(
@@ -282,7 +281,7 @@ def prune(
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        print("\n".join(words.pruned(result)))
+        print("\n".join(checkpoint_text.pruned(result)))
     return 0
 
 
@@ -320,7 +319,7 @@ def convert(
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
         return 0
-    parts = f"{words.count(done.models, 'model')}, {words.count(done.optimizers, 'optimizer')}"
+    parts = f"{checkpoint_text.count(done.models, 'model')}, {checkpoint_text.count(done.optimizers, 'optimizer')}"
     print(f"{done.path}: step {done.step}, {parts}")
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)

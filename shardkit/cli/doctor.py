@@ -22,6 +22,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 
 PATIENCE_S = {"meet_timeout_s": 120.0, "hang_timeout_s": 60.0, "process_group_timeout_s": 120.0}
 """Upper limits of timeouts, which are longer in a run."""
+ONCE = {"shardkit.launch.max_restarts": "0", "shardkit.launch.min_machines": "null"}
+"""All machines are tried together, once."""
 
 
 @app.command()
@@ -112,7 +114,7 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
     logs = Path(tempfile.mkdtemp(prefix="shardkit-doctor-"))  # no TemporaryDirectory: forked ranks would remove it
     try:
         launched = spec.launch_spec(
-            files.overlaid(config, {**soon, "shardkit.launch.log_dir": str(logs), "shardkit.launch.max_restarts": "0"}),
+            files.overlaid(config, {**soon, **ONCE, "shardkit.launch.log_dir": str(logs)}),
             "shardkit.doctor.ranks",
             is_module=True,
             config_name=config_name,

@@ -32,7 +32,7 @@ def launch(
     module: options.Module = None,
     config: options.ConfigFile = None,
     processes: options.Processes = None,
-    machines: options.Machines = None,
+    machines: options.MachinesOrRange = None,
     machine_rank: options.MachineRank = None,
     main: options.Main = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")] = False,
@@ -93,7 +93,6 @@ def launch(
 
     given = {
         "num_processes": processes,
-        "num_machines": machines,
         "machine_rank": machine_rank,
         "use_cpu": "true" if cpu else None,
         "mixed_precision": mixed_precision,
@@ -105,6 +104,7 @@ def launch(
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     more, problems = flags.read_all(
+        (flags.machines_settings, machines),
         (flags.main_settings, main),
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
@@ -133,9 +133,9 @@ def _problems_of_compat(as_accelerate: bool, meaning: list[str], check: bool) ->
         problems.append(
             f"launch: --as-accelerate is missing (got {', '.join(flags)}); add it, or remove {' and '.join(flags)}."
         )
-    unknown = [word for word in meaning if word not in differences.words()]
+    unknown = [word for word in meaning if word not in differences.choices()]
     if unknown:
-        known = ", ".join(differences.words())
+        known = ", ".join(differences.choices())
         problems.append(f"launch: --accelerates-meaning: unknown value (got {', '.join(unknown)}); use {known}.")
     return problems
 
@@ -198,7 +198,7 @@ def start(
     import json
 
     from shardkit import env
-    from shardkit.launch import elastic, preflight, spec
+    from shardkit.launch import elastic, generations, membership, preflight, spec
 
     loaded, machine = checked(command, is_module, path, settings, problems, force, more_variables or {})
     if preflight.is_on_pod(loaded.config):
@@ -218,15 +218,24 @@ def start(
             name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")
         },
         more_variables=more_variables,
+        has_number=has_number(loaded),
     )
     if dry_run:
-        print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched))
+        is_elastic = launched.launch.min_machines is not None
+        notes = [membership.summary(loaded.config)] if is_elastic else []
+        print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched, notes))
         return
-    folder = elastic.run(launched)
+    folder = elastic.run(launched) if launched.launch.min_machines is None else generations.run(launched)
     if measure:
         from shardkit.cli.plan import beside_the_plan
 
         typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
+
+
+def has_number(loaded: Any) -> bool:
+    """Whether somebody, or the scheduler, gave this machine its number."""
+    origin = loaded.origins.get("machine_rank")
+    return origin is not None and origin.kind != "default"
 
 
 def start_on_pod(
@@ -288,7 +297,8 @@ def checked(
     found = hardware.detect()
     memory = None if force else found.memory_bytes
     machine = Machine(tuple(device.name for device in found.devices), found.cores, memory)
-    preflight.raise_all([*problems, *preflight.run_problems(loaded.config, machine, variables)])
+    found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
+    preflight.raise_all([*problems, *found_problems])
     device = spec.device_of(loaded.config)
     is_read = not is_module and not more_variables and Path(command[0]).is_file()
     source = Path(command[0]).read_text(errors="replace") if is_read else ""

@@ -13,6 +13,9 @@ ConfigFile = Annotated[
 Processes = Annotated[
     str | None, typer.Option("-n", "--num-processes", metavar="N", help="Total number of ranks, on all machines.")
 ]
+MachinesOrRange = Annotated[
+    str | None, typer.Option("--num-machines", metavar="N", help="Number of machines; MIN:MAX: elastic.")
+]
 Machines = Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")]
 MachineRank = Annotated[str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")]
 Main = Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Address of machine 0.")]

@@ -1,4 +1,4 @@
-"""`shardkit plan`: memory and traffic of every rank, for any number of GPUs, with none at hand."""
+"""`shardkit plan`: memory and traffic of every rank, for any number of GPUs, without a GPU."""
 
 import shlex
 from dataclasses import dataclass
@@ -14,12 +14,7 @@ if TYPE_CHECKING:
     from shardkit.config.schema import Config
     from shardkit.plan.answer import Answer, Finding, PlanRequest, Row
     from shardkit.plan.devices import Device
-
-_EIGHT_BIT_NOTES = (
-    "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
-    "published speed-up of large layers.",
-)
-_POWER_SGD_NOTES = ("power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step.",)
+    from shardkit.plan.measured import Measured
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -32,60 +27,70 @@ def plan(
         str | None,
         typer.Option(help="module:function, config.json, .safetensors, gpt-175b, gpt-1t, gpt:layers=..,hidden=.."),
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks in total; by default the file's.")] = None,
-    per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks on each machine; by default 8.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Total number of ranks; by default from the file.")] = None,
+    per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks per machine; by default 8.")] = None,
     device: Annotated[
         str | None,
         typer.Option(
             help="a100-40, a100-80, h100-80, h100-96, h200, b200, gb200, l4, 4090, tpu-v5p, ..., cpu, or 80GiB."
         ),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of one device, where it is another: 94GiB.")] = None,
-    network: Annotated[
-        float | None, typer.Option(min=0.1, help="Gb/s of one machine's network adapters together.")
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of one device if it differs from the table: 94GiB.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one rank's micro-batch.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence; by default the model's.")] = None,
+    network: Annotated[
+        float | None, typer.Option(min=0.1, help="Total Gb/s of one machine's network adapters.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per micro-batch and rank.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence; by default the model's maximum.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, adafactor, ...")] = "adamw",
     strategy: Annotated[
-        str | None, typer.Option(help="1 to 5 or a name; by default the file's. With --simulate also: all.")
+        str | None, typer.Option(help="1 to 5 or a name; by default from the file. With --simulate also: all.")
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run one training step on fake tensors: exact memory, no hardware.")
+        bool, typer.Option("--simulate", help="Simulate one training step on fake tensors; needs no GPU.")
     ] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Simulate every layer, and say what CUDA's allocator would reserve.")
+        bool,
+        typer.Option("--exact", help="Simulate every layer, and report the memory that CUDA's allocator reserves."),
     ] = False,
     batch: Annotated[
         str | None, typer.Option(help="For --simulate: module:function that returns one micro-batch.")
     ] = None,
-    closed_form: Annotated[bool, typer.Option("--closed-form", help="By formula alone, which is the default.")] = False,
+    closed_form: Annotated[bool, typer.Option("--closed-form", help="By formula only (default).")] = False,
     loss: Annotated[
-        str, typer.Option(help="Logits at the loss: held by the script, dropped before backward, or fused (chunked).")
+        str,
+        typer.Option(help="Logits at the loss: held by the script, dropped before backward, or fused (chunked) loss."),
     ] = "held",
     ema: Annotated[
-        str, typer.Option(help="Averages of weights that the script keeps: no, trained (fp32), or a copy of the model.")
+        str, typer.Option(help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy).")
     ] = "no",
     find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg, .html or .png.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.")] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Folder of logs of a run under launch --measure: planned beside measured.")
+        Path | None, typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="The configuration; by default the one found here.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration file; by default found from the current folder.")
+    ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as in the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What training will cost: memory by category for every strategy, traffic, what fits, what to change."""
+    """Estimate memory and traffic of training for every strategy, what fits, and what to change."""
     from dataclasses import replace
 
     from shardkit.errors import UsageError
+    from shardkit.plan import measured as measured_memory
     from shardkit.plan.activations import Loss
     from shardkit.plan.averages import Ema
     from shardkit.plan.report import render
 
     path = _config_path(config)
-    _check_simulation(simulate, exact, batch, closed_form, optimizer)
-    everything = simulate and (strategy or "").strip().lower() == "all"
+    everything = (strategy or "").strip().lower() == "all"
+    _check_simulation(simulate, exact, batch, closed_form, optimizer, everything)
+    found = None if measured is None else measured_memory.read(measured)
     given = _settings(path, settings or [], None if everything else strategy)
     resolved = _configuration(path, given, world, per_machine)
     if simulate and resolved.mode == "xla" and resolved.downcast_bf16:
@@ -99,9 +104,9 @@ def plan(
     answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
     if plot is not None:
         _save_plot(answer, plot)
-    typer.echo(_json(answer) if as_json else render(answer))
-    if measured is not None and not as_json:
-        typer.echo(f"\n{_comparison(answer, measured)}")
+    typer.echo(_json(answer, found) if as_json else render(answer))
+    if found is not None and not as_json:
+        typer.echo(f"\n{_comparison(answer, found)}")
 
 
 def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
@@ -115,26 +120,29 @@ def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
         raise UsageError(f"{flag}: unknown (got {name!r}); use one of {known}.") from None
 
 
-def _check_simulation(simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str) -> None:
+def _check_simulation(
+    simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str, everything: bool
+) -> None:
     from shardkit.errors import UsageError
 
     flags = {"--exact": exact, "--batch": bool(batch), f"--optimizer {optimizer}": ":" in optimizer}
+    flags["--strategy all"] = everything
     given = [name for name, is_given in flags.items() if is_given and not simulate]
-    problems = [f"{name}: it is for simulations (got no --simulate); add --simulate." for name in given]
+    problems = [f"{name}: only used in simulations (got no --simulate); add --simulate." for name in given]
     if simulate and closed_form:
-        problems.append("--closed-form: it is the opposite of --simulate (got both); leave one out.")
+        problems.append("--closed-form: excludes --simulate (got both); use one of them.")
     if problems:
         raise UsageError("\n".join(problems))
 
 
 def _known(optimizer: str) -> str:
-    """The optimizer that the closed form takes for one of the user's own."""
+    """The optimizer that the closed form uses; AdamW in place of a module:function."""
     return "adamw" if ":" in optimizer else optimizer
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """How to simulate: every strategy or the configured one, every layer or few, with which batch and optimizer."""
+    """Options of a simulation: all strategies or the configured one, all layers or a few, batch, optimizer."""
 
     everything: bool
     is_exact: bool
@@ -143,24 +151,26 @@ class Simulated:
 
 
 def _refined(request: "PlanRequest", rows: "list[Row]", how: Simulated) -> "tuple[list[Row], tuple[str, ...]]":
-    """The rows with simulated memory in the configured strategy's, or in all, and the notes on it."""
+    """The rows, the configured one (or all) with simulated memory, and notes about the simulation."""
     from shardkit.plan.answer import configured_strategy
     from shardkit.plan.simulation import refine
     from shardkit.spinner import waiting
 
     chosen = configured_strategy(request.config)
     strategies = [row.strategy for row in rows if how.everything or row.strategy is chosen]
-    with waiting("simulating one training step" if len(strategies) == 1 else "simulating a training step of each"):
+    with waiting(
+        "simulating one training step" if len(strategies) == 1 else "simulating one training step per strategy"
+    ):
         refined, notes = refine(
             request, tuple(rows), strategies, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer
         )
     if ":" in how.optimizer:
-        notes += (f"The closed form takes AdamW for {how.optimizer}.",)
+        notes += (f"The closed form uses AdamW in place of {how.optimizer}.",)
     return list(refined), notes
 
 
 def _found(question: str, request: "PlanRequest", how: Simulated | None) -> "Finding":
-    """The answer to --find, from simulated steps where those are asked for."""
+    """The answer to --find, by simulation if requested."""
     from functools import partial
 
     from shardkit.errors import UsageError
@@ -171,18 +181,17 @@ def _found(question: str, request: "PlanRequest", how: Simulated | None) -> "Fin
     if how is None:
         return search.find(question, request)
     if how.batch is not None and question == "max-batch":
-        raise UsageError("--find max-batch: the batch is what --batch makes (got both); leave --batch out.")
+        raise UsageError("--find max-batch: --batch fixes the batch size (got both); leave --batch out.")
     if request.batch_size is None and how.batch is None and question != "max-batch":
-        raise UsageError(f"--find {question}: how large is a micro-batch? (got no --batch-size); add --batch-size.")
+        raise UsageError(f"--find {question}: needs the micro-batch size (got no --batch-size); add --batch-size.")
     simulated = partial(simulated_row, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer)
-    with waiting("simulating a training step again and again"):
+    with waiting("simulating training steps"):
         return search.find(question, request, simulated)
 
 
-def _comparison(answer: "Answer", folder: Path) -> str:
+def _comparison(answer: "Answer", found: "Measured") -> str:
     from shardkit.plan import measured
 
-    found = measured.read(folder)
     text = measured.table(answer.chosen_row, found)
     if found.ranks != answer.request.world_size:
         text += f"\n  The plan is for {answer.request.world_size} ranks: add --world {found.ranks}."
@@ -190,10 +199,10 @@ def _comparison(answer: "Answer", folder: Path) -> str:
 
 
 def beside_the_plan(config: "Config", path: Path | None, folder: Path) -> str:
-    """What a run took that left its measurements in `folder`, beside the plan for the model that the file names.
+    """Measurements that a run left in `folder`, compared with the plan for the model named in the file.
 
-    The file knows neither batch nor optimizer: the plan is for AdamW without activations, and a line says how to
-    plan with them.
+    The file has neither batch nor optimizer: the plan is for AdamW without activations, and a line says how to
+    include them.
     """
     from shardkit.model import comment
     from shardkit.plan import measured
@@ -210,7 +219,7 @@ def beside_the_plan(config: "Config", path: Path | None, folder: Path) -> str:
             f"measured: peak {found.peak_bytes / measured.MIB:,.1f} MiB on rank {found.rank}\nbeside the plan; {hint}"
         )
     request = _request(config, named, None, None, None, "adamw", None, None)
-    return f"{_comparison(_answer(request, None), folder)}\n{hint}"
+    return f"{_comparison(_answer(request, None), measured.read(folder))}\n{hint}"
 
 
 def _config_path(config: Path | None) -> Path | None:
@@ -220,7 +229,7 @@ def _config_path(config: Path | None) -> Path | None:
 
 
 def _settings(path: Path | None, pairs: list[str], strategy: str | None) -> dict[str, str]:
-    """What --set and --strategy say, by key. A strategy applies to FSDP, on TPUs to PyTorch/XLA's."""
+    """Settings from --set and --strategy, by key. A strategy implies FSDP, or PyTorch/XLA if that is configured."""
     from shardkit.config.command import settings_from
     from shardkit.config.files import resolve
 
@@ -233,7 +242,7 @@ def _settings(path: Path | None, pairs: list[str], strategy: str | None) -> dict
 
 
 def _configuration(path: Path | None, given: dict[str, str], world: int | None, per_machine: int | None) -> "Config":
-    """The file's configuration, or the defaults, on the ranks that are asked for; without a file bf16 is assumed."""
+    """The file's configuration, or the defaults, for the requested ranks; without a file bf16 is assumed."""
     from shardkit.config.files import resolve
 
     if path is None:
@@ -257,7 +266,7 @@ def _model(model: str | None, path: Path | None) -> str:
     named = comment.read(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else None
     if named is None:
         place = f"{path} names none" if path else "no configuration here names one"
-        raise UsageError(f"--model: which model? ({place}); give {FORMS}, or gpt:layers=..,hidden=..,heads=..")
+        raise UsageError(f"--model: no model ({place}); give {FORMS}, or gpt:layers=..,hidden=..,heads=..")
     return named
 
 
@@ -295,7 +304,7 @@ def _request(
 
 
 def _with_network(request: "PlanRequest", gigabits_per_s: float) -> "PlanRequest":
-    """Every rank gets its part of the machine's adapters."""
+    """The request with the machine's bandwidth divided evenly among its ranks."""
     from dataclasses import replace
 
     bytes_per_s = gigabits_per_s * 1e9 / 8 / request.ranks_per_machine
@@ -303,14 +312,15 @@ def _with_network(request: "PlanRequest", gigabits_per_s: float) -> "PlanRequest
 
 
 def _without_class_names(config: "Config") -> "Config":
-    """The classes that the file names cannot be found in weights: the repeated blocks stand for them."""
+    """Without the file's class names: weights have none, so units are the repeated blocks."""
     fsdp = config.fsdp.model_copy(update={"transformer_layer_cls_to_wrap": []})
     return config.model_copy(update={"fsdp": fsdp})
 
 
 def _device(config: "Config", device: str | None, memory: str | None) -> "Device":
-    """What is named, else what is in this machine, else an H100."""
+    """The named device, else this machine's, else an H100."""
     from shardkit.config.hardware import detect
+    from shardkit.config.schema import DistributedType
     from shardkit.errors import UsageError
     from shardkit.plan import devices
 
@@ -319,22 +329,22 @@ def _device(config: "Config", device: str | None, memory: str | None) -> "Device
         raise UsageError(f"--memory: not a size (got {memory!r}); write 80GiB.")
     if device is not None:
         return devices.find(device, size)
-    if config.use_cpu:
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
         return devices.find("cpu", size)
     here = detect().devices
     return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
 
 
 def _answer(request: "PlanRequest", question: str | None, how: Simulated | None = None) -> "Answer":
-    """Every possible strategy, the suggestion, and what to change where the configured one does not fit."""
+    """All possible strategies, the suggestion, and what to change if the configured one does not fit."""
     from dataclasses import replace
 
-    from shardkit.config.meaning import eight_bits
     from shardkit.model.cut import missing_blocks
     from shardkit.plan.answer import (
         Answer,
         check_seq_len,
         configured_strategy,
+        notes_on,
         possible_strategies,
         row,
         undivided,
@@ -362,8 +372,7 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
         notes=(
             *request.description.notes,
             *(remark for remark in remarks if remark),
-            *(_EIGHT_BIT_NOTES if eight_bits(request.config) else ()),
-            *(_POWER_SGD_NOTES if request.config.shardkit.ddp.comm_hook == "power_sgd" else ()),
+            *notes_on(request.config),
             *notes,
         ),
     )
@@ -376,9 +385,11 @@ def _save_plot(answer: "Answer", path: Path) -> None:
     typer.echo(f"wrote {path}", err=True)
 
 
-def _json(answer: "Answer") -> str:
+def _json(answer: "Answer", found: "Measured | None") -> str:
     import json
+    from dataclasses import asdict
 
     from shardkit.plan.answer import to_json
 
-    return json.dumps(to_json(answer), indent=2)
+    measured = {} if found is None else {"measured": asdict(found)}
+    return json.dumps(to_json(answer) | measured, indent=2)

@@ -86,6 +86,6 @@ def takes_back(word: str) -> bool:
     return word in (env.get(VARIABLE) or "").split(",")
 
 
-def words() -> list[str]:
+def choices() -> list[str]:
     """The values of --accelerates-meaning."""
     return [one.word for one in DIFFERENCES if one.word]

@@ -50,7 +50,15 @@ def migration_page(script: Path) -> str:
     """The page, in Markdown. `script`: a script for Accelerate, whose diff is shown."""
     change, found = migrate.diff(script)
     change = change.replace(str(script), script.name)
-    parts = [HEAD, _differences(), TRAINER, _members(), _arguments(), _refused(), _example(change)]
+    parts = [
+        HEAD,
+        _differences(),
+        TRAINER,
+        _members(),
+        _arguments(),
+        _refused(),
+        f"## A script's diff\n\n```diff\n{change}```\n",
+    ]
     remarks = "\n".join(f"- `{line}`" for line in migrate.remarks(found))
     last = f"After the diff, `shardkit migrate train.py` prints what the new imports do not solve:\n\n{remarks}\n"
     return "\n".join([*parts, last])
@@ -81,7 +89,3 @@ def _refused() -> str:
     rows = [f"| {', '.join(f'`{name}`' for name in found)} | {instead} |" for instead, found in names.items()]
     head = "## Refused names\n\nThey can be imported and compared. Calling one raises an error with this advice."
     return "\n".join([head, "", "| name | instead |", "|---|---|", *rows, ""])
-
-
-def _example(change: str) -> str:
-    return f"## A script's diff\n\n```diff\n{change}```\n"

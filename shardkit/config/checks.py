@@ -26,6 +26,7 @@ def problems(config: Config) -> list[Finding]:
     """Problems: the configuration cannot run."""
     rules = (
         _processes,
+        _elastic,
         _type_and_processes,
         _mesh,
         _offload,
@@ -58,6 +59,21 @@ def _processes(config: Config) -> Iterator[Finding]:
     if config.machine_rank >= machines:
         what = f"is not one of the machines 0 to {machines - 1} (got {config.machine_rank})"
         yield Finding(("machine_rank", "num_machines"), f"{what}; give it at launch: --machine-rank.")
+
+
+def _elastic(config: Config) -> Iterator[Finding]:
+    least, most = config.shardkit.launch.min_machines, config.num_machines
+    if least is None:
+        return
+    if most == 1:
+        what = f"is for several machines (got num_machines {most})"
+        yield Finding(("shardkit.launch.min_machines", "num_machines"), f"{what}; num_machines is the maximum.")
+    elif least > most:
+        what = f"is more than num_machines (got {least} of {most})"
+        yield Finding(("shardkit.launch.min_machines", "num_machines"), f"{what}; num_machines is the maximum.")
+    if config.mode == "xla":
+        keys = ("shardkit.launch.min_machines", "distributed_type")
+        yield Finding(keys, "is not there for TPUs (got distributed_type XLA); leave it out.")
 
 
 def _type_and_processes(config: Config) -> Iterator[Finding]:

@@ -62,6 +62,7 @@ def for_job(job: Scheduler | None, given: Mapping[Path, SettingEntry]) -> dict[P
         ("machine_rank",): job.machine_rank,
         ("main_process_ip",): job.main_address,
         ("main_process_port",): job.main_port,
+        ("shardkit", "launch", "min_machines"): job.min_machines,
     }
     return {path: value for path, value in values.items() if value is not None and path not in given}
 

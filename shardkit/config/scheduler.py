@@ -25,6 +25,8 @@ class Scheduler:
     job: str | None = None
     main_port: int | None = None
     ranks_per_machine: int | None = None
+    min_machines: int | None = None
+    """With how many of the machines an elastic job goes on; None: with all."""
 
 
 def scheduler(variables: Mapping[str, str] | None = None) -> Scheduler | None:
@@ -80,23 +82,21 @@ def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
     """torchrun's flags as PET_* variables, as set by a Kubeflow TrainJob."""
     if "PET_NNODES" not in variables:
         return None
-    machines = variables["PET_NNODES"]
-    if not machines.isdigit():
-        first, _, last = machines.partition(":")
-        if first != last:
-            raise ConfigError(
-                f"PET_NNODES: the number of machines is one number (got {machines!r}); shardkit starts a fixed number "
-                "of machines: set the job's minimum and maximum to the same."
-            )
-        machines = first
+    first, _, last = variables["PET_NNODES"].partition(":")
+    last = last or first
+    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise ConfigError(
+            f"PET_NNODES: is a number of machines, or MIN:MAX (got {variables['PET_NNODES']!r}); set it so."
+        )
     return Scheduler(
         "Kubernetes" if "KUBERNETES_SERVICE_HOST" in variables else "torchrun's PET_*",
-        int(machines),
+        int(last),
         number(variables, "PET_NODE_RANK", "JOB_COMPLETION_INDEX"),
         variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR"),
         variables.get("HOSTNAME"),
         number(variables, "PET_MASTER_PORT", "MASTER_PORT"),
         number(variables, "PET_NPROC_PER_NODE"),
+        int(first) if first != last else None,
     )
 
 

@@ -362,6 +362,15 @@ class LaunchConfig(Section):
     meet_timeout_s: Seconds = Field(900.0, gt=0)
     """How long the machines of a run wait for each other at the start, in seconds."""
 
+    min_machines: Count | None = Field(None, ge=1, le=100_000)
+    """Elastic: the run goes on with this many machines or more, up to num_machines; None: always with num_machines."""
+
+    join_timeout_s: Seconds = Field(30.0, ge=0)
+    """Elastic: how long a start waits for num_machines once min_machines are there, in seconds."""
+
+    lost_timeout_s: Seconds = Field(30.0, gt=0)
+    """Time without a sign of life after which a machine of an elastic run counts as lost, in seconds."""
+
     bind_address: Text = None
     """Address that machine 0 listens on, if it differs from the one that others connect to; loopback on one machine."""
 

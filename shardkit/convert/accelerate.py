@@ -102,8 +102,8 @@ def _said_about(key: str, node: yaml.Node, lines: list[str], name: str) -> str:
 
 def _other_problems(layer: Layer, lines: list[Line]) -> list[Line]:
     """Problems that belong to no single key of the file, such as a duplicate key."""
-    told = " ".join(line.text for line in lines)
-    rest = [problem for problem in layer.problems if problem.split(": ", 2)[-1].rstrip(".") not in told]
+    reported = " ".join(line.text for line in lines)
+    rest = [problem for problem in layer.problems if problem.split(": ", 2)[-1].rstrip(".") not in reported]
     return [Line("", "refused", problem) for problem in dict.fromkeys(rest)]
 
 

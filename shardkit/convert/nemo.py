@@ -50,7 +50,7 @@ def from_nemo(text: str, name: str) -> Conversion:
             continue
         line, found = _read(key, value, reading)
         lines.append(line)
-        layer.entries |= {path: SettingEntry(said, Origin("file", name), key) for path, said in found.items()}
+        layer.entries |= {path: SettingEntry(value, Origin("file", name), key) for path, value in found.items()}
     _count(data, layer)
     lines += _without_fsdp(layer)
     config, _ = validation.build(layer)

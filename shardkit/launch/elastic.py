@@ -1,7 +1,8 @@
 """One launch from the log folder to the last word, with torch elastic's variables for the ranks.
 
-run(spec)             log folder, torch, machines, ranks, restarts; raises what the run ended with
-run_once(spec, ..)    the ranks, once
+run(spec)             machines, ranks, restarts; raises what the run ended with
+around(spec)          log folder, torch and the last word, also of a run whose machines come and go (generations.py)
+attempted(spec, ..)   the ranks, once, with their output and what came of it
 together(report, ..)  what all machines know of it
 """
 
@@ -13,8 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,12 +49,26 @@ class LaunchAttempt:
     """Where each rank's log is."""
     hang: tuple[HangRow, ...] = ()
     """What each rank did when it was found that they hang; none where they did not."""
-    stop: int | None = None
-    """The signal that ended it."""
+    stops: dict[int, int] = field(default_factory=dict)
+    """The signal with which somebody ended it, by machine."""
+
+    @property
+    def stop(self) -> int | None:
+        """The signal that ended it; None where nobody did."""
+        return next(iter(self.stops.values()), None)
 
     @property
     def has_failed(self) -> bool:
         return any(outcome.exit_code != 0 for outcome in self.outcomes)
+
+
+class LostMachines(MachineError):
+    """Machines of the attempt, by number, that give no sign of life any more. `stop`: the signal with which somebody
+    has ended the ranks of this machine meanwhile; None: nobody has."""
+
+    def __init__(self, text: str, machines: list[int], committed_step: int, stop: int | None) -> None:
+        super().__init__(text)
+        self.machines, self.committed_step, self.stop = machines, committed_step, stop
 
 
 def run(spec: LaunchSpec) -> Path:
@@ -61,24 +76,27 @@ def run(spec: LaunchSpec) -> Path:
 
     Raises RankFailure, HangError, Preempted, MachineError, or KeyboardInterrupt.
     """
+    restarts = Restarts(spec.launch.max_restarts)
+    with around(spec) as (start, log_dir):
+        from shardkit.launch import meeting
+
+        with meeting.opened(spec, greeting(spec), say) as machines:
+            while (error := run_attempt(spec, start, machines, log_dir, restarts)) is not None:
+                restarts.count(error)
+                say(restarts.announcement())
+    return log_dir
+
+
+@contextlib.contextmanager
+def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
+    """How to start ranks, and the log folder, made; says what runs and, where all went well inside, that it is done."""
     log_dir = folders.make_log_dir(spec.launch.log_dir)
     say(headline(spec, folders.short(log_dir)))
     began_s = time.monotonic()
-    restarts = Restarts(spec.launch.max_restarts)
-    with start_methods.prepared(spec) as start:
-        from shardkit.launch import meeting
-
-        with (
-            native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec),
-            meeting.opened(spec, greeting(spec), say) as machines,
-        ):
-            while True:
-                error = run_attempt(spec, start, machines, log_dir, restarts)
-                if error is None:
-                    say(f"done in {_duration(time.monotonic() - began_s)}, {_ranks(spec.world_size)}, exit 0")
-                    return log_dir
-                restarts.count(error)
-                say(restarts.announcement())
+    with start_methods.prepared(spec) as start, native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec):
+        yield start, log_dir
+        world = "" if spec.launch.min_machines else f"{_ranks(spec.world_size)}, "
+        say(f"done in {_duration(time.monotonic() - began_s)}, {world}exit 0")
 
 
 @contextlib.contextmanager
@@ -122,21 +140,28 @@ def run_attempt(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restarts: Restarts
 ) -> ShardkitError | None:
     """None after success; the error where the ranks may be started again; raises it where they may not."""
+    attempt, error = attempted(spec, start, machines, log_dir, restarts.number, restarts.newest_step >= 0)
+    restarts.saw_checkpoint(attempt.committed_step)
+    if error is not None and not restarts.allows(error):
+        raise restarts.final(error)
+    return error
+
+
+def attempted(
+    spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restart: int, has_checkpoint: bool
+) -> tuple[LaunchAttempt, ShardkitError | None]:
+    """What came of starting the ranks once, and the error where it went wrong. Raises MachineError."""
     with folders.temporary() as folder:
-        env.update(run_variables(spec, log_dir, folder, restarts.number, restarts.newest_step >= 0))
+        env.update(run_variables(spec, log_dir, folder, restart, has_checkpoint))
         output = Output(
             folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
         )
         output.start()
         try:
-            attempt = run_once(spec, start, machines, folder, log_dir, restarts.number)
+            attempt = run_once(spec, start, machines, folder, log_dir, restart)
         finally:
             output.close()
-        restarts.saw_checkpoint(attempt.committed_step)
-        error = error_of(attempt, spec, output) if attempt.has_failed else None
-    if error is not None and not restarts.allows(error):
-        raise restarts.final(error)
-    return error
+        return attempt, error_of(attempt, spec, output) if attempt.has_failed else None
 
 
 def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, has_checkpoint: bool) -> dict[str, str]:
@@ -163,7 +188,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, h
 def run_once(
     spec: LaunchSpec, start: Start, machines: "Meeting", folder: Path, log_dir: Path, restart: int
 ) -> LaunchAttempt:
-    """Starts the ranks and waits for the last one, on all machines. Raises MachineError where one of them is lost."""
+    """Starts the ranks and waits for the last one, on all machines. Raises LostMachines where some are lost."""
     from shardkit.launch import ranks
     from shardkit.launch.store_client import Lost
 
@@ -185,9 +210,12 @@ def run_once(
         raise MachineError(f"launch: the ranks could not be started: {error}") from error
     except Lost as lost:
         names = " and ".join(map(machines.name_of, lost.machines))
-        raise MachineError(
+        raise LostMachines(
             f"launch: lost {names}: no sign of life from the launcher there; the ranks here were ended. Look at that "
-            "machine and at the network, and start again with --resume auto."
+            "machine and at the network, and start again with --resume auto.",
+            lost.machines,
+            newest_step(watch),
+            stop_of(watch),
         ) from None
     return together(reports, machines, started_s)
 
@@ -198,12 +226,22 @@ def report_of(
     """What this machine tells the others of its ranks. Times are seconds since the start, which all share."""
     return {
         "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
-        "committed_step": max((rank.place.committed_step for rank in watch.ranks.values()), default=-1),
+        "committed_step": newest_step(watch),
         "is_hung": watch.is_hung,
         "rows": [asdict(_later(row, -started_s)) for row in watch.rows or ()],
-        "stop": watch.stop.number if watch.stop is not None else None,
+        "stop": stop_of(watch),
         "logs": logs,
     }
+
+
+def stop_of(watch: Monitor) -> int | None:
+    """The signal with which somebody ended the ranks here; None where nobody did."""
+    return watch.stop.number if watch.stop is not None and watch.stop.is_asked_here else None
+
+
+def newest_step(watch: Monitor) -> int:
+    """The newest step of which a rank here saw a complete checkpoint; -1: none."""
+    return max((rank.place.committed_step for rank in watch.ranks.values()), default=-1)
 
 
 def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> LaunchAttempt:
@@ -225,7 +263,7 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
         tuple(_later(HangRow(**row), started_s) for report in known for row in report["rows"])
         if any(report["is_hung"] for report in known)
         else (),
-        next((report["stop"] for report in known if report["stop"]), None),
+        {machine: report["stop"] for machine, report in sorted(reports.items()) if report["stop"]},
     )
 
 
@@ -254,23 +292,29 @@ def signals_to(watch: Monitor) -> Iterator[None]:
                 if number == signal.SIGINT
                 else RankFailure(f"launch: {diagnosis.signal_name(number)} before the ranks had started.", 128 + number)
             )
-        if watch.stop is None:
+        if watch.stop is None or not watch.stop.is_asked_here:
             limit = f" within {min(CTRL_C_S, watch.stop_timeout_s):g} s" if number == signal.SIGINT else ""
             say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now")
         watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
+    with handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), tell):
+        yield
+
+
+@contextlib.contextmanager
+def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Inside, these signals go to the handler; a SIGHUP that is ignored (nohup) stays so. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    found = {number: signal.signal(number, tell) for number in numbers}
+    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    taken = [number for number in numbers if number != signal.SIGHUP or not is_under_nohup]
+    found = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
     finally:
-        for number, handler in found.items():
-            signal.signal(number, handler)
+        for number, before in found.items():
+            signal.signal(number, before)
 
 
 def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError]) -> tuple[RankOutcome, ...]:

@@ -99,6 +99,16 @@ def main_settings(address: str) -> dict[str, str]:
     return settings | ({"main_process_port": port} if port else {})
 
 
+def machines_settings(text: str) -> dict[str, str]:
+    """`--num-machines N`, or MIN:MAX for an elastic run."""
+    least, has_range, most = text.partition(":")
+    if not has_range:
+        return {"num_machines": text}
+    if not (least.strip().isdigit() and most.strip().isdigit()):
+        raise UsageError(f"--num-machines: is a number, or MIN:MAX (got {text!r}).")
+    return {"num_machines": most.strip(), "shardkit.launch.min_machines": least.strip()}
+
+
 def _the_file_in(path: Path) -> Path:
     if not path.is_dir():
         return path
@@ -142,6 +152,7 @@ SAME = {
     "--max-restarts": "--restarts",
     "--log-dir": "--logs",
     "--main-process-address": "--main",
+    "--nnodes": "--num-machines",
 }
 """Other names of our flags."""
 

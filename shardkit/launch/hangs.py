@@ -99,16 +99,16 @@ def judge(
     then a rank there is at work, or hangs and is judged there."""
     if any(one.stack is not None and one.stack.is_debugged for one in seen.values()):
         return Verdict.WORK
-    somebody_waits = any(one.may_wait for one in seen.values())
+    any_waits = any(one.may_wait for one in seen.values())
     posted = [rank.place for rank in running.values() if rank.has_posted]
     all_wait = len(seen) == len(running) and all(one.waits for one in seen.values())
     if any(one.works and not one.waits for one in seen.values()) or (has_others and all_wait):
         if not posted:
-            return Verdict.SLOW if somebody_waits else Verdict.WORK
+            return Verdict.SLOW if any_waits else Verdict.WORK
         out_of_patience = min(now - place.since_s for place in posted) > PATIENCE * timeout_s
-        return Verdict.HANG if somebody_waits and out_of_patience else Verdict.SLOW
+        return Verdict.HANG if any_waits and out_of_patience else Verdict.SLOW
     # A script without an Accelerator, all ranks idle: it may be a server, or wait for a file.
-    return Verdict.HANG if somebody_waits or posted else Verdict.SLOW
+    return Verdict.HANG if any_waits or posted else Verdict.SLOW
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,11 @@ class Meeting:
     line: "StoreClient | None" = None
     hosts: list[str] = field(default_factory=list)
     places: dict[int, Any] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+    """The machines' own numbers, where some of a run's machines are not here."""
     port: int = 0
+    wants_new_world: Callable[[], bool] = lambda: False
+    """Asked now and then while ranks train: whether to tell them now to save and make way for another world."""
     _store: Store | None = None
 
     def begin(self, name: str) -> None:
@@ -91,7 +95,8 @@ class Meeting:
 
     def name_of(self, machine: int) -> str:
         """The machine's number and, once known, its name."""
-        return f"machine {machine}{f' ({self.hosts[machine]})' if self.hosts else ''}"
+        number = self.numbers[machine] if self.numbers else machine
+        return f"machine {number}{f' ({self.hosts[machine]})' if self.hosts else ''}"
 
 
 @contextlib.contextmanager

@@ -42,10 +42,12 @@ WORK_S = 0.05
 
 @dataclass
 class Stop:
-    """A request to end the run, from a signal."""
+    """A request to end the ranks, from a signal. `is_asked_here`: a user ends this launch; else the world of an elastic
+    run changes."""
 
     number: int
     timeout_s: float
+    is_asked_here: bool = True
     since_s: float = field(default_factory=time.monotonic)
 
 
@@ -76,6 +78,7 @@ class Monitor:
         self.stop: Stop | None = None
         self.killed: set[int] = set()
         self._failed_s: float | None = None
+        self._started_s = time.monotonic()
         self._looked_s = 0.0
         self._cpu_checked_s = 0.0
         self._warned: set[tuple[int, str]] = set()
@@ -98,8 +101,23 @@ class Monitor:
             self.stop = Stop(number, min(CTRL_C_S, self.stop_timeout_s) if is_ctrl_c else self.stop_timeout_s)
             for pid in self._running_pids():
                 _send(pid, number)
+        elif not self.stop.is_asked_here:  # they save and leave already
+            self.stop = Stop(number, self.stop.timeout_s, since_s=self.stop.since_s)
         else:
             self.kill_all()
+
+    def tell_to_make_way(self) -> None:
+        """Let the ranks save and leave, so that another world takes over."""
+        if self.stop is None:
+            self.stop = Stop(signal.SIGUSR1, self.stop_timeout_s, is_asked_here=False)
+            for pid in self._running_pids():
+                _send(pid, signal.SIGUSR1)
+
+    def has_begun(self, patience_s: float) -> bool:
+        """Whether every rank that came up trains with an Accelerator, which takes the signals; or has had this long."""
+        places = [rank.place for rank in self.ranks.values()]
+        waited_s = time.monotonic() - self._started_s
+        return bool(places) and (all(place.phase != "starting" for place in places) or waited_s > patience_s)
 
     def kill_all(self) -> None:
         """Send SIGKILL to every rank that still runs."""

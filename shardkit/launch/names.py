@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+FULL_WORLD_SIZE = "SHARDKIT_FULL_WORLD_SIZE"
+"""The world of an elastic run with all its machines, for which batch and accumulation are configured."""
+
 RESOLVED_CONFIG = "SHARDKIT_RESOLVED_CONFIG"
 """Path of the resolved configuration."""
 

@@ -61,8 +61,11 @@ def script_problems(script: str, is_module: bool) -> list[Problem]:
     return [Problem(f"launch: script {script} {what} (in {Path.cwd().name}/); {_near(path)}")]
 
 
-def run_problems(config: Config, machine: Machine, variables: Mapping[str, str]) -> list[Problem]:
-    """Whether this machine can run a valid configuration; or, for a launch on a TPU pod, start it."""
+def run_problems(
+    config: Config, machine: Machine, variables: Mapping[str, str], has_number: bool = True
+) -> list[Problem]:
+    """Whether this machine can run a valid configuration; or, for a launch on a TPU pod, start it. `has_number`:
+    whether somebody gave this machine its number."""
     if is_on_pod(config):
         texts = [*pod.problems(config), *(f"launch: {text}" for text in xla.problems(config))]
         return [*(Problem(text) for text in texts), *machines_problems(config)]
@@ -72,7 +75,7 @@ def run_problems(config: Config, machine: Machine, variables: Mapping[str, str])
         *(Problem(f"launch: {text}") for text in xla.problems(config)),
         *device_problems(config, machine, variables),
         *memory_problems(config, machine),
-        *port_problems(config),
+        *(port_problems(config) if has_number or config.shardkit.launch.min_machines is None else ()),
         *show_problems(config),
         *store_problems(config),
     ]

@@ -18,6 +18,8 @@ from shardkit.launch.start_methods import RankProcess, Start
 from shardkit.launch.store_client import Alarm
 
 POLL_S = 0.02
+BEGIN_S = 60.0
+"""How long ranks may take to reach their Accelerator before they are told to make way for a new world all the same."""
 TERM_S = 30.0
 """How long ranks have between SIGTERM and SIGKILL, after another one has failed."""
 
@@ -41,6 +43,8 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
             time.sleep(POLL_S)
             if watch.is_hung:
                 meeting.raise_alarm(attempt, Alarm.HANG)
+            if watch.stop is None and watch.has_begun(BEGIN_S) and meeting.wants_new_world():
+                watch.tell_to_make_way()
             alarm = meeting.hears_alarm(attempt)
         codes = [process.poll() for process in processes]
         if any(code not in (0, None, EXIT_PREEMPTED) for code in codes):

@@ -51,6 +51,8 @@ class LaunchSpec:
     config: Config
     has_prefix: bool = True
     origins: dict[str, str] = field(default_factory=dict)
+    has_number: bool = True
+    """Whether somebody gave this machine its number; else an elastic run gives it one that is free."""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -87,9 +89,11 @@ def launch_spec(
     variables: dict[str, str] | None = None,
     origins: dict[str, str] | None = None,
     more_variables: Mapping[str, str] | None = None,
+    has_number: bool = True,
 ) -> LaunchSpec:
     """The launch that a valid configuration asks for; `variables` are those that the ranks would inherit, `origins`
-    where the settings that somebody chose come from, `more_variables` what the command sets for the ranks."""
+    where the settings that somebody chose come from, `more_variables` what the command sets for the ranks.
+    `has_number`: whether somebody gave this machine its number."""
     device = device_of(config)
     world_size = world_size_of(config)
     ranks_here = world_size // config.num_machines
@@ -115,6 +119,7 @@ def launch_spec(
         config=config,
         has_prefix=has_prefix and world_size > 1,
         origins=origins or {},
+        has_number=has_number,
     )
 
 
@@ -167,7 +172,8 @@ def headline(spec: LaunchSpec, log_dir: str) -> str:
     """The one line that every launch prints."""
     from shardkit import __version__
 
-    machines = f"{spec.num_machines} machine{'s' if spec.num_machines > 1 else ''} x {spec.ranks_here}"
+    least = f"{spec.launch.min_machines} to " if spec.launch.min_machines else ""
+    machines = f"{least}{spec.num_machines} machine{'s' if spec.num_machines > 1 else ''} x {spec.ranks_here}"
     port = spec.rendezvous.endpoint if spec.num_machines > 1 else spec.rendezvous.port or "any free"
     return " | ".join(
         [
@@ -195,12 +201,12 @@ def as_json(spec: LaunchSpec) -> dict[str, Any]:
     }
 
 
-def as_text(spec: LaunchSpec) -> str:
-    """The launch for a reader: the line, the command of a rank, its variables."""
+def as_text(spec: LaunchSpec, notes: Sequence[str] = ()) -> str:
+    """The launch for a reader: the line, the command of a rank, its variables, and what else is worth knowing."""
     variables = [f"  {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     command = shlex.join(spec.command).replace(sys.executable, Path(sys.executable).name, 1)
     lines = [headline(spec, spec.launch.log_dir or "runs/<time>"), f"every rank runs  {command}", "with"]
-    return "\n".join([*lines, *variables, "Nothing was started (--dry-run)."])
+    return "\n".join([*lines, *variables, *notes, "Nothing was started (--dry-run)."])
 
 
 def _version(package: str) -> str:

@@ -6,6 +6,7 @@ import hmac
 import json
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,8 +45,17 @@ class Lost(Exception):
 class StoreClient:
     """The thread that accesses the store, so that no other thread waits for the network."""
 
-    def __init__(self, store: "Store", machine: int, machines: int) -> None:
-        self._store, self._machine, self._machines = store, machine, machines
+    def __init__(
+        self,
+        store: "Store",
+        machine: int,
+        machines: int,
+        lost_s: float = LOST_S,
+        is_gone: Callable[[int], bool] = lambda machine: False,
+    ) -> None:
+        """`is_gone`: whether machine 0 knows by other means that a machine has gone."""
+        self._store, self._machine, self._machines, self._lost_s = store, machine, machines, lost_s
+        self._is_gone = is_gone
         self._said: dict[str, Any] = {}
         self._published: dict[str, dict[int, Any]] = {}
         self._collected: dict[str, dict[int, Any]] = {}
@@ -123,7 +133,7 @@ class StoreClient:
 
     def lost(self) -> list[int]:
         """The lost machines. If the store does not answer, other machines count machine 0 as lost."""
-        silent = time.monotonic() - self._turn_s > LOST_S
+        silent = time.monotonic() - self._turn_s > self._lost_s
         return [0] if silent and self._machine else self._lost
 
     # ---- in the thread ----
@@ -156,7 +166,8 @@ class StoreClient:
         if self._machine:
             self._store.set(f"left/{self._machine}", "1")
             return True
-        return all(self._store.check([f"left/{machine}"]) for machine in range(1, self._machines))
+        others = [machine for machine in range(1, self._machines) if machine not in self._lost]
+        return all(self._store.check([f"left/{machine}"]) for machine in others)
 
     def _send(self) -> None:
         for name in [name for name in self._said if name not in self._sent]:
@@ -204,13 +215,14 @@ class StoreClient:
                 self._lost = unsealed(self._store.get("lost"))
             return
         for machine in range(1, self._machines):
-            if self._store.check([f"left/{machine}"]):  # its launcher has ended; lost, if a message is still expected
-                self._beats[machine] = (b"", -LOST_S)
+            # its launcher has ended; lost, if a message is still expected
+            if self._is_gone(machine) or self._store.check([f"left/{machine}"]):
+                self._beats[machine] = (b"", -self._lost_s)
             elif self._store.check([f"beat/{machine}"]):
                 beat = self._store.get(f"beat/{machine}")
                 if self._beats.get(machine, (b"", 0.0))[0] != beat:
                     self._beats[machine] = (beat, now)
-        lost = [machine for machine, (_, since_s) in self._beats.items() if now - since_s > LOST_S]
+        lost = [machine for machine, (_, since_s) in self._beats.items() if now - since_s > self._lost_s]
         if lost != self._lost:
             self._lost = lost
             self._store.set("lost", sealed(lost))

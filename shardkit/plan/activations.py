@@ -1,4 +1,4 @@
-"""Activation memory of a Transformer by formula: what autograd keeps from forward for backward.
+"""Activation memory of a Transformer by formula: what autograd saves in forward for backward.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (https://arxiv.org/abs/2205.05198), section 4, without dropout masks and with attention that keeps no score matrix
@@ -14,33 +14,32 @@ _FP32_BYTES = 4
 
 
 class Loss(str, Enum):
-    """What the script does with the logits: keeps the model's output until the step ends, lets it go before backward,
-    or never makes all of them at once (a fused or chunked loss)."""
+    """What the script does with the logits: holds the model's output until the end of the step, drops it before
+    backward, or never materializes all of them (a fused or chunked loss)."""
 
     HELD = "held"
     DROPPED = "dropped"
     FUSED = "fused"
 
 
-# Bytes a logit at the loss. All are fp32: the logits themselves (where the script holds them), their log-softmax, and
+# Bytes per logit at the loss. All are fp32: the logits themselves (where the script holds them), their log-softmax, and
 # the gradients of both. A fused loss keeps the 16-bit gradient and works in fp32: 6 bytes, and less where it is
 # computed in chunks (https://arxiv.org/abs/2410.10989, section 3.2; https://arxiv.org/abs/2411.09009).
 LOSS_BYTES = {Loss.HELD: 16, Loss.DROPPED: 12, Loss.FUSED: 6}
 LOSS_TEXTS = {
-    Loss.HELD: "The loss is counted with logits that the script holds through the step (16 bytes a logit); "
-    "--loss dropped or fused is less.",
-    Loss.DROPPED: "The loss is counted with logits that are let go before backward (12 bytes a logit).",
-    Loss.FUSED: "The loss is counted as fused or in chunks (at most 6 bytes a logit).",
+    Loss.HELD: "Loss: logits are held through the step (16 bytes per logit); --loss dropped or fused needs less.",
+    Loss.DROPPED: "Loss: logits are dropped before backward (12 bytes per logit).",
+    Loss.FUSED: "Loss: fused or computed in chunks (at most 6 bytes per logit).",
 }
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch keeps on one rank.
+    """Bytes that one micro-batch saves on one rank.
 
-    block_bytes: of one block, everything; block_input_bytes: its input only (all that is kept of a block whose
-    activations are recomputed); logits_bytes: what the loss keeps and makes; output_bytes: the logits alone, where the
-    script holds the model's output. `gaps`: what is left out, in words; with any, all of it is a lower bound.
+    block_bytes: all of one block; block_input_bytes: its input only (what activation checkpointing saves);
+    logits_bytes: logits, log-softmax and gradients at the loss; output_bytes: the logits alone, if the script holds the
+    model's output. `gaps`: what is not counted, as text; with any, the sum is a lower bound.
     """
 
     block_bytes: int = 0
@@ -60,8 +59,8 @@ def of_transformer(
 ) -> Activations:
     """Activations of one micro-batch of `batch_size` sequences; `itemsize` is the compute dtype's.
 
-    Under autocast what passes between blocks, and into norms, stays in fp32; matrices that take the same input cast it
-    each for itself, which is not counted.
+    Under autocast the residual stream and the inputs of norms stay in fp32. Matrix products that share an input each
+    cast it separately, which is not counted.
     """
     tokens = batch_size * seq_len
     vocabulary = facts.vocabulary or 0
@@ -77,7 +76,7 @@ def of_transformer(
 
 
 def block_token_bytes(facts: TransformerFacts, itemsize: int) -> int:
-    """Bytes that one block keeps for each token: its elements, the softmax statistics, and what norms keep in fp32."""
+    """Bytes that one block saves per token: its elements, softmax statistics, and fp32 copies of norms."""
     head_dim = facts.head_dim or facts.hidden // facts.heads
     size = block_numel(facts) * itemsize + facts.heads * _FP32_BYTES
     if facts.normalizes_in_fp32:  # the input in fp32, one factor a row (RMSNorm as Transformers writes it), twice
@@ -89,12 +88,11 @@ def block_token_bytes(facts: TransformerFacts, itemsize: int) -> int:
 
 
 def block_numel(facts: TransformerFacts) -> int:
-    """Elements that one block keeps for each token.
+    """Elements that one block saves per token.
 
-    hidden, 4 times: input, first norm's output, second norm's input and output; as wide as all heads: queries and
-    attention's output; keys and values once each; of the feed-forward, its hidden layer before and after the activation
-    function (after it only, where that is all its backward needs), and where it is gated, the gate and the product
-    as well.
+    4 x hidden: input, first norm's output, second norm's input and output; heads x head_dim each: queries, attention's
+    output; key-value heads x head_dim each: keys, values; feed-forward width each: its hidden layer before and after
+    the activation function (only after, if backward needs no more), and, if gated, the gate and the product.
     """
     head_dim = facts.head_dim or facts.hidden // facts.heads
     attention = 2 * head_dim * (facts.heads + facts.key_value_heads)

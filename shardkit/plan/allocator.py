@@ -1,10 +1,10 @@
-"""What CUDA's caching allocator reserves for a sequence of allocations and frees: its published algorithm, replayed.
+"""Memory that CUDA's caching allocator reserves for a sequence of allocations and frees, by replaying its algorithm.
 
 After c10/cuda/CUDACachingAllocator.cpp of torch 2.13: sizes are rounded to 512 bytes; those up to 1 MiB are served from
 segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size rounded to 2 MiB. The smallest
 free block that is large enough is taken and split where enough remains; a freed block joins its free neighbours. Blocks
-belong to the stream that they were allocated on. Nothing is given back. With expandable segments there is one segment
-for each pool and stream, which grows at its end.
+belong to the stream that they were allocated on. Segments are not released. With expandable segments there is one
+segment per pool and stream, which grows at its end.
 """
 
 from bisect import bisect_left, insort
@@ -22,7 +22,7 @@ _OWN_ROUND = 2 * MIB
 
 @dataclass(frozen=True)
 class Event:
-    """An allocation of `size` bytes on a stream, or, with size 0, the end of the one with that number."""
+    """An allocation of `size` bytes on a stream; with size 0, the free of the allocation with that number."""
 
     number: int
     size: int = 0
@@ -31,14 +31,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Reserved:
-    """The most bytes that were active (rounded as the allocator does) and reserved, at any time."""
+    """Maximum of active bytes (with the allocator's rounding) and of reserved bytes."""
 
     active_bytes: int
     reserved_bytes: int
 
 
 def replay(events: Iterable[Event], is_expandable: bool = False) -> Reserved:
-    """Both peaks of a sequence of events. An end without a beginning is passed over."""
+    """Both maxima of a sequence of events. A free without an allocation is ignored."""
     allocator = _Allocator(is_expandable)
     most_active = 0
     for event in events:
@@ -51,7 +51,7 @@ def replay(events: Iterable[Event], is_expandable: bool = False) -> Reserved:
 
 
 def two_steps(before: Sequence[tuple[Event, bool]], step: Sequence[Event], optimizer_at: int) -> Iterator[Event]:
-    """A run's first two steps from one that was recorded: optimizer state appears in the first one's optimizer.
+    """The first two steps of a run, from one recorded step: optimizer state is allocated in the first step's optimizer.
 
     `before` are the allocations that the step found, and whether each is optimizer state; the optimizer of the step
     begins at `optimizer_at`.
@@ -65,12 +65,12 @@ def two_steps(before: Sequence[tuple[Event, bool]], step: Sequence[Event], optim
 
 
 def rounded(size: int) -> int:
-    """The size of the block that a request gets, where a block is split exactly."""
+    """The block size for a request, if a free block is split exactly."""
     return max(_ROUND, -(-size // _ROUND) * _ROUND)
 
 
 def segment_size(size: int) -> int:
-    """How much is asked of the driver for a block of this rounded size."""
+    """The size of the segment requested from the driver for a block of this rounded size."""
     if size <= _SMALL:
         return _SMALL_SEGMENT
     return _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _OWN_ROUND) * _OWN_ROUND
@@ -78,7 +78,7 @@ def segment_size(size: int) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """A part of a segment; `before` and `after` are its neighbours there."""
+    """A part of a segment; `before` and `after`: its neighbours in the segment."""
 
     size: int
     pool: "_Pool"
@@ -109,13 +109,13 @@ class _Pool:
         del self.blocks[block.address]
 
     def best(self, size: int) -> _Block | None:
-        """The smallest free block of at least this size, the lowest of several."""
+        """The smallest free block of at least this size; of equal ones, the lowest address."""
         position = bisect_left(self.free, (size, 0))
         return self.blocks[self.free[position][1]] if position < len(self.free) else None
 
 
 class _Allocator:
-    """All pools of one device. Addresses grow and are never used again: a segment is never given back."""
+    """All pools of one device. Addresses only grow, because segments are never released."""
 
     def __init__(self, is_expandable: bool) -> None:
         self.active = 0

@@ -1,10 +1,12 @@
-"""The question and the answer of `shardkit plan`, as plain values. The report, the JSON and the picture are made from
-an Answer; the simulation puts its own memory beside the closed form's (`Row.simulated`)."""
+"""Input and result of `shardkit plan`, as plain values. Report, JSON and chart are made from an Answer; simulated
+memory is stored next to the closed form's (`Row.simulated`)."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardkit.config import xla
+from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import UsageError
 from shardkit.model.cut import shard_dim
@@ -19,9 +21,9 @@ from shardkit.plan.unit_sizes import axes
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked: a model, a configuration, and where it should run. `batch_size` is a rank's micro-batch.
+    """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank.
 
-    `is_on_tpu`: the configuration stands for one of PyTorch/XLA (`tpu.as_planned`).
+    `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`).
     """
 
     description: ModelDescription
@@ -46,9 +48,9 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy: memory, traffic, and the step's time where it can be estimated.
+    """One strategy: memory, traffic, and step time if it can be estimated.
 
-    `simulated` replaces the closed form's memory where a simulation was run.
+    `simulated`, if present, replaces the closed form's memory.
     """
 
     strategy: ShardingStrategy
@@ -64,10 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Change:
-    """Something to change, and what it does to the peak: `text` has settings in the file's keys, or flags of plan.
+    """A possible change and its effect on the peak. `text`: settings under their keys, or flags of plan.
 
-    Peak and saving are the closed form's, both before and after the change. `fits` is None where the configuration
-    itself was simulated: the two are not mixed.
+    Peak and saving are closed-form values, before and after the change. `fits` is None if the configuration itself
+    was simulated: simulated and closed-form values are not mixed.
     """
 
     text: str
@@ -78,7 +80,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to --find, in words and as a number or name; `value` is None where nothing fits."""
+    """The answer to --find, as text and as a number or name; `value` is None if nothing fits."""
 
     question: str
     value: int | str | None
@@ -87,7 +89,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that `shardkit plan` says: `rows` are the possible strategies in order, `chosen` the config's own."""
+    """The result of `shardkit plan`. `rows`: the possible strategies in order; `chosen`: the configured one."""
 
     request: PlanRequest
     rows: tuple[Row, ...]
@@ -105,7 +107,7 @@ class Answer:
 
 
 def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
-    """One strategy's row; None takes the configuration as it is."""
+    """One strategy's row; None: the configured strategy."""
     config = request.config if strategy is None else with_strategy(request.config, strategy)
     facts = request.description.facts
     found = estimate(
@@ -133,14 +135,14 @@ def row(request: PlanRequest, strategy: ShardingStrategy | None = None) -> Row:
 
 
 def fits(device: Device, memory: RankMemory) -> bool | None:
-    """Whether a rank fits; None where that is not known. Without all activations, only that it does not can be."""
+    """Whether a rank fits; None if unknown. If activations are missing, the result is False or None, never True."""
     found = device.fits(memory.peak.total)
     return None if found and not memory.activations_known else found
 
 
 def retries(device: Device, memory: RankMemory) -> bool | None:
-    """Whether what is alive fits and what the allocator would reserve for it does not: then it gives segments back and
-    tries again, which is slower. None where either is not known."""
+    """Whether active memory fits but reserved memory does not: the allocator then frees segments and retries, which is
+    slower. None if either is unknown."""
     if memory.reserved_bytes is None or not device.has_caching_allocator:
         return None
     alive, reserved = fits(device, memory), device.fits(memory.reserved_bytes)
@@ -148,7 +150,7 @@ def retries(device: Device, memory: RankMemory) -> bool | None:
 
 
 def check_seq_len(request: PlanRequest) -> str | None:
-    """A remark where sequences are longer than the model is built for; UsageError where it lacks positions for them."""
+    """A note if sequences exceed the configured maximum; UsageError if the model has no positions for them."""
     facts, given = request.description.facts, request.seq_len
     if facts is None or facts.seq_len is None or given is None or given <= facts.seq_len:
         return None
@@ -163,15 +165,15 @@ def check_seq_len(request: PlanRequest) -> str | None:
         raise UsageError(
             f"--seq-len: the model has positions for {facts.seq_len:,} tokens (got {given:,}); give at most as many."
         )
-    return f"--seq-len {given:,} is more than the {facts.seq_len:,} tokens that the model's configuration names."
+    return f"--seq-len {given:,} exceeds the {facts.seq_len:,} tokens of the model's configuration."
 
 
-# Smaller parts of a model than this are not worth a remark.
+# Parts of a model below this share of its parameters get no note.
 _REMARKABLE = 0.01
 
 
 def undivided(request: PlanRequest) -> str | None:
-    """A remark where a good part of the model cannot be split evenly over the ranks that share it."""
+    """A note if more than _REMARKABLE of the parameters cannot be sharded evenly."""
     found = axes(request.config, request.world_size, request.ranks_per_machine)
     if found.mode != "fsdp":
         return None
@@ -185,9 +187,24 @@ def undivided(request: PlanRequest) -> str | None:
         return None
     name, parameter = max(few.items(), key=lambda item: item[1].numel)
     return (
-        f"{name} {parameter.shape} has fewer rows than the {shards:,} ranks that share it, which divide none of its "
-        f"dims evenly: {parameter.shape[0]:,} of them hold all of it, and what is gathered is padded."
+        f"{name} {parameter.shape} cannot be sharded evenly over {shards:,} ranks on any dim: {parameter.shape[0]:,} "
+        f"ranks hold all of it, and gathered parameters are padded."
     )
+
+
+_EIGHT_BITS = (
+    "Linear layers in 8 bits: memory and traffic are those of bf16 (fp8 gathers less); the fastest time includes the "
+    "published speed-up of large layers."
+)
+_POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before power_sgd_start_step."
+
+
+def notes_on(config: Config) -> Iterator[str]:
+    """Notes on settings that the plan does not count in full."""
+    if eight_bits(config):
+        yield _EIGHT_BITS
+    if config.shardkit.ddp.comm_hook == "power_sgd":
+        yield _POWER_SGD
 
 
 def possible_strategies(request: PlanRequest) -> list[ShardingStrategy]:
@@ -200,7 +217,7 @@ def possible_strategies(request: PlanRequest) -> list[ShardingStrategy]:
 
 
 def configured_strategy(config: Config) -> ShardingStrategy:
-    """What the configuration amounts to: DDP and one process alone split nothing."""
+    """The strategy of the configuration; NO_SHARD for DDP and for a single process."""
     return ShardingStrategy.NO_SHARD if config.mode in ("ddp", "single") else config.fsdp.sharding_strategy
 
 

@@ -1,4 +1,4 @@
-"""What a simulated step computes: a batch for the model, and its loss, as a training script would."""
+"""Batch, loss and optimizer of a simulated step, as in a training script."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
 
 
 def named(spec: str) -> Any:
-    """What `module:name` names."""
+    """The object that `module:name` names."""
     module, _, attribute = spec.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -31,7 +31,7 @@ def named(spec: str) -> Any:
 
 
 def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> Loss:
-    """For a model that makes logits (batch, seq, vocab) of token numbers: cross-entropy with the same tokens."""
+    """For a model from token numbers to logits (batch, seq, vocab): cross-entropy with the same tokens."""
 
     def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
         logits = model(tokens)
@@ -41,7 +41,7 @@ def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> Loss:
 
 
 def without_output(loss: Loss) -> Loss:
-    """The loss of a script that lets the model's output go before backward."""
+    """The loss of a script that drops the model's output before backward."""
     return lambda model: (None, loss(model)[1])
 
 
@@ -49,8 +49,8 @@ CHUNK_TOKENS = 1024
 
 
 def fuse_loss(model: nn.Module) -> bool:
-    """Let the model's head compute the mean cross-entropy in chunks of tokens, in place of its logits, in the model
-    itself. False where no head is known; the model then has to be called without labels."""
+    """Replaces the head's forward, in place: it computes the mean cross-entropy in chunks of tokens instead of logits,
+    and the model must be called without labels. False if the model has no known head."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find else getattr(model, "head", None)
     if not isinstance(head, nn.Linear):
@@ -69,7 +69,7 @@ def fuse_loss(model: nn.Module) -> bool:
 
 
 def given_loss(batch: Any) -> Loss:
-    """For what --batch makes: keywords, positional arguments, or the one argument of the model."""
+    """The loss for the result of --batch: keywords, positional arguments, or a single argument."""
 
     def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
         if isinstance(batch, Mapping):
@@ -84,7 +84,7 @@ def given_loss(batch: Any) -> Loss:
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """The loss that the output holds; else the sum of the means of all its floating-point tensors."""
+    """The loss in the output; else the sum of the means of all its floating-point tensors."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, torch.Tensor):
         return found
@@ -94,20 +94,22 @@ def loss_in(output: Any) -> torch.Tensor:
         if isinstance(t, torch.Tensor) and t.requires_grad
     ]
     if not tensors:
-        raise UsageError("--batch: the model's output has no gradient (got no tensor that requires one); train some.")
+        raise UsageError(
+            "--batch: no tensor of the model's output requires a gradient (got none); train some parameters."
+        )
     return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
 
 
 def transformers_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, Any]:
-    """Inputs and labels for a Transformers model, as its class expects them. Where a model takes text and images, text
-    alone, unless it compares the two. UsageError where its input is of another kind."""
+    """Inputs and labels for a Transformers model, as its class expects them. For models of text and images, text only,
+    unless the model compares the two. Raises UsageError for other kinds of input."""
     config: Any = model.config
     name = type(model).__name__
     match getattr(model, "main_input_name", "input_ids"):
         case "pixel_values":
             inputs = {"pixel_values": _images(config, batch_size)}
             return inputs | ({"labels": _one_label(batch_size)} if "Classification" in name else {})
-        case "input_values":  # sound; by default a second of it. Which frames are masked depends on values.
+        case "input_values":  # audio, by default one second. SpecAugment's mask depends on values.
             config.apply_spec_augment = False
             inputs = {"input_values": torch.zeros(batch_size, seq_len or 16_000)}
             return inputs | ({"labels": _one_label(batch_size)} if "SequenceClassification" in name else {})
@@ -117,7 +119,7 @@ def transformers_batch(model: nn.Module, batch_size: int, seq_len: int | None) -
             return _texts(model, config, batch_size, seq_len)
         case other:
             raise UsageError(
-                f"--simulate: no batch is known for {name} (its input is {other}); "
+                f"--simulate: no default batch for {name} (its input is {other}); "
                 "add --batch module:function, a function that returns one micro-batch."
             )
 
@@ -126,7 +128,9 @@ def _texts(model: nn.Module, config: Any, batch_size: int, seq_len: int | None) 
     name = type(model).__name__
     tokens = torch.zeros(batch_size, seq_len or _longest(config.get_text_config()), dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": tokens}
-    if hasattr(model, "logit_scale") and hasattr(config, "vision_config"):  # CLIP and its like compare texts and images
+    if hasattr(model, "logit_scale") and hasattr(
+        config, "vision_config"
+    ):  # CLIP and similar models compare texts and images
         return inputs | {"pixel_values": _images(config.vision_config, batch_size), "return_loss": True}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens
@@ -142,7 +146,7 @@ def _images(config: Any, batch_size: int) -> torch.Tensor:
 
 
 def _spectra(config: Any, batch_size: int, seq_len: int | None) -> dict[str, Any]:
-    """Whisper and its like: a spectrum of the longest recording, which the encoder halves, and words to predict."""
+    """Whisper and similar: a spectrogram of the maximum length, halved by the encoder, and tokens to predict."""
     bins: int = getattr(config, "num_mel_bins", 0) or getattr(config, "input_feat_per_channel", 80)
     frames: int = 2 * getattr(config, "max_source_positions", 1500)
     length: int = getattr(config, "max_target_positions", 448) if seq_len is None else seq_len
@@ -160,13 +164,13 @@ def _longest(config: Any) -> int:
 
 
 def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """The optimizer of that name, or what `module:function` makes of the parameters."""
+    """The optimizer of that name, or `module:function` itself."""
     if ":" in name:
         return named(name)
     known: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
         "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        "lion": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),  # torch has none; it keeps one moment too
+        "lion": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),  # torch has no Lion; it also keeps one moment
         "adam": (torch.optim.Adam, {}),
         "adamw": (torch.optim.AdamW, {}),
         "adagrad": (torch.optim.Adagrad, {}),
@@ -180,8 +184,8 @@ def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.O
 
 
 class _Factored(torch.optim.Optimizer):
-    """Stands for Adafactor (https://arxiv.org/abs/1804.04235), whose update in torch refuses sharded parameters:
-    a row and a column of second moments for each matrix, and an update as large as the gradient for a moment."""
+    """In place of Adafactor (https://arxiv.org/abs/1804.04235), whose update in torch does not accept sharded
+    parameters: a row and a column of second moments per matrix, and a temporary update as large as the gradient."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -203,7 +207,7 @@ class _Factored(torch.optim.Optimizer):
 
 
 class _Quantized(torch.optim.Optimizer):
-    """Stands for Adam in torchao.optim: the same moments; its compiled step needs nothing beside them."""
+    """In place of Adam in torchao.optim: the same moments; its compiled step allocates nothing else."""
 
     def __init__(self, parameters: list[nn.Parameter], kind: Quantized) -> None:
         super().__init__(parameters, {})

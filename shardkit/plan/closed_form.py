@@ -1,8 +1,8 @@
 """Memory of one rank by formula: no torch, a few milliseconds, any number of ranks.
 
-One optimizer step is walked unit by unit, as FSDP2 runs it, and the bytes alive at each moment are added up by
-category. For a chain of equal blocks the walk comes to this, with P parameters, b of them in a block and r outside of
-all blocks, N shards, bf16 compute, fp32 gradient reduction and AdamW, activations A where they are recomputed:
+One optimizer step is traversed unit by unit, as FSDP2 runs it, and the bytes alive at each moment are summed by
+category. For a chain of equal blocks the peak is as follows, with P parameters, b of them in a block and r outside of
+all blocks, N shards, bf16 compute, fp32 gradient reduction and AdamW, and activations A with activation checkpointing:
 
     max(12 P/N + A, 16 P/N) + 2 r + 10 b        FULL_SHARD
     10 b = 2 b gathered + 2 b gathered ahead + 2 b unsharded gradients + 4 b input of the reduce-scatter before
@@ -14,8 +14,8 @@ parameters and freed after that (`foreach_all_gather_copy_out`, `wait_for_unshar
 to ceil(dim 0 / N) rows, or split evenly on another dim (`model.cut.shard_dim`). Sharding by strategy is that of ZeRO
 (https://arxiv.org/abs/1910.02054, section 5).
 
-Steady state is counted: optimizer state is there from the second step on. Left out, because they depend on the device:
-its context, communication buffers, kernel workspaces, fragmentation (`devices.RESERVE_BYTES` stands for them).
+Steady state is counted, with optimizer state (which exists from the second step on). Not counted, because it depends on
+the device: context, communication buffers, kernel workspaces, fragmentation (`devices.RESERVE_BYTES` allows for them).
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of a step: its phase (forward, loss, backward, optimizer), the unit at work, and what is alive."""
+    """One moment of a step: phase (forward, loss, backward, optimizer), the computing unit, and memory by category."""
 
     phase: str
     unit: str
@@ -67,11 +67,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of the rank that needs most: at its peak on the device, all along one step, and on the host.
+    """Memory of the rank with the highest peak: the peak on the device, the course of one step, and host memory.
 
-    `activations_known` is False where they are not in the numbers, or not all of them: `gaps` says why, in words.
-    Then the peak is a lower bound: it can show that a rank does not fit, never that it does. `reserved_bytes` is what
-    CUDA's allocator would hold for a simulated step, `expandable_bytes` the same with expandable segments.
+    `activations_known` is False if not all activations are counted; `gaps` says which are missing. The peak is then a
+    lower bound: it can show that a rank does not fit, not that it does. `reserved_bytes`: what CUDA's allocator would
+    reserve for a simulated step; `expandable_bytes`: the same with expandable segments.
     """
 
     peak: Memory
@@ -86,7 +86,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one configuration needs on every rank, and what its ranks send each other in one optimizer step."""
+    """Memory per rank of one configuration, and traffic between its ranks in one optimizer step."""
 
     config: Config
     axes: Axes
@@ -112,9 +112,9 @@ def estimate(
     loss: Loss = Loss.HELD,
     ema: Ema = Ema.NO,
 ) -> Estimate:
-    """Memory and traffic of a model under a configuration; `batch_size` is one rank's micro-batch, in sequences.
+    """Memory and traffic of a model under a configuration; `batch_size`: sequences per micro-batch and rank.
 
-    ModelError where the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh.
+    Raises ModelError if the wrap policy does not fit the model, UsageError for an unknown optimizer or mesh.
     """
     plan = layout(tree, config, world_size, min(ranks_per_machine, world_size), optimizer, ema)
     kept = known_activations(tree, config, facts, batch_size, seq_len, loss)
@@ -149,7 +149,7 @@ def known_activations(
     seq_len: int | None,
     loss: Loss = Loss.HELD,
 ) -> Activations | None:
-    """Activations of one micro-batch, or None where batch size, sequence length or the model's shape is not known."""
+    """Activations of one micro-batch; None if batch size, sequence length or the model's shape is unknown."""
     seq_len = seq_len or (facts.seq_len if facts else None)
     if facts is None or not batch_size or not seq_len:
         return None
@@ -160,7 +160,7 @@ def known_activations(
 
 def _why_unknown(facts: TransformerFacts | None, batch_size: int | None) -> str:
     if facts is None:
-        return "all activations: the model's shape is not known from its source"
+        return "all activations: the model's shape is unknown from its source"
     return "all activations: add --seq-len" if batch_size else "all activations: add --batch-size"
 
 
@@ -169,7 +169,7 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
 
 
 def _offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
-    """The device's timeline without the shards, and the shards on the host. The optimizer runs on the host."""
+    """The device's timeline without the shards, and the shards in host memory, where the optimizer runs."""
     device = tuple(
         replace(moment, memory=replace(moment.memory, parameters=0, gradients=0, optimizer_state=0))
         for moment in timeline
@@ -179,10 +179,12 @@ def _offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
 
 
 def _persistent(plan: ShardedSizes) -> Memory:
-    """What is alive all along: shards of parameters and their averages, buffers, optimizer state."""
+    """Memory alive during the whole step: shards of parameters and their averages, buffers, optimizer state."""
     everything = [*plan.units, plan.root, plan.replicated]
     return Memory(
-        parameters=sum(unit.parameter_bytes + unit.average_bytes for unit in everything) + plan.buffer_bytes,
+        parameters=sum(unit.parameter_bytes + unit.average_bytes for unit in everything)
+        + plan.buffer_bytes
+        + plan.averaged_buffer_bytes,
         optimizer_state=sum(unit.optimizer_bytes for unit in everything),
     )
 
@@ -192,12 +194,12 @@ def _all_gradients(plan: ShardedSizes) -> int:
 
 
 def _kept_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
-    """What the unit's blocks keep on the device between forward and backward."""
+    """What the unit's blocks save on the device between forward and backward."""
     return 0 if config.shardkit.offload_activations else _saved_bytes(unit, config, kept)
 
 
 def _saved_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
-    """What the unit's blocks keep between forward and backward, on the device or on the host."""
+    """What the unit's blocks save between forward and backward, on the device or on the host."""
     if not config.fsdp.activation_checkpointing:
         return unit.blocks * kept.block_bytes
     every = config.shardkit.recompute_every
@@ -205,13 +207,13 @@ def _saved_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
 
 
 def _working_bytes(unit: UnitSizes, config: Config, kept: Activations) -> int:
-    """What is alive beside that while one of the unit's blocks is recomputed, or comes back from the host."""
+    """Additional activations while one of the unit's blocks is recomputed or copied back from the host."""
     comes_back = config.fsdp.activation_checkpointing or config.shardkit.offload_activations
     return kept.block_bytes if comes_back and unit.blocks else 0
 
 
 def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
-    """One optimizer step under FSDP2, the last micro-batch of it."""
+    """The last micro-batch of one optimizer step under FSDP2."""
     yield from _forward(plan, config, kept)
     yield from _backward(plan, config, kept)
     yield from _ends(plan, config)
@@ -236,18 +238,18 @@ def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[
 
 
 def _copy_bytes(plan: ShardedSizes, unit: UnitSizes) -> int:
-    """The output of an all-gather, before it is copied out, and what is put in order on the way; with one shard nothing
-    is gathered."""
+    """The output of an all-gather before it is copied out, and the buffer in which shards of other dims than 0 are
+    rearranged; with one shard nothing is gathered."""
     return unit.gathered_bytes + unit.rearranged_bytes if plan.axes.shards > 1 else 0
 
 
 def _gradients_before(plan: ShardedSizes, config: Config) -> int:
-    """Sharded gradients alive before the last backward of a step: those of the micro-batches before."""
+    """Sharded gradients alive before the last backward of a step: those of earlier micro-batches."""
     return _all_gradients(plan) if config.shardkit.gradient_accumulation_steps > 1 else 0
 
 
 def _backward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
-    """Units in reverse. While one computes, the next is gathered ahead and the one before is still being reduced."""
+    """Units in reverse. While one computes, the next is prefetched and the previous one is still being reduced."""
     base, root = _persistent(plan), plan.root
     before = _gradients_before(plan, config)
     alive = _kept_bytes(root, config, kept) + sum(_kept_bytes(unit, config, kept) for unit in plan.units)
@@ -282,7 +284,7 @@ def _gathered_in_backward(plan: ShardedSizes, config: Config, index: int) -> int
     unit = plan.units[index]
     if config.fsdp.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE or index == 0:
         return unit.gathered_bytes
-    # The next one's all-gather is begun when this unit's parameters are in place.
+    # The next unit's all-gather starts when this unit's parameters are in place.
     ahead = plan.units[index - 1].gathered_bytes if plan.axes.shards > 1 else 0
     return unit.gathered_bytes + ahead
 
@@ -290,7 +292,7 @@ def _gathered_in_backward(plan: ShardedSizes, config: Config, index: int) -> int
 def _root_backward(
     plan: ShardedSizes, config: Config, kept: Activations, alive: int, in_flight: int
 ) -> Iterator[Moment]:
-    """The root computes its last gradients (embeddings) beside the first unit's reduction, then reduces its own."""
+    """The root computes its last gradients (embeddings) during the first unit's reduction, then reduces its own."""
     base, root = _persistent(plan), plan.root
     others = max(_gradients_before(plan, config), _all_gradients(plan) - root.gradient_bytes)
     working = alive + _working_bytes(root, config, kept) + kept.output_bytes
@@ -317,9 +319,9 @@ def _ends(plan: ShardedSizes, config: Config) -> Iterator[Moment]:
 
 
 def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
-    """One step of DistributedDataParallel, or of one process alone: everything whole on every rank.
+    """One step of DistributedDataParallel, or of a single process: nothing is sharded.
 
-    The gradients are views of the reducer's buckets (gradient_as_bucket_view), so they are there once. Under mixed
+    The gradients are views of the reducer's buckets (gradient_as_bucket_view), so they exist once. Under mixed
     precision autocast keeps a cast copy of every weight matrix from forward to backward.
     """
     base, root = replace(_persistent(plan), reduction=_compression_bytes(plan, config)), plan.root
@@ -345,6 +347,6 @@ def _cast_bytes(plan: ShardedSizes, config: Config) -> int:
 
 
 def _compression_bytes(plan: ShardedSizes, config: Config) -> int:
-    """power_sgd keeps what it has not sent yet, as large as the gradients (`PowerSGDState.use_error_feedback`)."""
+    """power_sgd's error feedback: as large as the gradients (`PowerSGDState.use_error_feedback`)."""
     is_compressed = plan.axes.mode == "ddp" and config.shardkit.ddp.comm_hook == "power_sgd"
     return _all_gradients(plan) if is_compressed else 0

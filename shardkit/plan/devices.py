@@ -1,4 +1,4 @@
-"""Devices to plan for: memory, peak arithmetic, links. Peak numbers of the makers; what training reaches is less."""
+"""Devices to plan for: memory, peak FLOPS, links. Peaks are the vendors'; training reaches less."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from shardkit.errors import UsageError
 GIB = 2**30
 MIB = 2**20
 
-# What a CUDA process holds beside its tensors: context, NCCL's buffers, cuBLAS workspaces. An assumption, stated with
-# every answer: a context is around 0.5 GiB, and NCCL allocates a few hundred MiB for each communicator.
+# Memory of a CUDA process in addition to tensors: context, NCCL's buffers, cuBLAS workspaces. An assumption, printed
+# with every plan: a context takes around 0.5 GiB, and NCCL allocates a few hundred MiB per communicator.
 RESERVE_BYTES = 2 * GIB
 # Part of a device that should stay free for fragmentation and peaks before a strategy is suggested.
 SPARE = 0.2
@@ -18,7 +18,7 @@ SPARE = 0.2
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The part of peak arithmetic that training reaches, recomputation included: lowest, typical and highest."""
+    """Fraction of peak FLOPS that training reaches, including recomputation: lowest, typical, highest."""
 
     low: float
     typical: float
@@ -36,15 +36,15 @@ EFFICIENCIES = {
     ("A100", False): Efficiency(0.43, 0.55, 0.64, f"{_PUBLISHED} on A100"),
     ("A100", True): Efficiency(0.48, 0.70, 0.79, f"{_PUBLISHED} on A100 with recomputation"),
 }
-ASSUMED = Efficiency(0.25, 0.40, 0.60, "an assumption: none published for it was taken")
+ASSUMED = Efficiency(0.25, 0.40, 0.60, "assumed: no published value is used for it")
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device. `flops` is peak dense arithmetic a second by compute dtype, with fp32 accumulation.
+    """One kind of device. `flops`: peak dense FLOPS by compute dtype, with fp32 accumulation.
 
-    link_bytes_per_s is what one device sends to others on its machine, network_bytes_per_s what it sends to other
-    machines when all send at once, in one direction; 0 is unknown. `memory_bytes` is what the driver shows, or None.
+    link_bytes_per_s: bandwidth of one device to others on its machine; network_bytes_per_s: to other machines while all
+    send; both in one direction, 0 if unknown. `memory_bytes`: as shown by the driver, or None.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Device:
     reserve_bytes: int = RESERVE_BYTES
 
     def fits(self, peak_bytes: int) -> bool | None:
-        """Whether a rank with that peak fits, the reserve included; None where the memory is not known."""
+        """Whether a rank with that peak and the reserve fits; None if the memory is unknown."""
         return None if self.memory_bytes is None else peak_bytes + self.reserve_bytes <= self.memory_bytes
 
     @property
     def has_caching_allocator(self) -> bool:
-        """Whether torch reserves its memory in segments, as on GPUs."""
+        """Whether torch's caching allocator reserves memory in segments, as on GPUs."""
         return bool(self.reserve_bytes) and not self.name.startswith("TPU")
 
     def efficiency(self, compute: str, recomputes: bool) -> Efficiency:
-        """What training reaches of the peak in this dtype, with or without recomputation."""
+        """Fraction of peak FLOPS reached in this dtype, with or without recomputation."""
         kind = self.name.split()[0]
         return EFFICIENCIES.get((kind, recomputes), ASSUMED) if compute == "bf16" else ASSUMED
 
     def fits_with_spare(self, peak_bytes: int) -> bool | None:
-        """The same with a fifth of the memory left free."""
+        """As `fits`, with SPARE of the memory left free."""
         if self.memory_bytes is None:
             return None
         return peak_bytes + self.reserve_bytes <= (1 - SPARE) * self.memory_bytes
@@ -133,8 +133,8 @@ _SIZES = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "m": 2**20, "mb":
 
 
 def find(name: str, memory_bytes: int | None = None) -> Device:
-    """The device of that name, or of a size alone: 80GiB. Without its size (h100) the last of that name in the table.
-    UsageError if unknown."""
+    """The device of that name, or one given by its memory: 80GiB. A name without a size (h100) means the last match in
+    the table. Raises UsageError if unknown."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("rtx-")
     matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
     if matches:
@@ -149,7 +149,7 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
 
 
 def of_hardware(name: str, memory_bytes: int | None) -> Device:
-    """The device that a driver calls by that name ("NVIDIA H100 80GB HBM3"), with the memory that it shows."""
+    """The device with this driver name ("NVIDIA H100 80GB HBM3"), with the memory that the driver shows."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     found = [key for key in DEVICES if key.split("-")[0] in words]
     if not found:
@@ -159,8 +159,8 @@ def of_hardware(name: str, memory_bytes: int | None) -> Device:
 
 
 def read_bytes(text: str) -> int | None:
-    """80GiB, 80g, 24 GB, 512MiB as bytes; None where it is not a size."""
+    """80GiB, 80g, 24 GB, 512MiB as bytes; None if it is not a size, or is 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
     if not match or match[2] not in _SIZES:
         return None
-    return int(float(match[1]) * _SIZES[match[2]])
+    return int(float(match[1]) * _SIZES[match[2]]) or None

@@ -1,4 +1,4 @@
-"""A world of any number of ranks in one process: collectives do nothing, tensors have shapes and no memory."""
+"""A world of any size in one process: collectives do nothing, and tensors have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardkit.sharding.mesh import build_mesh
 
 
 def fake_tensors() -> FakeTensorMode:
-    """A context in which every new tensor is fake; real ones that a model made elsewhere may join in."""
+    """A context in which every new tensor is fake; real tensors created elsewhere may be mixed in."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -25,11 +25,11 @@ def fake_tensors() -> FakeTensorMode:
 def joined(config: Config, world_size: int, ranks_per_machine: int) -> Iterator[tuple[Process, DeviceMesh | None]]:
     """Rank 0 of the world, and its mesh; inside, every new tensor is fake.
 
-    The mesh is built before: it holds real rank numbers. Always on the CPU, where every build of torch can follow
-    autograd on fake tensors. DDP's reducer cannot, so under DDP (and alone) this rank is a world of one; what DDP would
-    allocate is added by `training_step`.
+    The mesh is built first, with real rank numbers. Always on the CPU, where every build of torch supports autograd on
+    fake tensors. DDP's reducer does not, so under DDP (and for a single process) the world size is one, and DDP's
+    buckets are added by `training_step`.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch keeps it there; c10d imports it itself
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # its only place; c10d imports it from there too
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -63,8 +63,8 @@ def with_fake_tensors(model: nn.Module) -> nn.Module:
 
 
 def keep_in_place(model: nn.Module) -> None:
-    """Let the model's `to` do nothing: all of it is on the CPU, and torch would swap fake parameters for equal ones,
-    which it refuses while anything refers to them weakly."""
+    """Replaces the model's `to` by a no-op: the model is on the CPU already, and torch refuses to swap fake parameters
+    that have weak references."""
 
     def stay(*_: object, **__: object) -> nn.Module:
         return model

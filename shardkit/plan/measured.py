@@ -1,4 +1,4 @@
-"""What a run really took (`shardkit launch --measure` leaves one file a rank in its folder) beside what was planned."""
+"""Compares measured memory (`shardkit launch --measure` writes one file per rank) with the plan."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Measured:
-    """The rank that took most, in bytes, of how many ranks, and on which device."""
+    """Bytes of the rank with the highest peak, the number of ranks, and the device."""
 
     rank: int
     ranks: int
@@ -24,7 +24,7 @@ class Measured:
 
 
 def read(folder: Path) -> Measured:
-    """What the ranks left in the run's folder. UsageError where they left nothing that can be read."""
+    """The measurement in the run's folder. Raises UsageError if there is none that can be read."""
     try:
         found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.memory.json"))]
         most = max(found, key=lambda each: each["peak_bytes"])
@@ -33,13 +33,13 @@ def read(folder: Path) -> Measured:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--measured {folder}: no measurement there ({type(error).__name__}); "
-            "name the folder of logs of a run that was started with shardkit launch --measure and ended by itself."
+            f"--measured {folder}: no measurement found ({type(error).__name__}); "
+            "give the log folder of a run that was started with shardkit launch --measure and finished."
         ) from None
 
 
 def table(row: Row, measured: Measured) -> str:
-    """Planned beside measured, in MiB. What the run's script holds itself lies between the two."""
+    """Planned and measured memory, in MiB. They differ by what the script itself holds."""
     planned = row.memory.peak
     everything = row.memory.timeline[-1].memory if row.memory.timeline else planned
     host = row.memory.host

@@ -1,7 +1,7 @@
 """Bytes alive in one process, by category, at every moment of a training step: a dispatch mode that sees each operator.
 
-What counts is storages, once each however many tensors share one, from the operator that makes them until the last
-reference goes. Fake tensors have storages too, of the size that the real ones would have.
+Storages are counted, each once regardless of how many tensors share it, from the operator that allocates it until its
+last reference is gone. Storages of fake tensors have the size of the real ones.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ _PAYLOADS = {  # which argument torch counts: the output of an all-gather, the i
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Inside, everything that operators allocate is counted. `enter` begins a moment; `moments` are those so far.
+    """Inside, all allocations of operators are counted. `enter` starts a moment; `moments`: those so far.
 
-    Each moment holds what was alive when its sum was largest. `payload_bytes`: the collectives' bytes by kind.
-    `events`: every allocation and its end since the last restart, `before` what was alive then (and whether it is
-    optimizer state), `optimizer_at` where among the events the optimizer begins. `host_bytes`: the most that was
-    offloaded at once.
+    Each moment holds the memory at its peak. `payload_bytes`: bytes of the collectives by kind. `events`: allocations
+    and frees since the last restart; `before`: allocations alive at that point, and whether each is optimizer state;
+    `optimizer_at`: index of the event at which the optimizer starts. `host_bytes`: maximum of offloaded bytes.
     """
 
     def __init__(self) -> None:
@@ -68,8 +67,8 @@ class MemoryTracker(TorchDispatchMode):
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def enter(self, phase: str, unit: str = "", is_passing: bool = False) -> None:
-        """End the present moment and begin another. One that `is_passing` counts for the moment before it, unless it
-        is the last of its phase."""
+        """Ends the current moment and starts another. A moment that `is_passing` is merged into the one before it,
+        unless it is the last of its phase."""
         if self._now[0]:
             last = Moment(*self._now, Memory(**self._at_peak))
             if self._is_passing and phase == self._now[0] and self.moments:
@@ -84,13 +83,13 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def unit(self) -> str:
-        """The unit of the present moment."""
+        """The unit of the current moment."""
         return self._now[1]
 
     @contextmanager
     def in_optimizer(self) -> Iterator[None]:
-        """Inside, what is allocated belongs to the optimizer, and a number read from a fake tensor is 1: some
-        optimizers scale their update by a norm. (In a model such a number would decide what runs: there it fails.)"""
+        """Inside, allocations are optimizer state, and a number read from a fake tensor is 1: some optimizers scale
+        their update by a norm. (In a model such a number could decide what runs, so reading one fails there.)"""
         found, self._default = self._default, "optimizer_state"
         try:
             yield
@@ -98,14 +97,14 @@ class MemoryTracker(TorchDispatchMode):
             self._default = found
 
     def restart(self) -> None:
-        """Forget the moments and the traffic so far, not what is alive."""
+        """Clears moments and traffic; storages that are alive stay counted."""
         self.moments, self.payload_bytes, self._now = [], {}, ("", "")
         alive = [(self._numbers[key], size, category) for key, (size, category, _) in self._alive.items() if size]
         self.before = [(Event(number, size), category == "optimizer_state") for number, size, category in sorted(alive)]
         self.events, self._places = [], {}
 
     def count(self, tensors: Iterable[Any], category: str) -> None:
-        """Put the tensors' storages into a category, whether they were counted before or not."""
+        """Assigns the tensors' storages to a category, whether already counted or not."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 tensor = tensor._local_tensor
@@ -136,11 +135,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as operators on the local tensors
+            return NotImplemented  # DTensor then runs operators on the local tensors
         if function is torch.ops.aten._local_scalar_dense.default and self._default == "optimizer_state":
             return 1.0 if args[0].is_floating_point() else 1
         if function is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "_is_drawn", False):
-            return 0  # a layer that would be dropped by chance is not: that is the most memory
+            return 0  # random layer dropping (LayerDrop) drops nothing: the maximum of memory
         result = _run(function, args, kwargs or {})
         if function in _DRAWS and result.dim() == 0:
             result._is_drawn = True
@@ -153,8 +152,8 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _is_propagating(self) -> bool:
-        """DTensor works out whole shapes in a fake mode of its own, or in this one entered again
-        (`ShardingPropagator._propagate_tensor_meta_non_cached`); nothing of that is ever allocated."""
+        """DTensor computes global shapes in a separate fake mode, or by entering this one again
+        (`ShardingPropagator._propagate_tensor_meta_non_cached`); none of these tensors is allocated in training."""
         from torch._guards import active_fake_mode
 
         mode = active_fake_mode()
@@ -172,7 +171,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note()
 
     def _of_copy(self, source: torch.Tensor) -> str:
-        """Parameters in another dtype are for compute; a reduced gradient in another dtype stays one."""
+        """A parameter cast to another dtype is a gathered one; a reduced gradient in another dtype stays a gradient."""
         kinds = {"parameters": "gathered", "gradients": "gradients", "reduction": "reduction"}
         return kinds.get(self.category_of(source) or "", self._default)
 
@@ -208,7 +207,7 @@ class MemoryTracker(TorchDispatchMode):
             self._change(category, found[0])
 
     def _add_on_host(self, tensor: torch.Tensor) -> None:
-        """What `sharding/offload.py` keeps there."""
+        """Counts activations offloaded by `sharding/offload.py`."""
         size = tensor.untyped_storage().nbytes()
         self._on_host += size
         self.host_bytes = max(self.host_bytes, self._on_host)
@@ -229,21 +228,21 @@ class MemoryTracker(TorchDispatchMode):
             self.events.append(Event(self._serial, size, stream))
 
     def _end(self, key: int) -> None:
-        """What goes after the step, goes with the model and the optimizer: in training both stay."""
+        """Frees after the step are not recorded: they come from deleting model and optimizer."""
         number = self._numbers.pop(key)
         if not self._is_over:
             self.events.append(Event(number))
         self._places.pop(key, None)
 
     def _on_stream(self, tensors: Iterable[Any], stream: str) -> None:
-        """What was just allocated for a collective belongs to that stream (`foreach_all_gather`, `foreach_reduce`)."""
+        """Moves the latest allocations of a collective to its stream (`foreach_all_gather`, `foreach_reduce`)."""
         for tensor in tensors:
             place = self._places.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
             if place is not None and place < len(self.events):
                 self.events[place] = replace(self.events[place], stream=stream)
 
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """FSDP frees and allocates gathered parameters by resizing their storages, past the dispatcher."""
+        """FSDP frees and allocates gathered parameters by resizing their storages, without the dispatcher."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
@@ -263,15 +262,15 @@ class MemoryTracker(TorchDispatchMode):
         self._total += size
 
     def _note(self) -> None:
-        """Equal sums count as newer: a buffer's category is known only when it is used."""
+        """Equal sums replace older ones: a buffer's category is known only once it is used."""
         if self._total >= self._peak:
             self._peak = self._total
             self._at_peak = dict(self._bytes)
 
 
 def _run(function: Any, args: Any, kwargs: Any) -> Any:
-    """The operator's result. On fake tensors torch takes grouped products in bf16 only, while its kernels take other
-    dtypes too (`_meta_grouped_mm_common`, torch 2.13): these go as bf16, and what comes out has their own dtype."""
+    """The operator's result. For fake tensors torch accepts grouped matrix products in bf16 only, although its kernels
+    accept other dtypes (`_meta_grouped_mm_common`, torch 2.13): others run in bf16, and the result gets their dtype."""
     is_grouped = function is torch.ops.aten._grouped_mm.default
     if not is_grouped or not isinstance(args[0], FakeTensor) or args[0].dtype is torch.bfloat16:
         return function(*args, **kwargs)
@@ -280,7 +279,7 @@ def _run(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _depth(fake_mode: Any) -> int:
-    """How often the fake mode has been entered and not left."""
+    """How many times the fake mode is currently entered."""
     return len(fake_mode.enter_stack) if fake_mode is not None else 0
 
 

@@ -1,4 +1,4 @@
-"""The plan as one HTML page without scripts: a tab for each strategy's picture, the table of all, the report's text."""
+"""The plan as one HTML page without scripts: a tab per strategy with its chart, the table, and the report."""
 
 from dataclasses import replace
 from html import escape
@@ -34,7 +34,7 @@ def page(answer: Answer, title: str) -> str:
 
 
 def _shown(answer: Answer) -> str:
-    """Which picture goes with which tab."""
+    """CSS rules that show the chart of the selected tab."""
     rules = [
         f"#tab{row.strategy.number}:checked ~ #picture{row.strategy.number} {{ display: block }}\n"
         f"#tab{row.strategy.number}:checked + label {{ background: #0072B2; color: white }}"

@@ -1,4 +1,4 @@
-"""A plan as a picture: the kind of file follows from its name."""
+"""Writes the plan as a chart, in the format given by the file name."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from shardkit.plan.plot import save_png, svg, title
 
 
 def save(answer: Answer, path: Path) -> None:
-    """Write the picture to the file; its suffix says how: .svg, .html or .png."""
+    """Writes the chart; the suffix selects the format: .svg, .html or .png."""
     match path.suffix.lower():
         case ".svg":
             path.write_text(svg(answer), encoding="utf-8")
@@ -18,4 +18,4 @@ def save(answer: Answer, path: Path) -> None:
         case ".png":
             save_png(answer, path)
         case _:
-            raise UsageError(f"--plot: what kind of file? (got {path.name!r}); end it with .svg, .html or .png.")
+            raise UsageError(f"--plot: unknown file type (got {path.name!r}); use .svg, .html or .png.")

@@ -1,4 +1,4 @@
-"""The picture: memory over one step by category with its peak, and the strategies side by side; the limit in both.
+"""The chart: memory over one step by category with its peak, and the peaks of all strategies; the limit in both.
 
 SVG is written here, without any package; HTML has it inside; PNG is drawn with matplotlib. Every category has a
 pattern of its own, and its name, so that the picture reads without colour.
@@ -26,8 +26,8 @@ NAMES = {
     "reduction": "gradients in reduction",
     "activations": "activations",
 }
-# Colours of Okabe and Ito (https://jfly.uni-koeln.de/color), which differ for the colour-blind as well; the pattern
-# beside each is what tells them apart in print.
+# Colours of Okabe and Ito (https://jfly.uni-koeln.de/color), distinguishable for the colour-blind; the pattern of each
+# distinguishes them in print.
 COLOURS = ["#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"]
 _PATTERNS = [
     "",
@@ -56,7 +56,7 @@ class Axis:
 
 
 def svg(answer: Answer) -> str:
-    """The picture as one SVG element."""
+    """The chart as one SVG element."""
     bars_height = len(answer.rows) * (_BAR_HEIGHT + _BAR_GAP) + 96
     height = _TOP + _TIMELINE_HEIGHT + 60 + bars_height
     parts = [
@@ -115,7 +115,7 @@ def _legend() -> list[str]:
 
 
 def _maximum(answer: Answer) -> float:
-    """The timeline's end: its peak, and the device's limit where it is not far beyond."""
+    """The timeline's maximum: its peak, or the device's limit if that is not far above."""
     peak = answer.chosen_row.memory.peak.total
     limit = answer.request.device.memory_bytes or 0
     return 1.12 * max(peak, limit if limit < 4 * peak else 0, 1)
@@ -150,7 +150,7 @@ def _timeline(answer: Answer, top: float, height: float) -> list[str]:
 
 
 def _area(low: Sequence[float], high: Sequence[float], step: float, vertical: Axis, name: str) -> str:
-    """One category over time, in steps: what lies between the two lines."""
+    """The area of one category over time, as a step function."""
 
     def corners(values: Sequence[float]) -> list[tuple[float, float]]:
         edges = []
@@ -229,7 +229,7 @@ def _peak_mark(row: Row, index: int, step: float, vertical: Axis) -> list[str]:
 
 
 def _over(text: str) -> str:
-    """A text with a white edge, readable over whatever lies below: drawn twice, since some programs know no
+    """A text with a white outline, readable on any background. Drawn twice, because some programs do not support
     `paint-order`."""
     return f'<g aria-hidden="true" stroke="white" stroke-width="5">{text}</g>{text}'
 

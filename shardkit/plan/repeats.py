@@ -1,9 +1,9 @@
-"""Repeated blocks simulated a few times instead of all: what to leave out, and the whole step from two short ones.
+"""Simulates a few of many equal blocks: which blocks to omit, and the whole step extrapolated from two short ones.
 
-With one block more in a run of equal blocks, every moment's bytes grow by the same amount, as long as the moment is
-counted from the nearer end of the run: "backward of the second block from the end" gathers, reduces and keeps the same
-as in the longer model, beside a constant number of bytes for each block between the ends. So a step with 4 blocks and
-one with 5 give every moment of a step with any number, and the peak is found among these, in whichever phase it lies.
+Each additional block in a run of equal blocks adds the same number of bytes to every moment, if moments are matched by
+their distance from the nearer end of the run: "backward of the second block from the end" gathers, reduces and saves
+the same as in a longer model, plus a constant per block in between. So a step with 4 blocks and one with 5 determine
+every moment of a step with any number of blocks, and the peak among them, in any phase.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from shardkit.model.tree import ModuleNode
 from shardkit.plan.closed_form import Memory, Moment
 
-KEPT, MORE = 4, 5  # two blocks at each end are unlike those between: the first and last, and their neighbours
+KEPT, MORE = 4, 5  # the two blocks at each end differ from those between
 _MOST_RUNS = 4
 
 
@@ -30,7 +30,7 @@ class RepeatedBlocks:
 
 
 def runs_of(tree: ModuleNode) -> list[RepeatedBlocks]:
-    """The runs that are worth leaving blocks out of; empty where there is none, or where there are too many."""
+    """Runs long enough to omit blocks; empty if there are none or too many."""
     shared = {p.tied_to for node in tree.walk() for p in node.parameters if p.tied_to}
     found: list[RepeatedBlocks] = []
 
@@ -57,7 +57,7 @@ def _runs_in(node: ModuleNode, shared: set[str]) -> Iterator[RepeatedBlocks]:
 
 
 def _kind(block: ModuleNode, shared: set[str]) -> Hashable:
-    """Equal for equal blocks; None for what is no block, or shares a parameter with something else."""
+    """Equal for equal blocks; None for modules that are no block or share a parameter with another module."""
     parts: list[Hashable] = []
     for node in block.walk():
         name = node.fqn[len(block.fqn) :]
@@ -69,16 +69,16 @@ def _kind(block: ModuleNode, shared: set[str]) -> Hashable:
 
 
 def shorten(model: Any, runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> None:
-    """Leave only `kept[i]` blocks of run i in the torch model, in place; those after them move up."""
+    """Keeps `kept[i]` blocks of run i in the torch model, in place; later indices shift down."""
     for run, keep in sorted(zip(runs, kept, strict=True), key=lambda pair: -pair[0].start):
         container = model.get_submodule(run.container)
         del container[run.start + 2 : run.start + 2 + run.length - keep]
 
 
 def original_name(fqn: str, runs: Sequence[RepeatedBlocks], kept: Sequence[int]) -> tuple[str, int | None, int]:
-    """(name in the whole model, number of the run that it lies in, the block's index in the shortened run).
+    """(name in the whole model, number of its run, index of its block in the shortened run).
 
-    A block's name is that of the block as far from the nearer end.
+    A block is named after the block at the same distance from the nearer end.
     """
     for container in sorted({run.container for run in runs}, key=len, reverse=True):
         prefix = f"{container}." if container else ""
@@ -102,8 +102,8 @@ def original_name(fqn: str, runs: Sequence[RepeatedBlocks], kept: Sequence[int])
 def whole_step(
     runs: Sequence[RepeatedBlocks], short: Sequence[Moment], longer: Sequence[Sequence[Moment]]
 ) -> list[Moment] | None:
-    """The moments of a step with all blocks. `short` is a step with KEPT blocks in every run, `longer[i]` one with
-    MORE in run i. None where they do not correspond, moment by moment."""
+    """The moments of a step with all blocks. `short`: a step with KEPT blocks in every run; `longer[i]`: one with MORE
+    in run i. None if their moments do not correspond."""
     base_kept = [KEPT] * len(runs)
     base = list(_keyed(short, runs, base_kept))
     growth: list[Mapping[Hashable, Memory]] = []
@@ -118,7 +118,7 @@ def whole_step(
 
 @dataclass(frozen=True)
 class _Step:
-    """A moment with its place: `key` is the same in steps with more or fewer blocks."""
+    """A moment and its position: `key` is the same in steps with more or fewer blocks."""
 
     key: Hashable
     moment: Moment
@@ -151,7 +151,7 @@ def _add(memory: Memory, more: Memory, less: Memory, times: int) -> Memory:
 
 
 def _filled(steps: Sequence[_Step], runs: Sequence[RepeatedBlocks]) -> Iterator[Moment]:
-    """All moments in order, those of the blocks between drawn in a straight line between their neighbours."""
+    """All moments in order; those of omitted blocks are interpolated linearly."""
     position = 0
     while position < len(steps):
         step = steps[position]
@@ -170,7 +170,7 @@ def _filled(steps: Sequence[_Step], runs: Sequence[RepeatedBlocks]) -> Iterator[
 
 
 def _group(steps: Sequence[_Step], position: int) -> list[_Step]:
-    """The moments from `position` on that belong to one block in one phase."""
+    """The moments from `position` on of one block in one phase."""
     if position >= len(steps):
         return []
     first = steps[position]
@@ -183,7 +183,7 @@ def _group(steps: Sequence[_Step], position: int) -> list[_Step]:
 
 
 def _between(first: Sequence[_Step], second: Sequence[_Step], run: RepeatedBlocks) -> Iterator[Moment]:
-    """The groups of blocks 1 to length - 2, in the order in which the two that are known came."""
+    """Moments of blocks 1 to length - 2, in the order of the two known groups."""
     last = run.length - 3
     forward = first[0].index == 1
     for number in range(last + 1):

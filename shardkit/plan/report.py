@@ -1,4 +1,4 @@
-"""An Answer as text for a terminal, 80 columns wide, readable without colour."""
+"""An Answer as text for a terminal, 80 columns wide, without colour."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -92,7 +92,7 @@ def _memory_table(answer: Answer) -> str:
         lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}{total}")
         if row.memory.host.total:
             lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
-    lines.append(f"  * as configured; it peaks in {answer.chosen_row.memory.moment}")
+    lines.append(f"  * configured; its peak is in {answer.chosen_row.memory.moment}")
     lines += _reserved_lines(answer)
     if not known:
         lines += [f"  {line}" for line in wrap(_left_out(answer, counted), 78)]
@@ -100,7 +100,7 @@ def _memory_table(answer: Answer) -> str:
 
 
 def _number(value: float) -> str:
-    """One digit after the point; nothing is 0, and what would round to it is less than 0.1."""
+    """One digit after the point; 0 is "0", other values below 0.05 are "<0.1"."""
     if value < 0.05:
         return "<0.1" if value else "0"
     return f"{value:,.1f}" if value < 999.95 else f"{value:,.0f}"
@@ -114,37 +114,37 @@ def _method(answer: Answer) -> str:
 
 
 def _reserved_lines(answer: Answer) -> list[str]:
-    """What CUDA's allocator would reserve for each row that was simulated with all its layers."""
+    """Reserved memory of each row that was simulated with all its layers."""
     if not answer.request.device.has_caching_allocator:
         return []
     simulated = [row for row in answer.rows if row.simulated and not row.memory.host.parameters]
     texts = [_reserved_text(answer, row) for row in simulated if row.memory.reserved_bytes is not None]
     if len(texts) < len(simulated):
-        texts.append("Add --exact for what CUDA's allocator would reserve.")
+        texts.append("Add --exact for the memory that CUDA's allocator reserves.")
     return [f"  {line}" for text in texts for line in wrap(text, 78)]
 
 
 def _reserved_text(answer: Answer, row: Row) -> str:
     device, memory = answer.request.device, row.memory
     reserved, expandable = memory.reserved_bytes or 0, memory.expandable_bytes or 0
-    text = f"{row.strategy.number} reserves {reserved / GIB:,.2f} GiB by CUDA's allocator, replayed"
+    text = f"{row.strategy.number} reserves {reserved / GIB:,.2f} GiB (CUDA's allocator, replayed)"
     text += f"; {expandable / GIB:,.2f} with expandable segments."
     if not retries(device, memory):
         return text
-    text += " That is more than there is: it runs with retries, slower."
+    text += " That exceeds the device's memory: the allocator retries, and steps are slower."
     if device.fits(expandable):
-        return f"{text} PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cures it."
-    return f"{text} A smaller micro-batch cures it, or whatever else lowers the peak."
+        return f"{text} Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+    return f"{text} Use a smaller micro-batch, or lower the peak otherwise."
 
 
 def _left_out(answer: Answer, counted: bool) -> str:
-    """Which activations are not in the table, and so why it says of no rank that it fits."""
+    """Which activations the table does not count."""
     unknown = [row for row in answer.rows if not row.memory.activations_known]
     gaps = dict.fromkeys(gap for row in unknown for gap in row.memory.gaps)
     who = "" if len(unknown) == len(answer.rows) else f" ({', '.join(str(row.strategy.number) for row in unknown)})"
     if not counted:
-        return f"Not counted{who}: {'; '.join(gaps)}. Without activations no rank is said to fit."
-    return f"Peaks are at least these{who}; not counted: {'; '.join(gaps)}. --simulate counts everything."
+        return f"Not counted{who}: {'; '.join(gaps)}. Without them the plan cannot say that a rank fits."
+    return f"Peaks are lower bounds{who}; not counted: {'; '.join(gaps)}. --simulate counts everything."
 
 
 def _unit(largest: int) -> tuple[int, str]:
@@ -204,7 +204,7 @@ def _changes(answer: Answer) -> str:
     chosen = answer.chosen_row
     peak = chosen.memory.peak.total
     by_formula = ", by the closed form" if chosen.simulated else ""
-    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. What would lower it{by_formula}:"]
+    lines = [f"{_strategy(chosen)} needs {peak / GIB:,.1f} GiB. Changes that lower it{by_formula}:"]
     for change in answer.changes:
         effect = f"-{change.saved_bytes / GIB:,.1f} GiB"
         parts = change.text.split(" and ")

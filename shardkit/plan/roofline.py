@@ -1,6 +1,5 @@
-"""Step time and MFU as a roofline estimate: arithmetic at the part of its peak that was published for such training,
-links at a stated part of theirs, between no overlap and full overlap of the two. Always an interval; only a run tells
-the time."""
+"""Step time and MFU as a roofline estimate: compute at published fractions of peak FLOPS, links at an assumed fraction
+of their bandwidth, from full overlap of the two to none. Always an interval; only a run gives the time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from shardkit.plan.devices import Device, Efficiency
 from shardkit.plan.traffic import Traffic
 from shardkit.plan.unit_sizes import compute_dtype
 
-# What NCCL's own tests reach of a link for large messages: an assumption, printed with every answer.
+# Fraction of a link's bandwidth that NCCL's tests reach for large messages: an assumption, printed with every plan.
 LINK_EFFICIENCY = 0.8
 # torchtitan, Llama 3.1 8B on 8 and on 128 H100: 1.16 times the tokens with torch.compile.
 # https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md
@@ -24,7 +23,7 @@ EIGHT_BIT_SPEEDUP = {"fp8": 1.28, "mxfp8": 1.20}
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of one token in a model's forward and backward, nothing computed twice."""
+    """Floating-point operations per token in forward and backward, without recomputation."""
 
     forward: float
     backward: float
@@ -36,8 +35,8 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step: compute_s at the best, the typical and the worst published efficiency; fastest_s
-    with communication hidden behind the best, slowest_s with none hidden after the worst."""
+    """Seconds of one optimizer step. compute_s: at the best, typical and worst published efficiency; fastest_s: the
+    best with communication fully overlapped; slowest_s: the worst without overlap."""
 
     compute_s: tuple[float, float, float]
     inside_s: float
@@ -49,7 +48,7 @@ class StepTime:
 
     @property
     def communication_s(self) -> float:
-        """Both kinds of links work at the same time."""
+        """Seconds of communication; links inside and between machines work at the same time."""
         return max(self.inside_s, self.between_s)
 
     @property
@@ -79,7 +78,7 @@ def step_time(
     batch_size: int | None,
     seq_len: int | None,
 ) -> StepTime | None:
-    """One rank's step, or None where the work or the device's speed is not known."""
+    """One rank's step time, or None if FLOPs or the device's speed are unknown."""
     seq_len = seq_len or (facts.seq_len if facts else None)
     compute = compute_dtype(tree, config)
     peak = device.flops.get(compute)
@@ -110,7 +109,7 @@ def step_time(
 
 
 def recomputed_part(config: Config) -> float:
-    """Which part of forward is computed twice; of matrix products, half where every other one is kept."""
+    """Fraction of forward that is recomputed; with `recompute: operators`, half of the matrix products."""
     if not config.fsdp.activation_checkpointing:
         return 0.0
     return (0.5 if config.shardkit.recompute == "operators" else 1.0) / config.shardkit.recompute_every
@@ -120,10 +119,9 @@ def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> W
     """2 N forward, 2 N for the gradients of what goes in, 2 N for those of the parameters, and attention: 12 layers x
     width x sequence for all three (https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12 L H Q T).
 
-    N leaves out embedding tables, which are looked up, unless they serve as the head as well, and counts of experts
-    those that a token passes through. A frozen parameter has no gradient of its own, and before the first trained one
-    none is computed at all. Scores that a causal mask hides are counted, as published efficiencies count them; a
-    sliding window's are not.
+    N excludes embedding tables, unless tied to the head, and counts active experts only. A frozen parameter has no
+    gradient, and below the first trained one no input gradient is computed. Attention scores hidden by a causal mask
+    are counted, as in published efficiencies; those outside a sliding window are not.
     """
     forward = inputs = own = 0.0
     is_before = True
@@ -138,7 +136,7 @@ def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> W
 
 
 def _matrices(tree: ModuleNode, facts: TransformerFacts) -> Iterator[tuple[Parameter, float]]:
-    """Every parameter that is multiplied with, and which part of it a token uses."""
+    """Parameters of matrix products, and the fraction of each that one token uses."""
     tied = {p.tied_to for node in tree.walk() for p in node.parameters if p.tied_to}
     among_experts = facts.active_experts / facts.experts if facts.experts and facts.active_experts else 1.0
     lists = [

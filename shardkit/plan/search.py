@@ -1,11 +1,12 @@
-"""--find: the largest batch, the fewest GPUs, the strategy. Each asks the closed form or the simulation many times."""
+"""--find: the largest batch, the fewest GPUs, the strategy. Each evaluates the closed form or the simulation many
+times."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.plan.answer import Finding, PlanRequest, Row, possible_strategies, row
+from shardkit.plan.answer import Finding, PlanRequest, Row, configured_strategy, possible_strategies, row
 from shardkit.plan.closed_form import Memory, with_strategy
 from shardkit.plan.suggest import suggest_from
 
@@ -18,7 +19,7 @@ Evaluate = Callable[[PlanRequest], Row]
 def find(question: str, request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     """The answer to max-batch, min-gpus or strategy. `evaluate` gives the row of a request's own configuration.
 
-    UsageError for any other question, and where memory or activations are not known: nothing is searched without.
+    UsageError for any other question, and if the device's memory or the activations are unknown.
     """
     questions: dict[str, Callable[[PlanRequest, Evaluate], Finding]] = {
         "max-batch": max_batch,
@@ -28,32 +29,32 @@ def find(question: str, request: PlanRequest, evaluate: Evaluate = row) -> Findi
     if question not in questions:
         raise UsageError(f"--find: unknown (got {question!r}); use one of {', '.join(questions)}.")
     if question != "strategy" and request.device.memory_bytes is None:
-        raise UsageError(f"--find {question}: the device's memory is not known; add --memory, for example 64GiB.")
+        raise UsageError(f"--find {question}: the device's memory is unknown; add --memory, for example 64GiB.")
     return questions[question](request, evaluate)
 
 
 def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
-    """The largest micro-batch a rank that fits, for the configuration's strategy."""
+    """The largest micro-batch per rank that fits, for the configured strategy."""
     _check_known("max-batch", evaluate(replace(request, batch_size=1)))
     room = (request.device.memory_bytes or 0) - request.device.reserve_bytes
     largest = _largest(lambda size: evaluate(replace(request, batch_size=size)).memory.peak.total, room, LARGEST_BATCH)
-    where = f"{request.config.fsdp.sharding_strategy.value} on {request.world_size} x {request.device.name}"
+    where = f"{configured_strategy(request.config).value} on {request.world_size:,} x {request.device.name}"
     if largest == 0:
-        return Finding("max-batch", None, f"Not even one sequence a rank fits: {where}.")
-    return Finding("max-batch", largest, f"Largest micro-batch: {largest} sequences a rank ({where}).")
+        return Finding("max-batch", None, f"Not even one sequence per rank fits: {where}.")
+    return Finding("max-batch", largest, f"Largest micro-batch: {largest} sequences per rank ({where}).")
 
 
 def _check_known(question: str, found: Row) -> None:
     if not found.memory.activations_known:
         raise UsageError(
-            f"--find {question}: not in the numbers, which would be too low: {found.memory.gaps[0]}; "
+            f"--find {question}: the peak would be too low, because it does not count {found.memory.gaps[0]}; "
             "or add --simulate, which counts everything."
         )
 
 
 def _largest(peak: Callable[[int], int], room: int, limit: int) -> int:
-    """The largest number up to `limit` whose peak has room, 0 for none. Peaks grow with the number, mostly in straight
-    lines: where the line through two known ones reaches the room is tried first, and the middle every other time."""
+    """The largest number up to `limit` whose peak is at most `room`, 0 for none. Peaks grow almost linearly, so the
+    secant through two known points is tried first, alternating with bisection."""
     known = {1: peak(1)}
     if known[1] > room:
         return 0
@@ -72,10 +73,10 @@ def _largest(peak: Callable[[int], int], room: int, limit: int) -> int:
 
 
 def _what_stops(peak: Memory) -> str:
-    """A peak in words, with its two largest parts."""
+    """A peak as text, with its two largest parts."""
     parts = sorted(((getattr(peak, name), words) for name, words in _PARTS.items()), reverse=True)[:2]
     listed = " and ".join(f"{size / 2**30:,.1f} are {words}" for size, words in parts if size)
-    return f"{peak.total / 2**30:,.1f} GiB a rank, of which {listed}"
+    return f"{peak.total / 2**30:,.1f} GiB per rank, of which {listed}"
 
 
 _PARTS = {
@@ -96,7 +97,7 @@ class _Tried:
 
 @dataclass
 class _Worlds:
-    """Which numbers of ranks fit, each tried once, and the one that needed least."""
+    """Evaluates numbers of ranks and remembers the one with the smallest peak."""
 
     request: PlanRequest
     evaluate: Evaluate
@@ -114,23 +115,25 @@ class _Worlds:
 
 
 def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
-    """The fewest ranks on which the configuration's strategy fits; beyond one machine, whole machines only."""
+    """The fewest ranks on which the configured strategy fits; beyond one machine, whole machines only."""
     _check_known("min-gpus", evaluate(request))
-    name = request.config.fsdp.sharding_strategy.value
+    name = configured_strategy(request.config).value
     worlds = _Worlds(request, evaluate)
     found = _fewest(worlds.fits, request.ranks_per_machine)
     if found is None:
         text = f"{name} does not fit on any number up to {LARGEST_WORLD:,}"
         if worlds.least is not None:
-            text += f"; it needs least on {worlds.least.world_size:,}: {_what_stops(worlds.least.peak)}"
+            text += f"; the smallest peak is on {worlds.least.world_size:,}: {_what_stops(worlds.least.peak)}"
         return Finding("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
     machines = -(-found // request.ranks_per_machine)
     plural = "s" if machines > 1 else ""
-    return Finding("min-gpus", found, f"Fewest: {found} x {request.device.name} ({machines} machine{plural}), {name}.")
+    return Finding(
+        "min-gpus", found, f"Fewest: {found:,} x {request.device.name} ({machines} machine{plural}), {name}."
+    )
 
 
 def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
-    """Every number on one machine, then whole machines by doubling and halving the gap."""
+    """Tries every number on one machine, then whole machines by doubling and bisection."""
     for size in range(1, ranks_per_machine + 1):
         if fits(size):
             return size
@@ -147,12 +150,12 @@ def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:
 
 
 def strategy(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
-    """The strategy that is suggested here."""
+    """The suggested strategy."""
     under = partial(with_strategy, request.config)
     rows = [evaluate(request.with_config(under(each))) for each in possible_strategies(request)]
     found, reason = suggest_from(rows, request.device)
     if found is None:
         raise UsageError(
-            f"--find strategy: no strategy can be named ({reason}); add --simulate, which counts everything."
+            f"--find strategy: no strategy can be suggested ({reason}); add --simulate, which counts everything."
         )
     return Finding("strategy", found.value, f"Strategy: {found.number} {found.value} ({reason}).")

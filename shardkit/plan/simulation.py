@@ -1,8 +1,8 @@
-"""Memory of one rank by simulation: the runtime's own `parallelize` on fake tensors, one training step, any number of
-ranks. Torch is loaded in a child process only.
+"""Memory of one rank by simulation: one training step with the runtime's own `parallelize` on fake tensors, for any
+number of ranks. Only a child process loads torch.
 
-Nothing is allocated and nothing computed, so 175 billion parameters on 128 ranks take seconds on a laptop. Equal
-blocks are simulated a few times and the rest follows (`repeats.py`), unless it is asked for exactly.
+Nothing is allocated or computed, so 175 billion parameters on 128 ranks take seconds on a laptop. Of many equal blocks
+a few are simulated and the result is extrapolated (`repeats.py`), unless an exact simulation is requested.
 """
 
 import json
@@ -19,15 +19,15 @@ from shardkit.plan import repeats
 from shardkit.plan.answer import PlanRequest, Row, fits, row
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 
-# A step of so many blocks takes about as long as starting the child process does: all of them are run, and so the
-# allocator can be replayed. The shortened step is for more, and for many questions at once.
+# Up to this many blocks, simulating all of them takes about as long as starting the child process. All are run then,
+# and the allocator is replayed. The shortened step is for larger models and for searches.
 WHOLE_BLOCKS = 40
-CLOSED_FORM_HINT = "or leave --simulate out: the closed form needs nothing to run"
+CLOSED_FORM_HINT = "or leave --simulate out: the closed form runs no model code"
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step: memory, what its collectives carry (as `traffic.Collective` counts it), and remarks."""
+    """One simulated step: memory, bytes of its collectives (as in `traffic.Collective`), and notes."""
 
     memory: RankMemory
     payload_bytes: dict[str, int]
@@ -43,7 +43,7 @@ def refine(
     batch: str | None = None,
     optimizer: str | None = None,
 ) -> tuple[tuple[Row, ...], tuple[str, ...]]:
-    """The rows, those of the given strategies with simulated memory, and the notes that belong to it."""
+    """The rows, with simulated memory for the given strategies, and notes about the simulation."""
     wanted = [each for each in rows if each.strategy in strategies]
     configs = [each.estimate.config for each in wanted]
     is_exact = is_exact or (request.device.has_caching_allocator and len(wanted) == 1 and _has_few_blocks(request))
@@ -67,7 +67,7 @@ def _has_few_blocks(request: PlanRequest) -> bool:
 
 
 def simulated_row(request: PlanRequest, *, is_exact: bool = False, batch: str | None, optimizer: str | None) -> Row:
-    """The row of the request's own configuration, with simulated memory."""
+    """The row of the configured strategy, with simulated memory."""
     own = row(request)
     (found,) = simulate(request, [own.estimate.config], is_exact=is_exact, batch=batch, optimizer=optimizer)
     return _with_memory(own, request, found)
@@ -83,10 +83,10 @@ def simulate(
     timeout_s: float = 1800.0,
     folder: Path | None = None,
 ) -> list[Simulation]:
-    """One simulated step for each configuration (the request's own), in one child process.
+    """One simulated step for each configuration (default: the request's), in one child process.
 
-    `batch` is a module:function that returns a micro-batch, `optimizer` one that makes an optimizer of a list of
-    parameters. ModelError where the model cannot run on fake tensors: it names the line.
+    `batch`: a module:function that returns a micro-batch; `optimizer`: one that builds an optimizer from a list of
+    parameters. Raises ModelError, with the line, if the model cannot run on fake tensors.
     """
     configs = [request.config] if configs is None else configs
     folder = Path.cwd() if folder is None else folder
@@ -127,11 +127,11 @@ def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[
     with tempfile.TemporaryDirectory(prefix="shardkit-simulation-") as scratch:
         order, result = Path(scratch) / "job.json", Path(scratch) / "result.json"
         order.write_text(json.dumps(job))
-        # It sees no GPU: everything is simulated on the CPU, wherever it runs.
+        # Without a visible GPU the simulation runs on the CPU on every machine.
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
         ended = child.run("shardkit.plan.worker", [str(order), str(result)], folder, timeout_s, no_gpu)
         if ended is None:
-            raise ModelError(f"--simulate {job['spec']}: no end after {timeout_s:g} s; {CLOSED_FORM_HINT}.")
+            raise ModelError(f"--simulate {job['spec']}: did not finish within {timeout_s:g} s; {CLOSED_FORM_HINT}.")
         if not result.is_file():
             raise ModelError(f"--simulate {job['spec']}: the simulation {ended.how}; report it, {CLOSED_FORM_HINT}.")
         answer = json.loads(result.read_text())
@@ -141,7 +141,7 @@ def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[
         place = child.relative_place(answer["where"], folder) or f"--simulate {job['spec']}"
         raise ModelError(
             f"{place}: the model {job['spec']} cannot train on fake tensors ({answer['error']}); "
-            f"change that line (values of tensors are not known there), {CLOSED_FORM_HINT}."
+            f"change that line (fake tensors have no values), {CLOSED_FORM_HINT}."
         )
     return answer["steps"]
 
@@ -167,7 +167,7 @@ def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batc
 
 
 def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
-    """The device's part without the shards, which lie on the host, where the optimizer runs."""
+    """The device's timeline without the shards, and the shards in host memory, where the optimizer runs."""
     last = timeline[-1].memory
     return tuple(
         replace(moment, memory=replace(moment.memory, parameters=0, gradients=0, optimizer_state=0))
@@ -181,7 +181,7 @@ def _notes(request: PlanRequest, config: Config, remarks: list[str], batch: str 
     if request.batch_size is None and batch is None:
         notes.append("The simulated micro-batch is one sample; --batch-size changes it.")
     if config.shardkit.compile:
-        notes.append("compile: simulated without; compiled units keep fewer activations.")
+        notes.append("compile: not simulated; compiled units save fewer activations.")
     if config.mode == "ddp":
-        notes.append("DDP's buckets are added by hand: its reducer does not run on fake tensors.")
+        notes.append("DDP's buckets are added by formula: its reducer does not run on fake tensors.")
     return notes

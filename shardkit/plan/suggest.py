@@ -1,4 +1,4 @@
-"""Which strategy follows from the numbers, and what to change where one does not fit."""
+"""Suggests a strategy from memory and traffic, and changes for one that does not fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ RULE = f"least traffic over the slowest link among those that fit with {SPARE:.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that could be suggested, with what it needs and sends."""
+    """A strategy that could be suggested, with its memory and traffic."""
 
     strategy: ShardingStrategy
     memory: RankMemory
@@ -34,13 +34,13 @@ class Candidate:
 
 
 def suggest(candidates: Sequence[Candidate], device: Device) -> tuple[ShardingStrategy | None, str]:
-    """The strategy to take, and why. Without a known memory, the one that needs least.
+    """The suggested strategy and the reason. If the device's memory is unknown, the one with the smallest peak.
 
-    A strategy without all of its activations in the numbers is not compared; None, and why, where none has them.
+    Strategies whose activations are not all counted are not compared; None and the reason if that is all of them.
     """
     known = [each for each in candidates if each.memory.activations_known]
     if not known:
-        return None, f"not in the numbers: {candidates[0].memory.gaps[0]}"
+        return None, f"not counted: {candidates[0].memory.gaps[0]}"
     left_out = [each for each in candidates if each not in known and device.fits(each.peak_bytes) is not False]
     reason = "".join(f"; {each.strategy.value} not compared, without {each.memory.gaps[0]}" for each in left_out)
     found, rule = _best(known, device)
@@ -50,27 +50,27 @@ def suggest(candidates: Sequence[Candidate], device: Device) -> tuple[ShardingSt
 def _best(known: Sequence[Candidate], device: Device) -> tuple[Candidate, str]:
     least = min(known, key=lambda each: each.peak_bytes)
     if device.memory_bytes is None:
-        return least, "least memory; the device's is not known"
+        return least, "least memory; the device's memory is unknown"
     spare = [each for each in known if device.fits_with_spare(each.peak_bytes)]
     if spare:
         return min(spare, key=lambda each: each.slowness), RULE
     if any(device.fits(each.peak_bytes) for each in known):
         return least, f"least memory; it fits, with less than {SPARE:.0%} to spare"
-    return least, "least memory; nothing fits as it is"
+    return least, "least memory; no strategy fits"
 
 
 def suggest_from(rows: Sequence[Row], device: Device) -> tuple[ShardingStrategy | None, str]:
-    """`suggest` for rows; None where some are simulated and some are not."""
+    """`suggest` for rows; None if only some are simulated."""
     if len({row.simulated is None for row in rows}) > 1:
-        return None, "simulated memory and the closed form's are not compared; add --strategy all"
+        return None, "simulated and closed-form memory are not compared; add --strategy all"
     return suggest([Candidate(row.strategy, row.memory, row.estimate.traffic) for row in rows], device)
 
 
 def changes(request: PlanRequest) -> tuple[Change, ...]:
-    """What would lower the peak of the request's own configuration, the largest effect first, each on its own.
+    """Changes that lower the peak of the request's configuration, each on its own, the largest effect first.
 
-    Where none of them is enough, the last one is a combination that is, if there is one. Changes without effect on the
-    peak are left out. None at all where the closed form does not know all activations.
+    If none is enough, a combination that fits is added at the end, if there is one. Empty if the closed form does not
+    count all activations.
     """
     if not row(request).memory.activations_known:
         return ()
@@ -92,9 +92,9 @@ def _tried(request: PlanRequest) -> Iterator[tuple[PlanRequest, Change]]:
 
 
 def _together(request: PlanRequest, most: int = 6) -> Change | None:
-    """Changes one after the other, the most effective first, until it fits; None where it never does.
+    """Changes applied one after the other, the most effective first, until it fits; None if it never does.
 
-    The optimizer stays: another one is another training.
+    The optimizer is not changed, because that changes the training.
     """
     texts: list[str] = []
     before = row(request).memory.peak.total
@@ -111,7 +111,7 @@ def _together(request: PlanRequest, most: int = 6) -> Change | None:
 
 
 def _last_of_each(texts: list[str]) -> list[str]:
-    """Texts without those that a later one replaces: the same flag or key with another value."""
+    """The texts without those that a later one overrides (same flag or key)."""
     by_key = {text.split()[0]: text for text in texts}
     return [text for text in texts if by_key[text.split()[0]] is text]
 

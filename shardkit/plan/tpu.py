@@ -1,4 +1,4 @@
-"""A request for TPUs in terms of FSDP and DDP, for which memory and traffic are computed."""
+"""Translates a request for TPUs into FSDP or DDP, for which memory and traffic are computed."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,9 @@ NOTE = "PyTorch/XLA schedules its own collectives: buffers and traffic are those
 
 
 def as_planned(request: PlanRequest) -> PlanRequest:
-    """The request, with the FSDP or DDP configuration that holds the same on each device where it is for TPUs.
+    """The request; for TPUs, with the FSDP or DDP configuration that keeps the same on each device.
 
-    ConfigError, with all reasons, where PyTorch/XLA has no counterpart for a setting.
+    Raises ConfigError, with all reasons, if PyTorch/XLA has no counterpart for a setting.
     """
     config = request.config
     if config.mode != "xla":
@@ -44,7 +44,7 @@ def _without_xla(config: Config) -> Config:
 
 
 def _dtypes(config: Config) -> dict[str, Any]:
-    """With `downcast_bf16` parameters, gradients and optimizer state are in bf16: nothing is cast."""
+    """Dtypes. With `downcast_bf16`, parameters, gradients and optimizer state are in bf16, without casts."""
     if config.downcast_bf16:
         return {"param_dtype": None, "reduce_dtype": "bf16"}
     return {"param_dtype": dtypes(config).param}

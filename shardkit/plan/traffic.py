@@ -1,11 +1,11 @@
-"""What the ranks send each other in one optimizer step: exact bytes of every collective.
+"""Traffic between ranks in one optimizer step: exact bytes of every collective.
 
-payload: the bytes of the collective as torch counts them: the output of an all-gather, the input of a reduce-scatter,
-    the tensor of an all-reduce. Padding included.
-sent: what one rank puts on its links for it in a ring, the bandwidth-optimal algorithm (Patarasuk and Yuan 2009,
+payload: bytes of the collective as torch counts them: the output of an all-gather, the input of a reduce-scatter, the
+    tensor of an all-reduce. Padding included.
+sent: what one rank sends in a ring, the bandwidth-optimal algorithm (Patarasuk and Yuan 2009,
     https://doi.org/10.1016/j.jpdc.2008.09.002): (n-1)/n of the payload, for an all-reduce twice that.
-inside, between: of that, what goes to a rank on the same machine, and what goes to another machine, as the mean over
-    the ranks of a machine; the ring runs through the ranks in order, so of a machine's m ranks one sends across.
+inside, between: the part of `sent` that goes to a rank on the same machine, and to another machine, as the mean over
+    the ranks of a machine. The ring follows the rank order, so one of a machine's m ranks sends to the next machine.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from shardkit.plan.unit_sizes import ShardedSizes, UnitSizes
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind on one axis in one optimizer step; `calls` is None where torch decides it (DDP)."""
+    """All collectives of one kind on one axis in one optimizer step; `calls` is None if torch decides it (DDP)."""
 
     kind: str
     axis: str
@@ -28,18 +28,18 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """What one rank sends."""
+        """Bytes that one rank sends."""
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * self.payload_bytes * (self.group_size - 1) // self.group_size
 
     @property
     def between_bytes(self) -> int:
-        """What one rank sends to other machines, as the mean over its machine's ranks."""
+        """Bytes that one rank sends to other machines, as the mean over its machine's ranks."""
         return self.sent_bytes // self.ranks_on_machine if self.group_size > self.ranks_on_machine else 0
 
     @property
     def inside_bytes(self) -> int:
-        """What one rank sends to ranks on its machine."""
+        """Bytes that one rank sends to ranks on its machine."""
         return self.sent_bytes - self.between_bytes
 
 
@@ -67,7 +67,7 @@ class Traffic:
 
 
 def traffic(plan: ShardedSizes, config: Config, world_size: int, ranks_per_machine: int) -> Traffic:
-    """The step's collectives, all its micro-batches together."""
+    """The step's collectives, summed over its micro-batches."""
     machine = min(ranks_per_machine, world_size)
     match plan.axes.mode:
         case "single":
@@ -79,7 +79,7 @@ def traffic(plan: ShardedSizes, config: Config, world_size: int, ranks_per_machi
 
 
 def _of_ddp(plan: ShardedSizes, config: Config, machine: int) -> tuple[Collective, ...]:
-    """Gradients once a step, in buckets; buffers, where they are broadcast, before forward, from rank 0."""
+    """Gradients once per step, in buckets; buffers, if they are broadcast, from rank 0 before forward."""
     gradients = plan.root.reduce_bytes + plan.replicated.reduce_bytes
     ranks = plan.axes.replicas
     buffers = plan.buffer_bytes if config.shardkit.ddp.broadcast_buffers else 0
@@ -92,9 +92,9 @@ def _of_ddp(plan: ShardedSizes, config: Config, machine: int) -> tuple[Collectiv
 
 
 def _of_fsdp(plan: ShardedSizes, config: Config, world_size: int, machine: int) -> tuple[Collective, ...]:
-    """Every micro-batch gathers and reduces over the shards; the replicas exchange once a step.
+    """Every micro-batch gathers and reduces over the shards; replicas all-reduce once per step.
 
-    Parameters that no rank splits are reduced over all ranks, in one call a micro-batch.
+    Gradients of replicated parameters are all-reduced over all ranks, in one call per micro-batch.
     """
     shards, replicas = plan.axes.shards, plan.axes.replicas
     times = config.shardkit.gradient_accumulation_steps
@@ -118,10 +118,11 @@ def _present(collectives: list[Collective]) -> tuple[Collective, ...]:
 
 
 def _gathered(plan: ShardedSizes, config: Config) -> Iterator[UnitSizes]:
-    """Units in the order in which they are gathered, once each time: forward, then backward where they were freed.
+    """Units in the order in which they are gathered, once per all-gather: in forward, then in backward if they were
+    freed.
 
-    The root is gathered once: FSDP2 does not free it after forward. Backward stops gathering where no gradient flows
-    any more (frozen layers at the bottom), but for one unit that was asked for ahead.
+    The root is gathered once: FSDP2 does not free it after forward. Backward gathers no unit below the first trained
+    parameter (frozen layers at the bottom), except one that was prefetched.
     """
     everything = [unit for unit in [plan.root, *plan.units] if unit.gathered_bytes]
     yield from everything

@@ -1,4 +1,4 @@
-"""One training step of a model that the runtime has made parallel, with its memory tracked moment by moment."""
+"""One training step of a model parallelized by the runtime, with memory tracked at every moment."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def tracked_step(
     stateless: Collection[str] = (),
     ema: Ema = Ema.NO,
 ) -> tuple[MemoryTracker, tuple[str, ...]]:
-    """The tracker after one steady step: optimizer state is there, the last of its micro-batches is in `moments`.
-    Beside it the names of trained parameters that got no gradient: optimizers make no state for these, so the step is
-    to be tracked again with them in `stateless`.
+    """(tracker, unused) after one steady-state step with optimizer state; `moments` are those of the last micro-batch.
+    `unused`: names of trained parameters without a gradient. Optimizers create no state for these, so the caller tracks
+    the step again with them in `stateless`.
 
-    `loss(model)` runs forward and gives what the script holds until the end of the step, and the loss.
+    `loss(model)` runs forward and returns what the script holds until the end of the step, and the loss.
     """
     precision.autocast_forward(model, config, process.device)
     parallel = parallelize(model, config, mesh, process)
@@ -69,7 +69,7 @@ def tracked_step(
 
 
 def _averages(model: nn.Module, ema: Ema) -> list[torch.Tensor]:
-    """What the script averages, as it is between steps; updates in place need nothing more."""
+    """The averages that the script keeps; they are updated in place."""
     match ema:
         case Ema.NO:
             return []
@@ -89,7 +89,7 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _make_states(
     optimizer: torch.optim.Optimizer, stepper: Stepper, parameters: Iterable[nn.Parameter], tracker: MemoryTracker
 ) -> None:
-    """The optimizer's state as it is from the second step on."""
+    """Creates the optimizer's state, as it exists from the second step on."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     with tracker.in_optimizer():
@@ -105,8 +105,8 @@ def _run(
     loss: Loss,
     tracker: MemoryTracker,
 ) -> tuple[str, ...]:
-    """Two micro-batches stand for any larger number: the second finds what the first leaves behind. Gives the names of
-    trained parameters without a gradient."""
+    """Runs the step and returns the names of trained parameters without a gradient. Two micro-batches are enough for
+    any larger number: only the gradients of earlier ones matter."""
     steps = config.shardkit.gradient_accumulation_steps
     earlier: dict[str, int] = {}
     for is_last in (False, True) if steps > 1 else (True,):
@@ -133,8 +133,9 @@ def _run(
 
 
 def _hold_gradients(trained: list[nn.Parameter], tracker: MemoryTracker, has_buckets: bool, keeps_errors: bool) -> None:
-    """Without FSDP gradients are whole. DDP's lie in its buckets, which are there from the start: each new gradient
-    is copied in and let go (`gradient_as_bucket_view`). power_sgd keeps the errors of its approximation as well."""
+    """Counts unsharded gradients. DDP's are views of its buckets, which exist from the start: each new gradient is
+    copied into its bucket and freed (`gradient_as_bucket_view`). power_sgd also keeps the errors of its
+    approximation."""
     buckets = {id(p): torch.empty_like(p, requires_grad=False) for p in trained} if has_buckets else {}
     errors = [torch.empty_like(bucket) for bucket in buckets.values()] if keeps_errors else []
     tracker.count(buckets.values(), "gradients")
@@ -151,7 +152,7 @@ def _hold_gradients(trained: list[nn.Parameter], tracker: MemoryTracker, has_buc
 
 
 def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
-    """Let the units (without FSDP the blocks) tell the tracker when their forward and backward begin."""
+    """Adds hooks to the units (without FSDP, the blocks) that mark the start of their forward and backward."""
     modules = dict(model.named_modules())
     marks = _units(modules) or _blocks(model, config, modules)
     waiting: set[object] = set()
@@ -166,7 +167,7 @@ def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:
             if module._parameters:
                 in_root = not any(fqn == mark or fqn.startswith(f"{mark}.") for mark in marks)
                 module.register_forward_pre_hook(_on_gathered(seen, in_root, waiting, tracker))
-        for parameter in seen.values():  # those that no rank splits
+        for parameter in seen.values():  # replicated parameters
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.count([p.grad], "gradients"))
 
@@ -188,7 +189,7 @@ def _in_backward() -> bool:
 
 
 def _on_forward(fqn: str, tracker: MemoryTracker) -> Callable[..., None]:
-    """A forward inside backward recomputes."""
+    """A forward inside backward is recomputation."""
 
     def hook(*_: Any) -> None:
         tracker.enter("backward" if _in_backward() else "forward", fqn)
@@ -202,7 +203,7 @@ def _pass(tracker: MemoryTracker) -> None:
 
 
 def _on_output(fqn: str, tracker: MemoryTracker, waiting: set[object]) -> Callable[..., None]:
-    """Backward of a unit begins with the gradient of one of its outputs; `waiting` are the calls that have yet to."""
+    """Backward of a unit starts with the gradient of one of its outputs. `waiting`: calls without one so far."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -225,7 +226,7 @@ def _on_output(fqn: str, tracker: MemoryTracker, waiting: set[object]) -> Callab
 def _on_gathered(
     seen: dict[int, nn.Parameter], in_root: bool, waiting: set[object], tracker: MemoryTracker
 ) -> Callable[..., None]:
-    """In forward a module's parameters are the gathered ones; their gradients are whole until they are reduced."""
+    """In forward a module has its gathered parameters; their gradients are unsharded until they are reduced."""
 
     def arrived(parameter: torch.Tensor) -> None:
         tracker.count([parameter.grad], "reduction")

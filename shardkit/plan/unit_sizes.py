@@ -1,6 +1,6 @@
-"""How a configuration lays a model out: mode, axes, and the bytes of every FSDP unit in each of its forms.
+"""Sizes of a sharded model: mode, mesh axes, and the bytes of every FSDP unit in each of its forms.
 
-Which units there are is decided by `model/cut.py`, as for a live model.
+The units come from `model/cut.py`, as for a live model.
 """
 
 from collections import Counter
@@ -45,10 +45,10 @@ class Axes:
 class UnitSizes:
     """Bytes of one FSDP unit on one rank, in each of its forms. The root's fqn is "".
 
-    parameter_bytes: its shard; average_bytes: the averages of that shard which the script keeps (EMA).
-    early_gradient_bytes: unsharded gradients that exist from the start of backward on, because their parameters come
-    after all other units (the head); for the root only. rearranged_bytes: gathered parameters that are split on another
-    dim than 0, copied once more. `blocks` counts repeated blocks inside.
+    parameter_bytes: its shard; average_bytes: the shard of the script's weight averages (EMA).
+    early_gradient_bytes: unsharded gradients that exist from the start of backward, because their parameters come after
+    all other units (the head); root only. rearranged_bytes: gathered parameters that are sharded on a dim other than 0,
+    which are copied once more. `blocks`: number of repeated blocks inside.
     """
 
     fqn: str
@@ -68,26 +68,27 @@ class UnitSizes:
 
 @dataclass(frozen=True)
 class ShardedSizes:
-    """Everything that memory and traffic follow from. `units` are in forward order, without the root."""
+    """Input of the memory and traffic formulas. `units` are in forward order, without the root."""
 
     axes: Axes
     units: tuple[UnitSizes, ...]
     root: UnitSizes
     replicated: UnitSizes
     buffer_bytes: int
+    averaged_buffer_bytes: int = 0
 
 
 def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
-    """Mode and mesh of a configuration on that many ranks. ConfigError where a given mesh does not fit."""
+    """Mode and mesh of a configuration for the world size. Raises ConfigError if a given mesh does not fit."""
     mode = config.model_copy(update={"num_processes": world_size}).mode
-    if mode == "single":
+    if mode == "single" or (mode == "ddp" and world_size == 1):
         return Axes("single", 1, 1)
     sizes = mesh_sizes(config, world_size, ranks_per_machine)
     return Axes(mode, sizes.shard, sizes.replicate, mode != "fsdp" or reshards_after_forward(config.fsdp))
 
 
 def compute_dtype(tree: ModuleNode, config: Config) -> str:
-    """The dtype of arithmetic, as settings name it: that of mixed precision, else that of most parameters."""
+    """The compute dtype, as named in settings: that of mixed precision, else that of most parameters."""
     if (chosen := dtypes(config).param) is not None:
         return chosen
     sizes: Counter[str] = Counter()
@@ -106,7 +107,7 @@ def itemsize(dtype: str) -> int:
 def layout(
     tree: ModuleNode, config: Config, world_size: int, ranks_per_machine: int, optimizer: str, ema: Ema = Ema.NO
 ) -> ShardedSizes:
-    """The model laid out over the ranks. ModelError where it cannot be cut as the configuration says."""
+    """Sizes of the model sharded over the ranks. Raises ModelError if it cannot be divided as configured."""
     found = axes(config, world_size, ranks_per_machine)
     is_sharded, used = found.mode == "fsdp", dtypes(config)
     if found.mode == "ddp" and (hook := config.shardkit.ddp.comm_hook) in ("fp16", "bf16"):
@@ -126,23 +127,25 @@ def layout(
         has_trainable = has_trainable or any(p.trainable for _, p in owned[fqn])
         if owned[fqn]:
             units.append(sizes.unit(fqn, owned[fqn], has_trainable, blocks.get(fqn, 0), keeps_dtype[fqn]))
+    buffer_bytes = sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers)
     return ShardedSizes(
         axes=found,
         units=tuple(units),
         root=sizes.unit("", owned[""], True, blocks.get("", 0), early=late),
         replicated=replace(sizes, shards=1).unit("", [(n, parameters[n]) for n in decided.replicated], True, 0),
-        buffer_bytes=sum(b.numel * itemsize(b.dtype) for node in tree.walk() for b in node.buffers),
+        buffer_bytes=buffer_bytes,
+        averaged_buffer_bytes=buffer_bytes if ema is Ema.MODEL else 0,
     )
 
 
 def _computed_itemsize(parameter: Parameter, compute: str | None) -> int:
-    """Bytes of an element of a gathered parameter. Packed integers are not cast (FSDPParam.init_dtype_attrs)."""
+    """Bytes per element of a gathered parameter. Integers are not cast (FSDPParam.init_dtype_attrs)."""
     return itemsize(compute if compute and parameter.dtype in _FLOATING else parameter.dtype)
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Turns parameters into bytes, for one configuration."""
+    """Computes bytes of parameters under one configuration."""
 
     dtypes: Dtypes
     shards: int
@@ -159,13 +162,15 @@ class _Sizes:
         keeps_dtype: bool = False,
         early: Iterable[str] = (),
     ) -> UnitSizes:
-        """A shard of dim 0 is padded to ceil(dim 0 / shards) rows on every rank (FSDPParam._init_sharded_param). One of
-        another dim is gathered into a buffer of its own first (foreach_all_gather_copy_out)."""
+        """A shard of dim 0 is padded to ceil(dim 0 / shards) rows on every rank (FSDPParam._init_sharded_param). A
+        shard of another dim is first gathered into a separate buffer (foreach_all_gather_copy_out)."""
         rows = [(name, p, self._local_shape(p)) for name, p in parameters]
         trainable = [(name, p, local) for name, p, local in rows if p.trainable]
         compute = None if keeps_dtype else self.dtypes.param
         reduce = "fp32" if keeps_dtype and self.dtypes.param else self.dtypes.reduce
-        by_ddp = self.is_ddp and reduce == "fp32"  # without another dtype DDP reduces gradients in their own
+        by_ddp = (
+            self.is_ddp and reduce == "fp32"
+        )  # DDP reduces gradients in their own dtype unless another is configured
         head = set(early)
         return UnitSizes(
             fqn=fqn,
@@ -202,9 +207,9 @@ class _Sizes:
 
 
 def _root_ends(tree: ModuleNode, chosen: set[str]) -> tuple[set[str], set[str]]:
-    """Names of parameters that occur before the first unit or block in registration order, and after the last.
+    """Names of parameters before the first and after the last unit or block, in registration order.
 
-    Registration order stands for the order of forward, which a module tree does not say.
+    Registration order is taken as forward order, which a module tree does not contain.
     """
     marks = chosen or set(_blocks(tree))
     order: list[tuple[str, bool]] = []
@@ -234,12 +239,12 @@ def _blocks(tree: ModuleNode) -> list[str]:
 
 
 def _block_counts(tree: ModuleNode, chosen: set[str]) -> Counter[str]:
-    """How many repeated blocks lie in each unit; "" counts those outside of all."""
+    """Number of repeated blocks in each unit; "" for those outside all units."""
     return Counter(_unit_around(fqn, chosen) for fqn in _blocks(tree))
 
 
 def _unit_around(fqn: str, chosen: set[str]) -> str:
-    """The innermost unit that has the module inside, or is it; "" for the root."""
+    """The innermost unit that contains or is the module; "" for the root."""
     while fqn and fqn not in chosen:
         fqn = fqn.rpartition(".")[0]
     return fqn

@@ -1,5 +1,5 @@
-"""Simulates training steps on fake tensors. Run in a child process by `simulation.py`: it loads torch and the user's
-own code, and starts a process group of its own."""
+"""Simulates training steps on fake tensors. Run in a child process by `simulation.py`, because it loads torch and user
+code and starts a process group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from shardkit.plan.training_step import tracked_step
 
 @dataclass(frozen=True)
 class Job:
-    """What to simulate, for each of the configurations: `kind` says what `spec` is (gpt, transformers, factory)."""
+    """What to simulate for each configuration. `kind`: what `spec` names (gpt, transformers, factory)."""
 
     kind: str
     spec: str
@@ -55,9 +55,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """One simulated step: its moments, what its collectives carry, and the trained parameters without a gradient.
+    """One simulated step: its moments, bytes of its collectives, and trained parameters without a gradient.
 
-    `reserved`: what CUDA's allocator would reserve, by how it works ("segments", "expandable"); known of whole steps.
+    `reserved`: what CUDA's allocator would reserve ("segments", or "expandable" segments); None for shortened steps.
     `host_bytes`: offloaded activations.
     """
 
@@ -69,7 +69,7 @@ class Step:
 
 
 def main() -> None:
-    """`python -m shardkit.plan.worker JOB RESULT`: reads the job, writes the steps, or what went wrong."""
+    """`python -m shardkit.plan.worker JOB RESULT`: reads the job, writes the steps or the error."""
     job_file, result = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         job = Job(**json.loads(job_file.read_text()))
@@ -82,9 +82,9 @@ def main() -> None:
 
 
 def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
-    """The step of the whole model, and a remark where something was done otherwise than usual."""
+    """The step of the whole model, and a note if it could not be shortened."""
     every = config.shardkit.recompute_every if config.fsdp.activation_checkpointing else 1
-    if job.is_exact or every > 1:  # blocks that are treated differently do not repeat
+    if job.is_exact or every > 1:  # blocks with different settings do not repeat
         return _step(job, config, [], []), None
     tree = _tree(job)
     runs = repeats.runs_of(tree)
@@ -93,7 +93,7 @@ def simulated(job: Job, config: Config) -> tuple[Step, str | None]:
     base = [repeats.KEPT] * len(runs)
     lengths = [base, *([repeats.MORE if i == n else repeats.KEPT for i in range(len(runs))] for n in range(len(runs)))]
     if not all(_is_cut_alike(job, config, tree, runs, kept) for kept in lengths):
-        return _step(job, config, [], []), "Every layer was simulated: fewer layers would be cut into other units."
+        return _step(job, config, [], []), "Every layer was simulated: fewer layers would be divided into other units."
     try:
         short, *longer = (_step(job, config, runs, kept) for kept in lengths)
         moments = repeats.whole_step(runs, short.moments, [step.moments for step in longer])
@@ -118,7 +118,7 @@ def _grown_payload(runs: list[repeats.RepeatedBlocks], short: Step, longer: list
 
 
 def _tree(job: Job) -> ModuleNode:
-    """The whole model's modules, without building them where sizes say it all."""
+    """The whole model's modules; built only if the sizes alone do not determine them."""
     if job.kind == "gpt":
         return gpt.tree(_shape(job))
     with fake_world.fake_tensors():
@@ -135,7 +135,7 @@ def _short_tree(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) -
 def _is_cut_alike(
     job: Job, config: Config, tree: ModuleNode, runs: list[repeats.RepeatedBlocks], kept: list[int]
 ) -> bool:
-    """Whether the shortened model's units are those of the whole one, without those of the blocks left out."""
+    """Whether the shortened model's units are the whole model's, except those of omitted blocks."""
     if config.mode != "fsdp":
         return True
     short = _short_tree(job, runs, kept)
@@ -155,8 +155,8 @@ def _shape(job: Job) -> gpt.GptShape:
 
 
 def _built(job: Job) -> nn.Module:
-    """The whole model, its tensors fake. A constructor that reads values of tensors, or moves modules (PEFT does),
-    gets the meta device and real tensors beside it, as when the model was described."""
+    """The whole model with fake tensors. A constructor that reads tensor values or moves modules (PEFT) is run on the
+    meta device instead, as when the model was described."""
     build = build_transformers if job.kind == "transformers" else build_factory
     try:
         return build(job.spec)
@@ -171,7 +171,7 @@ def _built(job: Job) -> nn.Module:
 
 
 def _shortened(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> nn.Module:
-    """The model with as many blocks as asked for; all of them where `runs` is empty."""
+    """The model with `kept` blocks of each run; all of them if `runs` is empty."""
     if job.kind == "gpt":
         from shardkit.model import gpt_module
 
@@ -183,7 +183,7 @@ def _shortened(job: Job, runs: list[repeats.RepeatedBlocks], kept: list[int]) ->
 
 
 def _step(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int]) -> Step:
-    """One step; a second time where some parameters turn out to have no gradient, and so no optimizer state."""
+    """One step; repeated if some parameters get no gradient, and so have no optimizer state."""
     found = _tracked(job, config, runs, kept, ())
     return _tracked(job, config, runs, kept, found.unused) if found.unused else found
 
@@ -191,11 +191,11 @@ def _step(job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: li
 def _tracked(
     job: Job, config: Config, runs: list[repeats.RepeatedBlocks], kept: list[int], stateless: tuple[str, ...]
 ) -> Step:
-    # Rank 0's values and the compiler's kernels change nothing in what a step holds.
+    # Broadcasting rank 0's values and compiling do not change the simulated memory.
     fsdp = config.fsdp.model_copy(update={"sync_module_states": False})
     section = config.shardkit.model_copy(update={"compile": False})
     changes: dict[str, Any] = {"fsdp": fsdp, "shardkit": section}
-    if eight_bits(config):  # its kernels are the device's; what is kept in memory is that of bf16
+    if eight_bits(config):  # needs the device's kernels; memory is that of bf16
         changes["mixed_precision"] = "bf16"
     config = config.model_copy(update=changes)
     with fake_world.joined(config, job.world_size, job.ranks_per_machine) as (process, mesh):
@@ -226,7 +226,7 @@ def _reserved(tracker: MemoryTracker) -> dict[str, int]:
 def _loss(job: Job, model: nn.Module) -> batches.Loss:
     is_fused = job.loss == "fused"
     if is_fused and (job.batch is not None or not batches.fuse_loss(model)):
-        what = "with --batch the model computes its loss itself" if job.batch else "the model's head is not known"
+        what = "with --batch the model computes its own loss" if job.batch else "the model's head is unknown"
         raise UsageError(f"--loss fused: {what} (got {job.spec}); use --loss dropped.")
     if job.batch is not None:
         found = batches.named(job.batch)
@@ -241,7 +241,7 @@ def _loss(job: Job, model: nn.Module) -> batches.Loss:
             batch.pop("labels", None)
         return batches.given_loss(batch)
     raise UsageError(
-        f"--simulate: what goes into the model {job.spec}? (got no --batch); "
+        f"--simulate: the inputs of {job.spec} are unknown (got no --batch); "
         "add --batch module:function, a function that returns one micro-batch."
     )
 
@@ -253,8 +253,8 @@ def _unused_remark(unused: tuple[str, ...]) -> list[str]:
     first = next(iter(modules))
     others = " and others" if len(modules) > 1 else ""
     return [
-        f"No gradient in the simulated step, and so no optimizer state: {first}{others}. Where your batch uses them, "
-        "give it: --batch module:function."
+        f"No gradient in the simulated step, and so no optimizer state: {first}{others}. If your batches use them, "
+        "add --batch module:function."
     ]
 
 

@@ -113,9 +113,11 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             "dynamo_plugin": dynamo_plugin,
         }
         handlers = tuple(kwargs_handlers or ())
-        chosen = settings.settings(
-            config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
-        ).with_given(settings_objects.read(objects_given, handlers))
+        chosen = settings.with_kept_batch(
+            settings.settings(
+                config, mixed_precision, gradient_accumulation_steps, cpu, split_batches, even_batches
+            ).with_given(settings_objects.read(objects_given, handlers))
+        )
         selected = trackers.chosen(log_with)
         launched = process.check_world(chosen.config, chosen.chosen)
         place = process.start(launched)

@@ -59,7 +59,9 @@ def _write_tensors(tensors: dict[str, torch.Tensor], temporary: Path, path: Path
         save_file(tensors, temporary, metadata={"format": "pt"})
     except KeyError as error:  # how safetensors reports an unknown dtype
         names = ", ".join(name for name, tensor in tensors.items() if tensor.dtype == error.args[0])
-        raise UsageError(f"save: {path}: {names}: safetensors has no such dtype (got {error}); convert it.") from None
+        raise UsageError(
+            f"save: {path}: {names}: safetensors does not support this dtype (got {error}); convert it."
+        ) from None
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -49,7 +49,7 @@ class ProjectConfiguration:
 
 
 def _folder_for_logs(project_dir: str | None) -> str | None:
-    """The project's folder; None where that is in a store of objects, into which no log is written."""
+    """The project's folder; None if it is in an object store, which is not used for logs."""
     return None if project_dir is None or is_url(project_dir) else project_dir
 
 
@@ -69,6 +69,6 @@ def project_of(project_dir: str | Path | None, given: Any) -> ProjectConfigurati
 
 
 def problem_of(project: ProjectConfiguration) -> str | None:
-    """What would keep this rank from saving into the project's store of objects; None where it has none, or may."""
+    """A problem that would prevent this rank from saving into the project's object store; None if there is none."""
     place = None if project.project_dir is None else place_of(project.project_dir)
     return objects.problem(place) if isinstance(place, Url) else None

@@ -115,13 +115,18 @@ class TrainingStep(Topology):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step; a new value applies from the next window on."""
+        """Micro-batches per optimizer step and rank; a new value applies from the next window on.
+
+        In an elastic run the value that is read is that of the present world. One that is set is that of the world with
+        all machines, and is converted.
+        """
         return self._run.accumulation.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         settings.check_accumulation(steps)
-        self._run.accumulation.steps = steps
+        is_split = self._run.config.shardkit.data.split_batches
+        self._run.accumulation.steps = steps if is_split else settings.kept_accumulation(steps)
 
     @property
     def counters(self) -> Counters:

@@ -1,1 +1,1 @@
-"""A model made parallel: how it is cut, sharded or replicated, its dtypes, and where its first values come from."""
+"""Makes a model parallel: units, sharding or replication, dtypes, and initial values."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks that keep only their inputs and compute again in backward."""
+"""Activation checkpointing: blocks save only their inputs, and recompute their forward in backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardkit.log import get_logger
 log = get_logger(__name__)
 
 
-# Attention's kernels, on every kind of device, and the products of matrices: what is dear to compute again.
+# Operators that are expensive to recompute: attention kernels of all devices, and matrix products.
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention", "flex_attention")
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -23,10 +23,10 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def checkpoint_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], recompute: Literal["blocks", "operators"] = "blocks", every: int = 1
 ) -> None:
-    """Let every n-th of the blocks compute again in backward; see `change_blocks`.
+    """Apply activation checkpointing to every n-th of the blocks; see `change_blocks`.
 
-    With `operators`, what attention and every other product of matrices gave is kept, and the rest is computed again:
-    half of the products, for about half of the memory that whole blocks save.
+    With `operators`, the outputs of attention and of every second matrix product are saved, and the rest is recomputed:
+    half of the products, for about half of the memory savings of whole blocks.
     """
     change_blocks(model, blocks, partial(_checkpoint, keeps_products=recompute == "operators"), every)
 
@@ -34,17 +34,17 @@ def checkpoint_blocks(
 def change_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], change: Callable[[nn.Module], None], every: int = 1
 ) -> None:
-    """Change every n-th of the blocks in place, counted in the order of the model's modules. Their names stay: only
-    `forward` is replaced, no module is put around them."""
+    """Call `change` on every n-th of the blocks, in the order of the model's modules. It should only replace `forward`,
+    so that module names stay the same."""
     chosen = {id(block) for block in blocks}
     ordered = [module for module in model.modules() if id(module) in chosen]
     for block in ordered[::every]:
         change(block)
-    _forget_cache(model)
+    _disable_cache(model)
 
 
 def _keeping_products() -> Any:
-    """The contexts of one forward and of its recomputation, which count products alike."""
+    """The contexts of a forward and its recomputation, each of which counts products from the start."""
     counts = {False: 0, True: 0}
 
     def policy(context: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -65,7 +65,7 @@ def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # The random state is kept, or dropout would draw another mask the second time: wrong gradients, silently.
+        # The random state is saved: otherwise dropout would use another mask in the recomputation: wrong gradients.
         if not keeps_products:
             return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
         return checkpoint(
@@ -75,9 +75,9 @@ def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
     block.forward = recomputing
 
 
-def _forget_cache(model: nn.Module) -> None:
-    """A key-value cache would grow a second time when a Transformers block computes again. The parts of a model may
-    have configurations of their own: an encoder-decoder's decoder has a copy."""
+def _disable_cache(model: nn.Module) -> None:
+    """Disable the key-value cache of Transformers models, which would grow again in the recomputation. Submodules may
+    have their own configuration: the decoder of an encoder-decoder has a copy."""
     configs = [vars(module).get("config") for module in model.modules()]
     caching = {id(config): config for config in configs if getattr(config, "use_cache", False)}
     for config in caching.values():

@@ -1,4 +1,4 @@
-"""A whole model on every rank: DistributedDataParallel, with gradients reduced however the loop is written."""
+"""DistributedDataParallel that also reduces gradients in loops which torch's does not support."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel that reduces in every backward, and shows the attributes of the model inside.
+    """DistributedDataParallel that reduces gradients in every backward, and exposes the attributes of the inner model.
 
-    torch reduces once for each forward of the wrapper, and the parameters that were trained when it was made. A second
-    backward (two losses; a graph kept) or a forward of the model inside (`unwrap_model(model).loss(...)`) would leave
-    each rank with gradients of its own, silently: these are reduced when such a backward is over. Where other
-    parameters are trained than before, or a backward broke off, torch's reducer is made anew.
+    torch's reducer works once per forward of the wrapper, and for the parameters that were trainable at construction. A
+    second backward (two losses, retain_graph) or a forward of the inner model (`unwrap_model(model).loss(...)`) would
+    silently leave different gradients on the ranks: here they are reduced at the end of such a backward. If other
+    parameters became trainable, or a backward raised an exception, torch's reducer is created again.
     """
 
     def __init__(self, model: nn.Module, reduce_in: torch.dtype, section: DdpConfig, **settings: Any) -> None:
@@ -36,9 +36,9 @@ class Replica(DistributedDataParallel):
         self._watch = EndOfBackward(model.parameters(), self._after_backward)
 
     def _engage(self, model: nn.Module) -> None:
-        """Let torch's reducer manage what is trained now. Collective."""
+        """Create torch's reducer for the currently trainable parameters. Collective."""
         mine = {name: value for name, value in vars(self).items() if name in _OF_EVERY_MODULE}
-        for name in ("reducer", "logger"):  # the old reducer takes its hooks along
+        for name in ("reducer", "logger"):  # destroying the old reducer removes its hooks
             vars(self).pop(name, None)
         super().__init__(model, **self._settings)
         self.broadcast_buffers = self._section.broadcast_buffers
@@ -48,7 +48,7 @@ class Replica(DistributedDataParallel):
         self._managed = {id(p) for p in self._all if p.requires_grad}
         self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
-        self._missing: set[int] = set()  # what it still expects
+        self._missing: set[int] = set()  # ids of the parameters whose gradients it still expects
         dtypes = {p.dtype for p in self._all if p.requires_grad}
         if self._section.comm_hook != "no":
             ddp_hooks.register(self, self._section)
@@ -78,9 +78,9 @@ class Replica(DistributedDataParallel):
         return output
 
     def before_step(self) -> None:
-        """Gradients that came without a backward (`torch.autograd.grad`, assigned by hand) become the mean of all
-        ranks. Raises ModelError where a backward has left out parameters, so that torch's reducer still waits for them.
-        Collective where a forward was followed by no backward."""
+        """Average gradients that were set without a backward (`torch.autograd.grad`, assignment). Raises ModelError if
+        a backward did not reach all parameters, so that torch's reducer still waits for them. Collective if no backward
+        followed the last forward."""
         if self._is_awaited and len(self._missing) == len(self._managed):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
         elif self._is_awaited and self._missing:
@@ -88,7 +88,7 @@ class Replica(DistributedDataParallel):
             missing = [names[identity] for identity in self._missing if identity in names]
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ModelError(
-                f"DDP: the gradients are not reduced, since some parameters got none (got none for "
+                f"DDP: the gradients are not reduced, since some parameters have no gradient (got none for "
                 f"{', '.join(missing[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them."
             )
 
@@ -100,11 +100,12 @@ class Replica(DistributedDataParallel):
             call()
 
     def _reduce_rest(self, arrived: list[torch.Tensor]) -> None:
-        """Reduce what torch's reducer does not, of a backward in which these parameters got gradients."""
+        """Reduce the gradients that torch's reducer does not reduce. `arrived`: parameters with a gradient in this
+        backward."""
         managed = sum(id(parameter) in self._managed for parameter in arrived)
         left_out = [p for p in self._all if id(p) not in self._managed] if len(arrived) > managed else []
         if self._is_awaited:
-            # Unless some may be unused, torch waits until every parameter has got its gradient.
+            # Unless find_unused_parameters or static_graph is set, torch waits for the gradients of all parameters.
             self._missing -= {id(parameter) for parameter in arrived}
             self._is_awaited = bool(self._missing) and not self._may_be_unused
         else:
@@ -113,11 +114,11 @@ class Replica(DistributedDataParallel):
 
 
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-"""Hooks and the like, which must outlive a new reducer."""
+"""Attributes of every module, such as hooks, which are kept when the reducer is created again."""
 
 
 def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
-    """The model in DistributedDataParallel; itself where there is one rank, or nothing in it is trained yet."""
+    """The model in DistributedDataParallel; the model itself with one rank, or without trainable parameters yet."""
     if config.mode != "ddp" or process.world_size == 1:
         return model
     may_be_unused, section = config.shardkit.ddp_find_unused_parameters, config.shardkit.ddp
@@ -135,11 +136,11 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         find_unused_parameters=may_be_unused,
         bucket_cap_mb=section.bucket_cap_mb,
         static_graph=section.static_graph,
-        # Every rank has rank 0's values already, or was asked to keep its own.
+        # Values were synchronized before, or sync_module_states is false.
         init_sync=False,
     )
 
 
 def _reduce_in(dtype, bucket):
-    """As `mean_sent_in`, in `dtype` or what is wider."""
+    """As `mean_sent_in`, in `dtype`, or in the dtype of fp64 and complex gradients."""
     return ddp_hooks.mean_sent_in(precision.reduce_dtype(dtype, bucket.buffer().dtype), bucket)

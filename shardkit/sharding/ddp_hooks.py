@@ -1,8 +1,8 @@
-"""Fewer bytes for DDP's gradients: communication hooks, as `shardkit.ddp` says.
+"""DDP's communication hooks that compress gradients, set by `shardkit.ddp`.
 
-What a hook leaves out of a gradient (fp16 and bf16: digits; PowerSGD: all but a low rank, fed back in the next step) is
-the user's choice. PowerSGD's memory of it is in no checkpoint: after a load it starts without, and sends whole
-gradients for its first `power_sgd_start_step` steps again (`forget_rests`).
+fp16 and bf16 hooks lose precision. PowerSGD sends a low-rank approximation, and adds its error to the gradients of the
+next step. The errors are not in checkpoints: after a load PowerSGD starts without them, and sends whole gradients
+for `power_sgd_start_step` steps again (`forget_rests`).
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def register(model: DistributedDataParallel, section: DdpConfig) -> None:
-    """Let the model's buckets be reduced by the hook that the settings name."""
+    """Register the configured hook on the model."""
     if section.comm_hook in _DTYPES:
         model.register_comm_hook(_DTYPES[section.comm_hook], mean_sent_in)
         return
@@ -32,7 +32,7 @@ def register(model: DistributedDataParallel, section: DdpConfig) -> None:
         hook = default_hooks.fp16_compress_wrapper(hook)
     elif section.comm_wrapper == "bf16":
         hook = default_hooks.bf16_compress_wrapper(hook)
-        hook.__name__ = "power_sgd_in_bf16"  # DDP refuses the wrapper by its name where there is no NCCL
+        hook.__name__ = "power_sgd_in_bf16"  # without NCCL, DDP rejects the wrapper by its name
     state = PowerSGDState(
         process_group=None,
         matrix_approximation_rank=section.power_sgd_rank,
@@ -43,8 +43,7 @@ def register(model: DistributedDataParallel, section: DdpConfig) -> None:
 
 
 def forget_rests(model: nn.Module) -> bool:
-    """Lets PowerSGD start anew, where the model has it: what it has left out of gradients so far belongs to other
-    weights. Whether there was any of it."""
+    """Reset PowerSGD's state, since its errors belong to other weights. Returns whether the model uses PowerSGD."""
     state = vars(model).get("_shardkit_rests")
     if state is None:
         return False
@@ -55,9 +54,9 @@ def forget_rests(model: nn.Module) -> bool:
 
 
 def mean_sent_in(dtype, bucket):
-    """DDP's communication hook: the mean of a bucket over all ranks, sent and added up in `dtype`.
+    """A communication hook for DDP: the mean of a bucket over all ranks, communicated and summed in `dtype`.
 
-    Without annotations: DDP compares them with its own types, and here they would be strings.
+    It has no annotations: DDP compares them with types, and with `from __future__ import annotations` they are strings.
     """
     buffer = bucket.buffer()
     sent = buffer.to(dtype, copy=True).div_(dist.get_world_size())

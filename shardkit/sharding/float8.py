@@ -1,8 +1,8 @@
-"""Linear layers in 8 bits (`mixed_precision: fp8`, `mxfp8`), with the kernels of torchao.
+"""Linear layers in 8 bits (`mixed_precision: fp8`, `mxfp8`), with torchao's kernels.
 
-Inside of the model's blocks, products of matrices are taken in fp8 where both dims divide by what the kernels need;
-everything else, the head included, stays in bf16, and parameters in fp32. `fp8` has one scale a tensor, and under FSDP
-weights are gathered in fp8 too; `mxfp8` has a scale for each 32 numbers, and weights are gathered in bf16.
+Linear layers in the model's blocks compute in fp8 if both dims are divisible by the kernels' alignment. Everything
+else, including the head, computes in bf16; parameters are fp32. `fp8` has one scale per tensor, and FSDP gathers
+weights in fp8, too. `mxfp8` has one scale per 32 values, and FSDP gathers weights in bf16.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = get_logger(__name__)
 
 Kind = Literal["fp8", "mxfp8"]
 MULTIPLE = {"fp8": 16, "mxfp8": 32}
-"""What the dims of a matrix must divide by: torch._scaled_mm's alignment; the numbers that share a scale."""
+"""Required divisor of the dims of a matrix: torch._scaled_mm's alignment; the number of values that share a scale."""
 MODULES = {"fp8": "torchao.float8", "mxfp8": "torchao.prototype.moe_training.mxfp8_linear"}
 
 
 EMULATES = False
-"""Whether products are taken with the same rounding and without the kernels, on any device. Only tests set it."""
+"""Whether to emulate the rounding of the kernels, on any device. Only tests set it."""
 
 
 def problem(kind: Kind, device: torch.device) -> str | None:
-    """Why this rank cannot compute in it, in words; None where it can. Nothing else is computed instead."""
+    """Why this rank cannot compute in this dtype; None if it can."""
     if EMULATES:
         return missing(kind)
     found, needed = accelerators.capability(device), EIGHT_BITS[kind]
@@ -45,7 +45,7 @@ def problem(kind: Kind, device: torch.device) -> str | None:
 
 
 def missing(kind: Kind) -> str | None:
-    """What is not installed for it, in words; None where nothing is missing."""
+    """The missing or incompatible package; None if everything is installed."""
     if find_spec("torchao") is None:
         return f"mixed_precision: {kind} needs the package torchao, which is not installed; pip install torchao."
     try:
@@ -56,22 +56,22 @@ def missing(kind: Kind) -> str | None:
 
 
 def convert(blocks: Iterable[nn.Module], kind: Kind) -> list[nn.Linear]:
-    """Let the Linear layers of the blocks multiply in 8 bits, in place: modules, names and parameters stay. Those that
-    do.
+    """Make the Linear layers of the blocks compute in 8 bits, in place. Modules, names and parameters stay the same.
+    Returns the converted layers.
 
-    Raises ModelError where no layer can.
+    Raises ModelError if no layer can be converted.
     """
     linears = {id(module): module for block in blocks for module in block.modules() if type(module) is nn.Linear}
     chosen = [module for module in linears.values() if _fits(module, MULTIPLE[kind])]
     if not chosen:
         raise ModelError(
-            f"mixed_precision: {kind}: no block has a Linear layer whose dims divide by {MULTIPLE[kind]} (got "
+            f"mixed_precision: {kind}: no block has a Linear layer with dims divisible by {MULTIPLE[kind]} (got "
             f"{len(linears)} layers); write bf16."
         )
     change = _changed_to_fp8 if kind == "fp8" else _changed_to_mxfp8
     for module in chosen:
         change(module)
-    log.info("mixed precision: %d of %d Linear layers of blocks multiply in %s.", len(chosen), len(linears), kind)
+    log.info("mixed precision: %d of %d Linear layers of blocks compute in %s.", len(chosen), len(linears), kind)
     return chosen
 
 
@@ -80,7 +80,7 @@ def _fits(module: nn.Linear, multiple: int) -> bool:
 
 
 def _changed_to_fp8(module: nn.Linear) -> None:
-    """As torchao's convert_to_float8_training, which puts other modules in the place of these."""
+    """As torchao's convert_to_float8_training, but in place instead of replacing modules."""
     float8 = import_module(MODULES["fp8"])
     kind: Any = import_module("torchao.float8.float8_linear").Float8Linear
     made = kind.from_float(module, config=float8.Float8LinearConfig(emulate=EMULATES))
@@ -113,9 +113,9 @@ def _forward(module: nn.Linear, product: Callable[..., torch.Tensor], x: torch.T
 
 
 def gather_in_fp8(model: nn.Module) -> int:
-    """From now on FSDP gathers the sharded weights of layers in fp8 in 8 bits, instead of the compute dtype; how many.
+    """Make FSDP gather the sharded weights of fp8 layers in fp8 instead of the compute dtype. Returns their number.
 
-    To be called when all parameters have their values. Weights that the ranks cannot split evenly are left out.
+    Call it when all parameters have their values. Weights that are not divisible by the number of shards are skipped.
     """
     from shardkit.sharding import fsdp_internals
 

@@ -1,4 +1,4 @@
-"""Parameters split over a mesh with FSDP2, unit by unit."""
+"""Shards parameters over a mesh with FSDP2, unit by unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardkit.sharding.units import LiveUnit, Units
 
 
 def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
-    """Split every unit's parameters over the mesh, in place. The whole parameters' memory is given back."""
+    """Shard every unit's parameters over the mesh, in place. Frees the memory of the whole parameters."""
     mixed = precision.of(config)
     device = _device_of(mesh)
     reshards = reshards_after_forward(config.fsdp)
@@ -49,7 +49,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
         fully_shard(
             unit.module,
             mesh=mesh,
-            # The root is needed again as soon as backward starts, so torch keeps it unless told otherwise.
+            # None for the root: torch then does not reshard it after forward, since backward starts with it.
             reshard_after_forward=reshards if unit.fqn or not reshards else None,
             mp_policy=policy,
             offload_policy=offload_policy,
@@ -68,9 +68,9 @@ def _placement(parameter: nn.Parameter, shards: int) -> Shard:
 
 
 def _policy(mixed: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The policy of a unit with parameters of this dtype: gathered in the compute dtype, gradients reduced in theirs.
+    """The policy of a unit with parameters of this dtype: gathered in the compute dtype, reduced in the reduce dtype.
 
-    Only the root casts its outputs, so that what passes between blocks stays in the compute dtype.
+    Only the root casts its outputs, so that activations between blocks stay in the compute dtype.
     """
     return MixedPrecisionPolicy(
         param_dtype=mixed.param,
@@ -80,7 +80,7 @@ def _policy(mixed: Precision, is_root: bool, dtype: torch.dtype) -> MixedPrecisi
 
 
 def _apart_policy(mixed: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The policy of a unit that keeps its dtype: inputs cast to it, outputs back to the compute dtype around it."""
+    """The policy of a unit that keeps its dtype: inputs are cast to it, outputs to the compute dtype."""
     if mixed.param is None:
         return MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype(mixed.reduce, dtype), cast_forward_inputs=False)
     return MixedPrecisionPolicy(
@@ -90,7 +90,7 @@ def _apart_policy(mixed: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Carried:
-    """What parameters had before they were sharded, by fqn."""
+    """Attributes and hooks of the parameters before they were sharded, by fqn."""
 
     attributes: dict[str, dict[str, Any]]
     hooks: dict[str, list[Any]]
@@ -105,7 +105,8 @@ class Carried:
 
 
 def finish(model: nn.Module, units: Units, carried: Carried, config: Config, compiled: Sequence[nn.Module]) -> None:
-    """What comes last, when every parameter has its values: see `fsdp_unit` and `parameters`."""
+    """The last step, when every parameter has its values: restores attributes and hooks, and installs the hooks of
+    `fsdp_unit`."""
     for fqn, attributes in carried.attributes.items():
         parameter = model.get_parameter(fqn)
         parameter.__class__ = ShardedParameter  # type: ignore[assignment]
@@ -136,7 +137,7 @@ def _refuse_copies(memo: dict[int, Any]) -> Any:
 
 
 def _shard_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Whole tensors of a state dict for sharded parameters: this rank's part of each. Not collective."""
+    """Replace whole tensors in a state dict by this rank's shards, for sharded parameters. Not collective."""
     sharded = {name: p for name, p in module.named_parameters(remove_duplicate=False) if is_dtensor(p)}
     for name, parameter in sharded.items():
         given = state_dict.get(prefix + name)
@@ -150,11 +151,11 @@ def _carry_to_gathered(parameter: Any) -> None:
 
 
 def set_prefetch(modules: Sequence[FSDPModule], config: FsdpConfig) -> None:
-    """When units are gathered ahead. `modules`: children first, the root last.
+    """Configure prefetching. `modules`: children first, the root last.
 
-    BACKWARD_PRE is what FSDP2 does by itself. Naming only the unit itself turns that off: the next one is gathered
-    when backward reaches it, after the gradients of this one were reduced, which is BACKWARD_POST as well as
-    NO_PREFETCH. (An empty list would mean the default.)
+    BACKWARD_PRE is FSDP2's default. A list with only the unit itself disables it: the next unit is then gathered when
+    backward reaches it, after the gradients of this one were reduced. This is used for BACKWARD_POST and NO_PREFETCH.
+    (An empty list would mean the default.)
     """
     if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         for module in modules:
@@ -165,13 +166,13 @@ def set_prefetch(modules: Sequence[FSDPModule], config: FsdpConfig) -> None:
 
 
 def reduce_unused(root: FSDPModule) -> None:
-    """Let parameters without a gradient on this rank take part in reductions with zeros: ranks may use different ones.
+    """Reduce parameters without a gradient on this rank as zeros, since ranks may use different parameters.
 
-    Without it they would reduce buffers of different sizes.
+    Otherwise the ranks would reduce buffers of different sizes.
     """
     if not hasattr(root, "set_reduce_scatter_unused_params"):
         raise ModelError(
-            f"shardkit.ddp_find_unused_parameters: FSDP has it from torch 2.13 on (got {torch.__version__}); "
+            f"shardkit.ddp_find_unused_parameters: FSDP supports it since torch 2.13 (got {torch.__version__}); "
             "update torch, or use every parameter on every rank."
         )
     root.set_reduce_scatter_unused_params(True)
@@ -195,7 +196,7 @@ def _move(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
 
 
 def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
-    """fully_shard refuses other strides, such as channels_last."""
+    """Make parameters contiguous: fully_shard does not accept other strides, such as channels_last."""
     for parameter in parameters:
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

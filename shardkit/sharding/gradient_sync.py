@@ -1,4 +1,4 @@
-"""When and how gradients are exchanged, beside what DDP and FSDP2 do by themselves."""
+"""When and how gradients are reduced, in addition to DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
 from shardkit.sharding import hooks
 
-# Gradients are packed into buffers of this size (DDP's own default), so that reducing takes little memory.
+# Gradients are packed into buffers of this size (DDP's default), which limits the extra memory.
 BUCKET_BYTES = 25 << 20
 
 
 class GradientMean:
-    """Parameters that every rank holds whole, and that no engine reduces: at the end of each backward their gradients
-    become the mean over all ranks.
+    """Replicated parameters that neither DDP nor FSDP reduces. Their gradients are averaged over all ranks at the end
+    of each backward.
 
-    `may_be_unused`: ranks may use different ones; else all ranks must give gradients to the same.
+    `may_be_unused`: ranks may use different ones; otherwise the same parameters must have gradients on all ranks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], may_be_unused: bool) -> None:
@@ -34,21 +34,21 @@ class GradientMean:
         self._may_be_unused = may_be_unused
 
     def reduce(self) -> None:
-        """Collective, where gradients are exchanged at all; all ranks reach the end of backward together."""
+        """Average the gradients, unless `sync` is False. Collective."""
         if self.sync:
             take_mean_([p for p in self.parameters if p.requires_grad], self._may_be_unused)
 
     def used(self) -> list[bool]:
-        """Which of the parameters have a gradient."""
+        """For each parameter, whether it has a gradient."""
         return [parameter.grad is not None for parameter in self.parameters]
 
 
 @torch.no_grad()
 def take_mean_(parameters: Sequence[nn.Parameter], may_be_unused: bool) -> None:
-    """Replace each gradient by its mean over all ranks. Collective: the same parameters in the same order.
+    """Replace each gradient by its mean over all ranks. Collective, with the same parameters in the same order.
 
-    A rank without a gradient of a parameter takes part with zeros. It gets the mean where `may_be_unused`; else it
-    goes on without. Where no rank has a gradient, none is made.
+    A rank without a gradient contributes zeros. With `may_be_unused` it gets the mean, else its gradient stays None. If
+    no rank has a gradient, all stay None.
     """
     used = _used_anywhere(parameters) if may_be_unused else [p.grad is not None for p in parameters]
     for bucket in _buckets(parameters):
@@ -66,7 +66,7 @@ def take_mean_(parameters: Sequence[nn.Parameter], may_be_unused: bool) -> None:
 
 
 def _used_anywhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Which parameters have a gradient on any rank. Collective."""
+    """For each parameter, whether any rank has a gradient. Collective."""
     if not parameters:
         return []
     flags = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
@@ -75,7 +75,7 @@ def _used_anywhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype and device, up to BUCKET_BYTES together."""
+    """Groups of consecutive parameters with one dtype and device, of about BUCKET_BYTES."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -90,7 +90,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 class _Pass:
-    """A backward under way. Only the engine's callback refers to it, so it lives as long as the backward does."""
+    """A running backward. Only autograd's callback refers to it, so it exists as long as the backward runs."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -98,10 +98,10 @@ class _Pass:
 
 
 class EndOfBackward:
-    """Calls `then(parameters)` once when a backward in which any of the parameters got gradients is over: with those
-    that did, in the order in which they did. As long as somebody holds it.
+    """Calls `then(parameters)` at the end of each backward in which any of the parameters got gradients: with these
+    parameters, in the order of their gradients. Works as long as this object is referenced.
 
-    A backward inside a backward (reentrant activation checkpointing) belongs to the one around it.
+    A nested backward (reentrant activation checkpointing) counts as part of the outer one.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], then: Callable[[list[torch.Tensor]], None]) -> None:
@@ -113,7 +113,7 @@ class EndOfBackward:
                 hooks.hook_weakly(parameter, self._note)
 
     def watch(self, output: torch.Tensor) -> None:
-        """A backward that comes through this tensor counts from there on, before any parameter gets its gradient."""
+        """Let a backward through this tensor count already before any parameter gets its gradient."""
         reference = WeakMethod(self._begin)
 
         def begin(_: torch.Tensor) -> None:
@@ -126,8 +126,8 @@ class EndOfBackward:
         self._begin().arrived.append(parameter)
 
     def _begin(self) -> _Pass:
-        """The pass that this is called in."""
-        number = torch._C._current_graph_task_id()  # a new number each time
+        """The current pass."""
+        number = torch._C._current_graph_task_id()  # different in each backward
         for one in self._alive():
             if one.number == number:
                 return one
@@ -138,13 +138,13 @@ class EndOfBackward:
         return begun
 
     def _alive(self) -> list[_Pass]:
-        """Passes under way, the outer first; one that an exception ended is gone with its callback."""
+        """The running passes, the outer first. A pass that raised an exception was freed with its callback."""
         found = [one for reference in self._passes if (one := reference()) is not None]
         self._passes = [ref(one) for one in found]
         return found
 
     def has_broken_off(self) -> bool:
-        """Whether an exception ended the last backward before it was over."""
+        """Whether the last backward raised an exception."""
         return self._is_open and not hooks.is_in_backward()
 
     def _end(self, ended: _Pass) -> None:
@@ -158,26 +158,22 @@ class EndOfBackward:
 
 
 def attach(model: nn.Module, means: GradientMean) -> None:
-    """From now on `gradient_sync` of the model also holds for these parameters."""
+    """Make `gradient_sync` of the model also control these parameters."""
     vars(model)["_shardkit_gradients"] = means
 
 
 def watch_backward(model: nn.Module, then: Callable[[list[torch.Tensor]], None]) -> None:
-    """As EndOfBackward of the model's parameters, as long as the model lives."""
+    """As EndOfBackward for the model's parameters, as long as the model exists."""
     vars(model).setdefault("_shardkit_backward", []).append(EndOfBackward(model.parameters(), then))
-
-
-def _attached(model: nn.Module) -> GradientMean | None:
-    return vars(model).get("_shardkit_gradients")
 
 
 @contextmanager
 def gradient_sync(models: Iterable[nn.Module], enabled: bool) -> Iterator[None]:
-    """Inside, backward reduces gradients over the ranks (`enabled`) or only adds them up locally.
+    """A context in which backward reduces gradients over the ranks (`enabled`), or only accumulates them locally.
 
-    Put forward and backward of a micro-batch inside. Without reduction, FSDP holds the gradients of the whole model
-    in the reduce dtype on every rank until the next reducing backward: four bytes a parameter for fp32. A model that
-    has no room for that is trained with `enabled` in every micro-batch: the same sums, one reduce-scatter more each.
+    Run forward and backward of a micro-batch inside. Without reduction, FSDP keeps the gradients of the whole model in
+    the reduce dtype on every rank until the next reducing backward: four bytes per parameter in fp32. If that does not
+    fit in memory, use `enabled` in every micro-batch: the sums are the same, with one more reduce-scatter each.
     """
     with ExitStack() as stack:
         for model in models:
@@ -187,12 +183,12 @@ def gradient_sync(models: Iterable[nn.Module], enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
-    means = _attached(model)
+    means = vars(model).get("_shardkit_gradients")  # see `attach`
     with ExitStack() as stack:
         if means is not None:
             stack.enter_context(_set(means, "sync", enabled))
         if isinstance(model, DistributedDataParallel):
-            # torch learns a static graph from a backward that exchanges; another before it would be an error.
+            # With static_graph, torch requires that the first backward reduces.
             learns = model.static_graph and model.is_first_backward
             stack.enter_context(_set(model, "require_backward_grad_sync", enabled or learns))
         for group in _groups_of(model):
@@ -202,24 +198,24 @@ def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def deferred(model: nn.Module) -> AbstractContextManager[None]:
-    """For micro-batches before a window's last: DDP exchanges nothing; FSDP still reduces to its shards, or every rank
-    would hold a whole model's gradients, but replicas wait with theirs."""
+    """A context for micro-batches before the last of a window: DDP does not reduce. FSDP still reduces to shards, since
+    otherwise every rank would hold the gradients of the whole model, but does not reduce between replicas."""
     return _without_all_reduce(model) if is_fsdp(model) else _synced(model, enabled=False)
 
 
 def finish_deferred(model: nn.Module) -> None:
-    """Exchange what `deferred` has left on each rank, where no further micro-batch comes. Collective."""
+    """Reduce the gradients that `deferred` left on each rank, if no further micro-batch follows. Collective."""
     if isinstance(model, DistributedDataParallel):
         take_mean_([p for p in model.module.parameters() if p.requires_grad], model.find_unused_parameters)
     if any(group._partial_reduce_output is not None for group in _groups_of(model)):
         raise UsageError(
-            "optimizer step: the loop was left in the middle of a window of micro-batches, and replicas of a hybrid "
-            "strategy have not exchanged its gradients; let the window end before you step."
+            "optimizer step: the accumulation window is incomplete: gradients are not reduced between the replicas of "
+            "a hybrid strategy (got a step before the last micro-batch); step after the end of the window."
         )
 
 
 def _groups_of(model: nn.Module) -> list[Any]:
-    """The parameter groups of the model's units, if it has any."""
+    """The FSDP parameter groups of the model; empty without FSDP."""
     if not any(map(is_fsdp, model.modules())):
         return []
     from shardkit.sharding import fsdp_internals
@@ -237,7 +233,7 @@ def _without_all_reduce(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _set(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value, inside."""
+    """A context with another value of an attribute."""
     found = getattr(holder, name)
     setattr(holder, name, value)
     try:

@@ -1,4 +1,4 @@
-"""Hooks on gradients that hold whatever is trained later, and keep nothing alive."""
+"""Gradient hooks that also work for parameters which become trainable later, and that keep no objects alive."""
 
 from collections.abc import Callable
 from weakref import WeakMethod
@@ -7,14 +7,14 @@ import torch
 
 
 def is_in_backward() -> bool:
-    """Whether this runs inside a backward pass, as the recomputation of an activation does."""
+    """Whether this is called inside a backward pass, for example in a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call the hook when a gradient has been added to the parameter, also where it is frozen now and trained later."""
+    """Call the hook when a gradient has been accumulated, also if the parameter is frozen now and trainable later."""
     is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch registers it on nothing else
+    parameter.requires_grad_(True)  # torch only registers the hook on such tensors
     parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(is_trained)
 
@@ -22,7 +22,7 @@ def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor],
 def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
     """As `hook_whether_trained`, with a method whose object the hook does not keep alive.
 
-    The garbage collector does not see what such hooks refer to, so a cycle through one would never be freed.
+    The garbage collector does not see references from such hooks, so a cycle through one would never be freed.
     """
     reference = WeakMethod(method)
 

@@ -1,8 +1,8 @@
-"""Where a model's first values come from: rank 0, a safetensors file, or the modules' own initialisation.
+"""A model's initial values: from rank 0, a safetensors file, or the initialization by its modules.
 
-A model built under `init_empty_weights()` has no memory behind its parameters. It is sharded like that; then every
-rank allocates its own shards and fills them with slices of a file, or with slices of what the modules initialise,
-one unit at a time. What stays without a value is an error.
+A model built under `init_empty_weights()` has parameters on the meta device. It is sharded first. Then every rank
+allocates its shards, and fills them with slices of a file, or of the tensors that the modules initialize, one unit at a
+time. A tensor without a value is an error.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Reader = Callable[[tuple[slice, ...] | None], torch.Tensor]
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Modules built inside have parameters on the meta device: shapes without memory. Buffers stay real.
+    """A context in which parameters of new modules are on the meta device, without memory. Buffers have memory.
 
-    Buffers are small and often computed in the constructor (rotary frequencies, masks), where nobody could do it
-    again later.
+    Buffers are small, and often computed in the constructor (rotary frequencies, masks), so they could not be
+    initialized later.
     """
     register = nn.Module.register_parameter
-    made = WeakTensorKeyDictionary()  # the same parameter registered twice stays one
+    made = WeakTensorKeyDictionary()  # keeps a parameter that is registered twice tied
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
@@ -69,15 +69,12 @@ def states(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def empty_states(model: nn.Module) -> list[str]:
-    """Fqns of parameters and buffers without memory behind them."""
+    """Fqns of parameters and buffers on the meta device."""
     return [fqn for fqn, tensor in states(model) if tensor.is_meta]
 
 
 def same_everywhere(model: nn.Module) -> None:
-    """Returns if all ranks have a model of the same names, shapes and dtypes; ModelError on all of them if not.
-
-    Collective.
-    """
+    """Raises ModelError, on all ranks, unless their models have the same names, shapes and dtypes. Collective."""
     text = "\n".join(f"{fqn} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for fqn, t in states(model))
     different = control.start().decide(sha256(text.encode()).hexdigest(), _unlike_rank_0)
     if different:
@@ -92,9 +89,9 @@ def _unlike_rank_0(digests: list[str]) -> list[int]:
 
 
 def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's parameters and buffers, one tensor at a time. Collective.
+    """Broadcast rank 0's parameters and buffers, one tensor at a time. Collective.
 
-    Where only some ranks have memory behind a tensor, the others get it. Empty on rank 0: stays as it is.
+    Tensors on the meta device are allocated if rank 0 has values. Those without values on rank 0 stay unchanged.
     """
     empty_here = set(empty_states(model))
     empty_on_0 = set(control.start().share(sorted(empty_here)))
@@ -106,7 +103,8 @@ def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
-    """Rank 0's values in `tensor`; as bytes, since backends do not know all dtypes, on the ranks' own device."""
+    """Broadcast rank 0's values into `tensor`: as bytes, since backends do not support all dtypes, on the ranks'
+    device."""
     staged = tensor.detach().to(device).contiguous()
     dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)
     if tensor.device != device or not tensor.is_contiguous():
@@ -114,9 +112,9 @@ def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def allocate(model: nn.Module, where: Callable[[str, torch.Tensor], torch.device | None]) -> None:
-    """Put memory behind the model's empty tensors, on the device that `where(fqn, tensor)` gives; None: leave it.
+    """Allocate the model's tensors on the meta device, on the device that `where(fqn, tensor)` returns; None: skip it.
 
-    Tied parameters stay tied, also where they are not sharded.
+    Tied parameters stay tied, also if they are not sharded.
     """
     devices = {id(tensor): where(fqn, tensor) for fqn, tensor in states(model) if tensor.is_meta}
     made: dict[int, torch.Tensor] = {}
@@ -142,7 +140,7 @@ def allocate(model: nn.Module, where: Callable[[str, torch.Tensor], torch.device
 
 @torch.no_grad()
 def put(target: torch.Tensor, read: Reader) -> None:
-    """Copy into `target` what `read(slices)` gives: this rank's part of a sharded tensor, else (None) the whole."""
+    """Copy the result of `read(slices)` into `target`: this rank's part of a sharded tensor; slices None: the whole."""
     if not is_dtensor(target):
         target.copy_(read(None))
     elif (local := local_part(target)).numel():
@@ -157,11 +155,11 @@ def fill(
     weights: Path | None,
     seed: int,
 ) -> None:
-    """Allocate what is empty and fill the model: from `weights` (a safetensors file or a folder of them), else by
-    the modules' own initialisation, equal on every rank and for any number of ranks. In place. Collective.
+    """Allocate tensors on the meta device, and fill the model in place: from `weights` (a safetensors file or a folder
+    of them), else by the modules' initialization, which is equal for any number of ranks. Collective.
 
-    `parameter_device` is where sharded parameters live (the CPU when they are offloaded).
-    Raises ModelError, on all ranks, naming everything that has no value or does not fit.
+    `parameter_device`: the device of sharded parameters (the CPU if they are offloaded).
+    Raises ModelError, on all ranks, that lists all tensors without a value or with a wrong shape.
     """
     empty = set(empty_states(model))
     allocate(model, lambda _, tensor: parameter_device if is_dtensor(tensor) else device)
@@ -174,28 +172,28 @@ def fill(
         problems += [f"{weights}: has no {fqn}, and the model has no values for it{_ADVICE}" for fqn in missing]
         empty -= loaded | set(missing)
     if empty and not problems:
-        left = initialise(model, units, empty, device, seed)
-        problems += [f"model: {fqn} has no value after initialisation{_ADVICE}" for fqn in left]
+        left = initialize(model, units, empty, device, seed)
+        problems += [f"model: {fqn} has no value after initialization{_ADVICE}" for fqn in left]
     problems = control.start().union(problems)
     if problems:
         raise ModelError("\n".join(problems))
 
 
 _ADVICE = (
-    "; build that module outside of init_empty_weights(), give it a reset_parameters() that fills it, "
+    "; build that module outside of init_empty_weights(), give it a reset_parameters() that initializes it, "
     "or use weights that contain it."
 )
 
 
 def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
-    """(fqns filled, problems): every parameter and persistent buffer that the files contain, only this rank's part.
+    """Load this rank's part of every parameter and persistent buffer in the files. Returns (fqns loaded, problems).
 
-    A tied parameter is found under any of its names.
+    A tied parameter may have any of its names in the files.
     """
     try:
         files = _model_names(model, _where(weights))
     except (OSError, ValueError, KeyError) as error:
-        return set(), [f"{weights}: cannot be read as safetensors (got {error}); give a .safetensors file or a folder."]
+        return set(), [f"{weights}: not readable as safetensors (got {error}); give a .safetensors file or a folder."]
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for fqn, tensor in model.state_dict(keep_vars=True).items():
@@ -218,7 +216,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
 
 
 def _where(weights: Path) -> dict[str, Path]:
-    """The file of each tensor: by the index in the folder if there is one, else by looking into every file."""
+    """The file of each tensor: from the index in the folder if there is one, else from the headers of all files."""
     weights = Path(weights)
     if weights.is_dir():
         indices = sorted(weights.glob("*.safetensors.index.json"))
@@ -234,13 +232,13 @@ def _where(weights: Path) -> dict[str, Path]:
         try:
             with safe_open(path, framework="pt") as file:
                 found.update(dict.fromkeys(file.keys(), path))
-        except Exception as error:  # safetensors raises its own class, which is no OSError
+        except Exception as error:  # safetensors raises its own exception class, not OSError
             raise OSError(f"{path.name}: {error}") from error
     return found
 
 
 def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
-    """(name in the file, file) by the model's name. Transformers may store a model under its family's older names."""
+    """{name in the model: (name in the file, file)}. Transformers may store a model under older names."""
     named = {fqn: (fqn, path) for fqn, path in files.items()}
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "save_pretrained"):
         return named
@@ -262,39 +260,39 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
 
 
 def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
-    """What is wrong with the tensor in the file, None where it was read into `target`."""
+    """Read a tensor into `target`. Returns the problem, None if there is none."""
     piece = file.get_slice(fqn)
     shape = tuple(piece.get_shape())
     if shape != tuple(target.shape):
         return (
-            f"{fqn} has another shape than in the model (got {shape}, the model has {tuple(target.shape)}); "
+            f"{fqn} has a different shape than in the model (got {shape}, the model has {tuple(target.shape)}); "
             "use weights of this model."
         )
     put(target, lambda slices: piece[slices] if slices is not None else file.get_tensor(fqn))
     return None
 
 
-def initialise(
+def initialize(
     model: nn.Module, units: Iterable[LiveUnit], wanted: set[str], device: torch.device, seed: int
 ) -> list[str]:
-    """Fill the tensors named in `wanted` by the modules' own initialisation; fqns that no module fills come back.
+    """Initialize the tensors named in `wanted` by their modules. Returns the fqns that no module initializes.
 
-    Unit by unit: its modules get whole tensors for a moment, initialise them with generators seeded by `seed` and the
-    module's name, and each rank keeps its part. So the values depend neither on the ranks nor on the units. A module's
-    own initialisation is `_init_weights` of the Transformers model around it, else its reset_parameters().
+    For each unit, its modules temporarily get whole tensors and initialize them with generators seeded by `seed` and
+    the module's name; each rank keeps its part. So the values do not depend on the ranks or units. A module is
+    initialized by `_init_weights` of the Transformers model that contains it, else by its reset_parameters().
     """
     areas = _areas(model, units)
     devices = [device] if device.type != "cpu" else []
     left: list[str] = []
-    kind = device.type if devices else "cuda"  # of no devices: what fork_rng assumes
+    kind = device.type if devices else "cuda"  # fork_rng's default, if there are no devices
     with torch.random.fork_rng(devices=devices, device_type=kind), torch.no_grad():
         for area in areas:
-            left += _initialise_area(model, area, wanted, device, seed)
+            left += _initialize_area(model, area, wanted, device, seed)
     return left
 
 
 def _areas(model: nn.Module, units: Iterable[LiveUnit]) -> list[dict[str, nn.Module]]:
-    """The modules of each unit by fqn, without those of units inside it, children first."""
+    """{fqn: module} of each unit, without nested units, children first."""
     heads = {id(unit.module): unit.fqn for unit in units} | {id(model): ""}
     areas: dict[int, dict[str, nn.Module]] = {identity: {} for identity in heads}
     seen: set[int] = set()
@@ -312,10 +310,10 @@ def _areas(model: nn.Module, units: Iterable[LiveUnit]) -> list[dict[str, nn.Mod
     return list(areas.values())
 
 
-def _initialise_area(
+def _initialize_area(
     model: nn.Module, area: dict[str, nn.Module], wanted: set[str], device: torch.device, seed: int
 ) -> list[str]:
-    """One unit's part of `initialise`. Tensors that are not wanted are put aside, so that nothing overwrites them."""
+    """`initialize` for one unit. Its tensors are replaced temporarily, so that unwanted ones are not overwritten."""
     if not any(_full(fqn, name) in wanted for fqn, m in area.items() for name in [*m._parameters, *m._buffers]):
         return []
     scratch: dict[int, torch.Tensor] = {}
@@ -337,7 +335,7 @@ def _initialise_area(
         before = {identity: tensor._version for identity, tensor in scratch.items()}
         for fqn, module in area.items():
             torch.manual_seed(int.from_bytes(sha256(f"{seed} {fqn}".encode()).digest()[:7], "little"))
-            _call_initialiser(model, fqn, module)
+            _call_initializer(model, fqn, module)
         made = {fqn: {**module._parameters, **module._buffers} for fqn, module in area.items()}
     finally:
         for fqn, module in area.items():
@@ -352,7 +350,7 @@ def _keep(
     before: dict[int, int],
     wanted: set[str],
 ) -> list[str]:
-    """Copy what the initialisers made into the wanted tensors; fqns of those that none of them wrote come back."""
+    """Copy the initialized values into the wanted tensors. Returns the fqns of those that were not initialized."""
     left = []
     done: set[int] = set()
     for fqn, (parameters, buffers) in found.items():
@@ -373,8 +371,8 @@ def _part_of(value: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Ten
     return value if slices is None else value[slices]
 
 
-def _call_initialiser(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Run the module's own initialisation, if it has one."""
+def _call_initializer(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    """Run the module's initialization, if it has one."""
     around = [model.get_submodule(".".join(fqn.split(".")[:depth])) for depth in range(len(fqn.split(".")) + 1)]
     by_model = next((m for m in reversed([*around, module]) if callable(getattr(m, "_init_weights", None))), None)
     if by_model is not None:

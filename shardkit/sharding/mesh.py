@@ -1,4 +1,4 @@
-"""Which ranks share one copy of the model."""
+"""The device mesh: which ranks share one replica of the model."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def build_mesh(config: Config, process: Process) -> DeviceMesh | None:
-    """The mesh to shard over: axes (shard) or (replicate, shard); None where nothing is sharded (one process, DDP).
+    """The mesh to shard over: axes (shard) or (replicate, shard); None without sharding (one process, DDP).
 
-    Collective: every rank must call it. ConfigError where the given sizes do not make up the world.
+    Collective: every rank must call it. Raises ConfigError if the product of the sizes is not the world size.
     """
     if config.mode != "fsdp":
         return None
     if not config.fsdp.sharding_strategy.is_hybrid:
         return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=(SHARD,))
     per_node, world_size = process.local_world_size, process.world_size
-    if per_node == world_size and world_size % config.num_machines == 0:  # several machines, tried out on one
+    if per_node == world_size and world_size % config.num_machines == 0:  # several machines, simulated on one
         per_node = world_size // config.num_machines
     sizes = mesh_sizes(config, world_size, per_node)
     return init_device_mesh(process.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=(REPLICATE, SHARD))
 
 
 def replica_of(mesh: DeviceMesh | None, rank: int) -> int:
-    """Which copy of the model a rank of this process has a part of; under DDP each has its own."""
+    """The number of this rank's replica of the model; under DDP each rank has one."""
     if mesh is None:
         return rank
     return mesh.get_local_rank(REPLICATE) if REPLICATE in (mesh.mesh_dim_names or ()) else 0
 
 
 def part_of(mesh: DeviceMesh | None) -> int:
-    """Which part of its copy this rank has."""
+    """The number of this rank's shard of its replica."""
     return 0 if mesh is None else mesh.get_local_rank(SHARD)

@@ -1,7 +1,7 @@
-"""Losses that mix what a forward computed with sharded parameters themselves, such as a penalty on weights.
+"""Losses that combine the output of a forward with sharded parameters, such as a weight penalty.
 
-`loss + 0.1 * weight.pow(2).sum()` is a DTensor where the weight is sharded. Its backward would hand DTensors to the
-plain part of the graph, which cannot go on with them.
+`loss + 0.1 * weight.pow(2).sum()` is a DTensor if the weight is sharded. Its backward would pass DTensors to the part
+of the graph with plain tensors, which does not support them.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ import torch
 
 from shardkit.distributed.tensors import is_dtensor
 
-# The nodes by which a DTensor becomes a plain tensor.
+# The autograd nodes that convert a DTensor to a plain tensor.
 _TO_PLAIN = {"_ToTorchTensorBackward"}
 
 
 def keep_plain(loss: torch.Tensor) -> None:
-    """Let gradients become plain tensors where the graph of a sharded loss comes to plain tensors. Not collective."""
+    """Convert gradients of a sharded loss to plain tensors where its graph reaches plain tensors. Not collective."""
     if not is_dtensor(loss) or loss.grad_fn is None:
         return
     sharded = _sharded_nodes(loss.grad_fn)
@@ -29,7 +29,7 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 
 def _sharded_nodes(root: Any) -> set[Any]:
-    """Nodes whose result in forward was a DTensor: what was computed of one is one, until it is made plain."""
+    """Nodes whose output in forward was a DTensor: those computed from DTensors, up to conversions to plain tensors."""
     order: list[Any] = []
     seen: set[Any] = set()
     waiting: list[Any] = [root]
@@ -54,5 +54,5 @@ def _sharded_nodes(root: Any) -> set[Any]:
 
 
 def _whole(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A sharded gradient of a plain tensor as every rank has it: it is the same on all, so nothing is sent."""
+    """The gradients as plain tensors. They are replicated, so nothing is communicated."""
     return tuple(gradient.full_tensor() if is_dtensor(gradient) else gradient for gradient in gradients)

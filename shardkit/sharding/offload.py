@@ -1,6 +1,6 @@
-"""Activation offload: what blocks keep for backward lies in the host's memory until backward wants it.
+"""Activation offload: tensors that blocks save for backward are kept in host memory until backward needs them.
 
-Copies run on the stream that computes, in order with it: nothing has to be waited for, and nothing overlaps.
+Copies run on the compute stream, so they need no synchronization, and do not overlap with compute.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardkit.distributed import accelerators
 
-# Smaller tensors stay where they are: a copy costs as much as so many bytes.
+# Smaller tensors stay on the device: the fixed cost of a copy is about that of so many bytes.
 LEAST_BYTES = 4096
 
 
-# Operators of their own, by which the plan tells host memory from the device's (`plan/memory_tracker.py`).
+# Custom operators, so that the plan can distinguish host memory from device memory (`plan/memory_tracker.py`).
 @torch.library.custom_op("shardkit::to_host", mutates_args=())
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     pins = tensor.device.type != "cpu" and accelerators.can_pin()
@@ -43,9 +43,9 @@ def _(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def offload_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Let the blocks keep what they save for backward on the host, parameters and buffers aside. In place.
+    """Make the blocks keep tensors saved for backward in host memory, except parameters and buffers. In place.
 
-    Only `forward` is replaced. After activation checkpointing: then what is left to save, a block's input, goes there.
+    Only `forward` is replaced. Apply it after activation checkpointing: then it offloads the inputs of blocks.
     """
     copies = _Copies()
     for block in blocks:
@@ -75,12 +75,12 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether it is larger than the memory behind it: its copy would be, too."""
+    """Whether a tensor is expanded, so that its copy would need more memory than the tensor."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _is_state(tensor: torch.Tensor, block: nn.Module) -> bool:
-    """Whether it is one of the block's parameters or buffers, as they are now (gathered), or a view of one."""
+    """Whether a tensor is, or is a view of, one of the block's current (gathered) parameters or buffers."""
     storage = tensor.untyped_storage()._cdata
     groups = (group for module in block.modules() for group in (module._parameters, module._buffers))
     return any(state is not None and _storage_of(state) == storage for group in groups for state in group.values())
@@ -91,7 +91,7 @@ def _storage_of(state: torch.Tensor) -> int:
 
 
 class _OnHost:
-    """A tensor's copy on the host. Several operators may have saved the same tensor: it comes back once."""
+    """A tensor's copy in host memory. If several operators saved the same tensor, it is copied back once."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy, self._device = _to_host(tensor.detach()), tensor.device
@@ -106,13 +106,14 @@ class _OnHost:
 
 
 class _Copies:
-    """The copies that exist, by the tensor that they were made of: a tensor is copied once, however many save it."""
+    """The existing copies by their source, so that a tensor is copied once even if several operators save it."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[weakref.ref, weakref.ref]] = {}
 
     def of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What brings the tensor back. One without gaps is the same memory in all its shapes and orders of dims."""
+        """A function that returns the tensor on its device. Contiguous tensors are copied as flat memory, so that
+        different views and permutations of it share one copy."""
         strides = tensor.stride()
         order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
         as_it_lies = tensor.detach().permute(order)

@@ -1,5 +1,5 @@
-"""Parameters as they were before sharding, to which a script may still refer (a list taken before `prepare`): they have
-no values any more, and say so when they are used."""
+"""The original parameters of a sharded model, to which a script may still refer (a list taken before `prepare`). They
+have no values any more, and raise an error when they are used."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardkit.errors import UsageError
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter as it was before its model was sharded; it has no values any more.
+    """An original parameter of a model that was sharded. It has no values any more.
 
-    Its fqn is in `shardkit_name`. Any computation with it raises: its result would be that of an empty tensor.
+    Its fqn is in `shardkit_name`. Any computation with it raises UsageError, since it would use an empty tensor.
     """
 
     shardkit_name: str
@@ -28,12 +28,12 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         name = next((one.shardkit_name for one in _flat(args) if isinstance(one, cls)), "a parameter")
         raise UsageError(
-            f"{name}: this parameter was taken from the model before prepare, which has put a sharded one in its place "
+            f"{name}: this parameter was taken from the model before prepare, which has replaced it by a sharded one "
             f"(got a call of {getattr(func, '__name__', func)}); take it from the prepared model: model.parameters()."
         )
 
 
-# What tools call on every parameter without computing anything. (Attributes are read by functions named __get__.)
+# Functions that only read metadata. (Attributes are read by functions named __get__.)
 _READ_ONLY: set[Any] = {torch.Tensor.__hash__, torch.Tensor.__repr__}
 _READ_ONLY |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.untyped_storage}
 _SET_GRAD: Any = torch.Tensor.grad
@@ -49,7 +49,7 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def release(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give back the memory of whole parameters, to which an optimizer built before still refers."""
+    """Free the memory of the original parameters, to which an optimizer built before prepare may still refer."""
     for fqn, parameter in parameters.items():
         if is_dtensor(parameter):
             continue

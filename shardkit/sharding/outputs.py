@@ -1,4 +1,4 @@
-"""What a unit's forward returns, and what it leaves on its modules: where a backward may come from."""
+"""The outputs of a unit's forward, and tensors that it stores on its modules: backward may start from both."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def without_views(output: Any) -> Any:
-    """A unit's outputs without views. FSDP2 hangs the backward gather on them, and an in-place operation on a view
-    (`x += residual`) would drop it without a word: wrong gradients. To be called before FSDP2's own hook."""
-    if torch.compiler.is_compiling():  # a compiled graph returns no views of what it was given
+    """A unit's outputs without views. FSDP2 registers its backward hook on them, and an in-place operation on a view
+    (`x += residual`) would silently drop the hook: wrong gradients. Must run before FSDP2's forward hook."""
+    if torch.compiler.is_compiling():  # a compiled graph returns no views of its inputs
         return output
     if isinstance(output, torch.Tensor):
         return _own(output)
@@ -23,7 +23,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Own(torch.autograd.Function):
-    """The same values in the same memory, but no view: what is changed in place later keeps its hooks."""
+    """The same values in the same memory, but not a view, so that hooks survive in-place operations."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -35,22 +35,23 @@ class _Own(torch.autograd.Function):
 
 
 def may_be_differentiated(output: Any) -> bool:
-    """Whether a backward may come through what a frozen unit returned. True for what is no structure of tensors."""
+    """Whether backward may reach a frozen unit through its output. True if the output contains other objects than
+    tensors."""
     leaves = tree_leaves(output)
     return any(leaf.requires_grad if isinstance(leaf, torch.Tensor) else leaf is not None for leaf in leaves)
 
 
 class LeftOnModules:
-    """Tensors that a forward leaves on the unit's modules, such as the auxiliary loss of a router.
+    """Tensors that a forward stores on the unit's modules, such as the auxiliary loss of a router.
 
-    A backward that comes through them alone must find the unit gathered: its freed memory would be read otherwise.
+    A backward that starts only from them must gather the unit, too: otherwise it would read freed memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places = [(vars(module), len(vars(module)), _slots(vars(module))) for module in modules]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that a backward may come through. Cheap where there are none: it looks at what may hold a tensor."""
+        """The stored tensors with a grad_fn. Only looks at attributes that can hold a tensor."""
         found: list[torch.Tensor] = []
         for place, size, slots in self._places:
             if slots or len(place) != size:
@@ -63,7 +64,7 @@ _OF_EVERY_MODULE = set(vars(nn.Module()))
 
 
 def _slots(attributes: Mapping[str, Any]) -> list[str]:
-    """Names of attributes that hold a tensor, or may come to hold one."""
+    """Names of attributes that hold a tensor, or may hold one later."""
     kinds = (torch.Tensor, list, tuple, dict, type(None))
     return [name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and isinstance(value, kinds)]
 

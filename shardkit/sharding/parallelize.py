@@ -1,4 +1,4 @@
-"""A model made parallel: DDP, FSDP2 or PyTorch/XLA as the config says, with what belongs before and after in order."""
+"""Makes a model parallel with DDP, FSDP2 or PyTorch/XLA, and defines the order of all steps."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ log = get_logger(__name__)
 
 _HOST = torch.device("cpu")
 OLDEST = (2, 11)
-"""The oldest torch with all of FSDP2 that `fsdp.py` relies on; `make test-oldest` runs the tests on it."""
+"""The oldest torch with the parts of FSDP2 that `fsdp.py` uses; `make test-oldest` runs the tests with it."""
 
 
 def parallelize(
     model: nn.Module, config: Config, mesh: DeviceMesh | None, process: Process, weights: Path | None = None
 ) -> nn.Module:
-    """The model, ready to train on all ranks: itself, changed in place, under FSDP; DDP's wrapper around it under DDP.
+    """The model, ready for training on all ranks: changed in place under FSDP, in DDP's wrapper under DDP.
 
-    See `distribute`, which leaves out DDP's wrapper.
+    See `distribute`, which does everything except DDP's wrapper.
     """
     distribute(model, config, mesh, process, weights)
     return model if mesh is not None else replicate(model, config, process)
@@ -56,12 +56,12 @@ def distribute(
     weights: Path | None = None,
     moves: bool = True,
 ) -> None:
-    """The model as it computes on all ranks, in place: sharded under FSDP, else equal everywhere and, where it `moves`,
-    on the rank's device.
+    """Prepare the model for all ranks, in place: sharded under FSDP; else equal on all ranks and, with `moves`, on the
+    rank's device.
 
-    `weights` is a safetensors file or a folder of them; a model built under `init_empty_weights()` is filled from it,
-    each rank reading its own part, or by its own initialisation. Collective: every rank must call it.
-    Raises ModelError, on all ranks and before anything is shared out, where the model cannot be sharded as asked.
+    `weights`: a safetensors file or a folder of them. A model built under `init_empty_weights()` loads it, each
+    rank reading its part, or initialized by its modules. Collective: every rank must call it.
+    Raises ModelError, on all ranks and before anything is sharded, if the model cannot be sharded as configured.
     """
     units, blocks = plan(model, config)
     if config.fsdp.sync_module_states and process.world_size > 1:
@@ -75,11 +75,11 @@ def distribute(
         return
     if config.fsdp.activation_checkpointing:
         checkpoint_blocks(model, blocks, config.shardkit.recompute, config.shardkit.recompute_every)
-    if config.shardkit.offload_activations:  # after activation checkpointing: what that leaves to keep
+    if config.shardkit.offload_activations:  # after activation checkpointing, to offload what that still saves
         from shardkit.sharding.offload import offload_blocks
 
         offload_blocks(model, blocks)
-    if config.shardkit.compile:  # after activation checkpointing, which it compiles too; before the sharding hooks
+    if config.shardkit.compile:  # after activation checkpointing, which is compiled, too; before the sharding hooks
         compile_blocks(blocks)
     if mesh is None:
         _fill(model, units, config, weights, process.device, process.device)
@@ -99,17 +99,17 @@ def distribute(
 
 
 def refuse_old(version: str) -> None:
-    """MachineError where this version of torch has not all of FSDP2; PyTorch/XLA, DDP and one process need less."""
+    """Raises MachineError if this torch is too old for FSDP; PyTorch/XLA, DDP and one process need less."""
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < OLDEST:
         raise MachineError(
-            f"FSDP: needs torch {OLDEST[0]}.{OLDEST[1]} or newer (got {version}, which is enough for TPUs alone); "
+            f"FSDP: needs torch {OLDEST[0]}.{OLDEST[1]} or newer (got {version}, which is only supported on TPUs); "
             "install a newer torch, or use strategy NO_SHARD."
         )
 
 
 def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
-    """Call this when a backward through a model that `parallelize` made is over, whoever began it."""
+    """Call `call` at the end of each backward through a model that `parallelize` returned."""
     if is_fsdp(model):
         from shardkit.sharding import fsdp_unit
 
@@ -121,9 +121,9 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
 
 
 def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
-    """How the model is cut, and the blocks that are recomputed, offloaded or compiled. Without FSDP there is one unit.
+    """The model's units, and the blocks that are recomputed, offloaded or compiled. Without FSDP there is one unit.
 
-    Raises ModelError, on all ranks: what is wrong on one is agreed on by all. Collective.
+    Collective. Raises ModelError on all ranks if any rank has a problem.
     """
     if problems := control.start().union(_unfit(model, config)):
         raise ModelError("\n".join(problems))
@@ -155,29 +155,27 @@ def _needs_blocks(config: Config) -> bool:
 
 
 def _unfit(model: nn.Module, config: Config) -> list[str]:
-    """What makes a model impossible to parallelize, in words."""
+    """Problems of a model that cannot be parallelized."""
     wrapped = next((m for m in model.modules() if is_fsdp(m) or isinstance(m, DistributedDataParallel)), None)
     if wrapped is not None:
-        return [
-            f"model: it is parallel already (got a {type(wrapped).__name__} in it); give the bare model, and only once."
-        ]
+        return [f"model: is already parallel (got a {type(wrapped).__name__} in it); give the unwrapped model, once."]
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
     if config.mode == "fsdp":
         problems += [
-            f"model: {fqn} has a hook on its gradient (register_hook), which sees whole gradients only; change the "
-            "gradient between backward and step, or use strategy NO_SHARD."
+            f"model: {fqn} has a gradient hook (register_hook), which needs whole gradients; change gradients between "
+            "backward and step, or use strategy NO_SHARD."
             for fqn, parameter in model.named_parameters()
             if has_gradient_hooks(parameter)
         ]
         problems += [
-            f"model: {fqn} makes sparse gradients, which FSDP cannot reduce; build it with sparse=False."
+            f"model: {fqn} has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
             for fqn, module in model.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         ]
     if config.mode == "ddp" and config.num_processes > 1:
         problems += [
-            f"model: {fqn} has a post-accumulate-grad hook, which would run before its gradient is the mean of all "
+            f"model: {fqn} has a post-accumulate-grad hook, which would run before its gradient is averaged over all "
             "ranks; use a sharded strategy, which runs it afterwards, or remove it."
             for fqn, parameter in model.named_parameters()
             if post_accumulate_hooks_of(parameter)
@@ -193,7 +191,7 @@ def _fill(
     device: torch.device,
     parameter_device: torch.device,
 ) -> None:
-    """Values for what is still empty, or all that a given file has; worked out on `device`."""
+    """Fill tensors on the meta device, and load `weights` if given; initialization runs on `device`."""
     if weights is None and not empty_states(model):
         return
     seed = config.shardkit.seed
@@ -203,7 +201,7 @@ def _fill(
 
 
 def _home(config: Config, process: Process) -> torch.device:
-    """Where sharded parameters, their gradients and optimizer state live."""
+    """The device of sharded parameters, their gradients and optimizer state."""
     if config.fsdp.offload_params and process.device.type == "cpu":
-        log.info("fsdp_offload_params: no effect on a CPU run: parameters and gradients are in host memory already.")
+        log.info("fsdp_offload_params: no effect on the CPU: parameters and gradients are already in host memory.")
     return torch.device("cpu") if config.fsdp.offload_params else process.device

@@ -1,6 +1,6 @@
-"""What sharded parameters carry over: attributes and hooks of the ones that they take the place of.
+"""Attributes and hooks that sharded parameters take over from the original ones.
 
-The new ones are of `sharded_parameter.py`; what becomes of the old ones: `original_parameters.py`.
+The class of the sharded ones is in `sharded_parameter.py`, that of the original ones in `original_parameters.py`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import nn
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What a library or a script has noted on a parameter, such as `_no_weight_decay`."""
+    """Attributes that a library or a script has set on a parameter, such as `_no_weight_decay`."""
     return {name: value for name, value in vars(parameter).items() if not name.startswith(("_fsdp", "shardkit"))}
 
 
 def post_accumulate_hooks_of(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Hooks that run when a gradient has been added."""
+    """The post-accumulate-grad hooks of a parameter."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether `parameter.register_hook` was called: such a hook changes gradients before they are added."""
+    """Whether `parameter.register_hook` was called. Such hooks run before a gradient is accumulated."""
     return bool(parameter._backward_hooks)
 
 
 def carry_over(attributes: Mapping[str, Any], to: torch.Tensor) -> None:
-    """Set what the old parameter had, where the new one has nothing of this name."""
+    """Set the attributes of the original parameter on the new one, unless it already has them."""
     for name, value in attributes.items():
         if name not in vars(to):
             setattr(to, name, value)

@@ -1,5 +1,4 @@
-"""Dtypes: what mixed precision means for FSDP2 (`fsdp.py` makes a policy per unit of it) and for DDP or one process
-(autocast)."""
+"""Mixed precision: dtypes for FSDP2 (`fsdp.py` makes a policy for each unit), and autocast for DDP or one process."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run. `param` is the compute dtype, None where parameters compute as they are."""
+    """The dtypes of a run. `param` is the compute dtype, None to compute in the parameters' dtype."""
 
     param: torch.dtype | None
     reduce: torch.dtype
@@ -37,12 +36,12 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether compute has another dtype than fp32 parameters."""
+        """Whether there is a compute dtype."""
         return self.param is not None
 
 
 def of(config: Config) -> Precision:
-    """The dtypes that the config asks for. Gradients are reduced in fp32, and outputs are fp32, unless it says else."""
+    """The configured dtypes. By default gradients are reduced in fp32, and outputs are fp32."""
     chosen = dtypes(config)
     return Precision(
         param=DTYPES[chosen.param] if chosen.param else None,
@@ -52,17 +51,17 @@ def of(config: Config) -> Precision:
 
 
 def supported(config: Config, device: torch.device) -> Config:
-    """The config with a dtype that the device computes in: bf16 where no rank lacks it, else fp32 with a warning.
+    """The config with supported dtypes: if any rank's device does not support bf16, fp32 with a warning.
 
-    Collective: every rank must call it, so that all compute in the same dtype. Raises MachineError, on all ranks, where
-    any of them cannot compute in fp8 or mxfp8 as asked: nothing else is taken for those.
+    Collective: every rank must call it, so that all compute in the same dtype. MachineError, on all ranks, if any
+    of them cannot compute in fp8 or mxfp8 as configured: there is no fallback for those.
     """
     if (kind := eight_bits(config)) is not None:
         control.start().agree(float8.problem(kind, device), error=MachineError)
     if of(config).param is not torch.bfloat16:
         return config
     reasons = control.start().union(
-        [] if has_bf16(device) else [f"{accelerators.name_of(device)} does not compute in bf16"]
+        [] if has_bf16(device) else [f"{accelerators.name_of(device)} does not support bf16"]
     )
     if not reasons:
         return config
@@ -77,25 +76,25 @@ def supported(config: Config, device: torch.device) -> Config:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 itself, without emulation, and its backend carries it between ranks."""
+    """Whether the device computes in bf16 without emulation, and its communication backend supports bf16."""
     if device.type != "cuda":
         return True
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return False
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else (99,)
-    return tuple(nccl) >= (2, 10)  # bf16 collectives came with NCCL 2.10
+    return tuple(nccl) >= (2, 10)  # NCCL supports bf16 since 2.10
 
 
 def reduce_dtype(wanted: torch.dtype, gradients: torch.dtype) -> torch.dtype:
-    """What gradients are added up in: as the configuration says, but fp64 and complex ones as they are.
+    """The dtype in which gradients are reduced: the configured one, but fp64 and complex gradients keep theirs.
 
-    A 16-bit dtype is wanted only where somebody asked for it, and holds for fp32 gradients too.
+    A 16-bit dtype is used only if it is configured; it then applies to fp32 gradients, too.
     """
     return gradients if str(gradients).removeprefix("torch.") in WIDE else wanted
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager:
-    """A context for forward under DDP or in one process; nothing under FSDP, where the units cast by themselves."""
+    """The autocast context for forward under DDP or in one process; a null context under FSDP, whose units cast."""
     precision = of(config)
     if config.mode == "fsdp" or precision.param in (None, torch.float32):
         return nullcontext()
@@ -103,8 +102,8 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager:
 
 
 def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Let the model's forward run under `autocast`, with outputs in the output dtype. In place; for DDP or one process
-    where nobody else opens that context."""
+    """Make the model's forward run under `autocast`, with outputs in the output dtype. In place; for DDP or one
+    process."""
     precision, forward = of(config), model.forward
     if isinstance(autocast(config, device), nullcontext) or hasattr(forward, _PLAIN):
         return
@@ -120,11 +119,11 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
 
 
 _PLAIN = "_shardkit_forward_before"
-"""On a forward that `autocast_forward` has made: what the model had in its place, None where it was its class's."""
+"""Attribute of a forward that `autocast_forward` set: the model's previous `forward`, None if it was the class's."""
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Undo `autocast_forward`; nothing where it did nothing. In place."""
+    """Undo `autocast_forward`, in place. Does nothing if it was not applied."""
     if not hasattr(model.forward, _PLAIN):
         return
     before = getattr(model.forward, _PLAIN)
@@ -134,9 +133,9 @@ def restore_forward(model: nn.Module) -> None:
 
 
 def upcast_(model: nn.Module) -> list[str]:
-    """Fqns of the trainable parameters that became fp32, in place.
+    """Convert trainable 16-bit parameters to fp32, in place. Returns their fqns.
 
-    Mixed precision keeps fp32 parameters for the optimizer, also where a model was loaded in 16 bits.
+    Mixed precision needs fp32 parameters for the optimizer, also if a model was loaded in 16 bits.
     """
     changed = []
     for fqn, parameter in model.named_parameters():
@@ -148,10 +147,10 @@ def upcast_(model: nn.Module) -> list[str]:
 
 
 def cast_between(model: nn.Module, units: Units, dtype: torch.dtype) -> None:
-    """Let each module that has parameters of its own get its inputs in the dtype that these have in forward.
+    """Cast the inputs of each module with direct parameters to the dtype of these parameters in forward.
 
-    FSDP2 casts at the borders of units only; inside, one fp32 buffer added to a bf16 activation makes it fp32 for
-    every module that follows. Ignored modules keep their dtype, and give back the dtype around them.
+    FSDP2 only casts at the boundaries of units. Inside, one fp32 buffer that is added to a bf16 activation would make
+    it fp32 in all following modules. Ignored modules keep their dtype; their outputs are cast to the compute dtype.
     """
     inside_ignored = {id(inner) for module in units.ignored.values() for inner in module.modules()}
     heads = {id(unit.module) for unit in units.units}

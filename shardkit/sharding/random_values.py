@@ -1,7 +1,7 @@
-"""Random values for sharded tensors on the CPU: as if each rank drew the whole tensor and kept its part.
+"""Random values for sharded tensors on the CPU: each rank draws the whole tensor and keeps its part.
 
-torch has generators that know of sharding for accelerators only. On a CPU each rank would draw its own part, from equal
-seeds: the same values again in every part. (Read on torch 2.11 to 2.13.)
+torch supports random operators on DTensors only on accelerators. On the CPU, each rank would draw its part with the
+same seed, so all shards would have the same values. (Checked on torch 2.11 to 2.13.)
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ _LIKE = (
 
 @cache
 def install() -> None:
-    """From now on sharded tensors on the CPU get such values. Once in a process."""
+    """Install the operators for the CPU. Has an effect once per process."""
     handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
     if handlers is not None:
         for operator in (*_IN_PLACE, *_LIKE):
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank draws the whole tensor. Not collective: ranks with equal generators have parts of one tensor."""
+    """Draw the whole tensor, and keep this rank's part. Not collective: ranks must have equal generator states."""
     like = args[0]
     if like.device.type != "cpu":
         return _as_torch_does(operator, args, kwargs)

@@ -1,4 +1,4 @@
-"""The parameter that fully_shard puts in the place of a whole one, for loops that assign to `p.data`."""
+"""The class of sharded parameters, which supports loops that assign to `p.data`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _get_data = _data.__get__
 
 
 class ShardedParameter(DTensor):
-    """A sharded parameter whose `p.data = values` sets its values.
+    """A sharded parameter for which `p.data = values` sets its values.
 
-    torch would accept that and go on with the old ones: a DTensor's values are those of its local tensor. Made of a
-    DTensor by `__class__`; what is computed from it is an ordinary DTensor.
+    torch would accept the assignment, but continue with the old values, which are in the DTensor's local tensor. It is
+    created by setting `__class__` of a DTensor; results of operations are ordinary DTensors.
     """
 
     __slots__ = ()

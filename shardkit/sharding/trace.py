@@ -1,4 +1,4 @@
-"""What the units of a sharded model have gathered and reduced, so that ranks which used different ones are found."""
+"""A trace of the gathers and reductions of a sharded model's units, to detect ranks that used different units."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass
 class Trace:
-    """What a model's units have done, as one number; equal on ranks that used the same modules in the same order."""
+    """A hash of what a model's units have done; equal on ranks that used the same modules in the same order."""
 
     value: int = 0
 
@@ -18,10 +18,10 @@ class Trace:
 
 
 def attach(model: nn.Module, trace: Trace) -> None:
-    """From now on the trace is the model's."""
+    """Set the model's trace."""
     vars(model)["_shardkit_trace"] = trace
 
 
 def trace_of(model: nn.Module) -> Trace | None:
-    """What the units of the model have done so far; None where it has none."""
+    """The model's trace; None if it has none."""
     return vars(model).get("_shardkit_trace")

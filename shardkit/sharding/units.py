@@ -1,4 +1,4 @@
-"""The units of a live model: what `shardkit.model.cut` decided by name, with its modules and parameters."""
+"""The units of a live model: the result of `shardkit.model.cut` with modules and parameters instead of names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit.model.live import tree_of
 
 @dataclass(frozen=True)
 class LiveUnit:
-    """As `shardkit.model.cut.Unit`, with the module and the parameters themselves."""
+    """As `shardkit.model.cut.Unit`, with the module and its parameters."""
 
     fqn: str
     module: nn.Module
@@ -23,9 +23,9 @@ class LiveUnit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model, children first and the root last, and what is in none of them.
+    """The units of a model, children first and the root last, and modules and parameters that are in none of them.
 
-    `ignored` modules are not sharded; every rank holds `replicated` parameters whole. `cut` is the decision behind.
+    `ignored` modules are not sharded. `replicated` parameters are whole on every rank. `cut`: the result by name.
     """
 
     cut: Cut
@@ -35,12 +35,12 @@ class Units:
 
 
 def units_of(model: nn.Module, config: FsdpConfig, compute: Dtype | None = None) -> Units:
-    """The units that the configuration asks for. ModelError with everything that cannot be sharded."""
+    """The units for a configuration. Raises ModelError that lists everything that cannot be sharded."""
     return _bound(model, cut(tree_of(model), config, compute))
 
 
 def one_unit(model: nn.Module) -> Units:
-    """The model as one unit, where it is not sharded."""
+    """The model as one unit, if it is not sharded."""
     return _bound(model, whole(tree_of(model)))
 
 

@@ -1,7 +1,7 @@
-"""A model on XLA devices: its parameters spread over them, and what each unit gives split along the batch.
+"""A model on XLA devices: its parameters are sharded over them, and the outputs of units along the batch.
 
-The units and what is done with them are those of torch_xla's SpmdFullyShardedDataParallel; but the model is changed in
-place, without a wrapper in its names, ties between parameters stay, and models can also be replicated.
+This follows torch_xla's SpmdFullyShardedDataParallel, but the model is changed in place, so that names stay the same,
+parameters stay tied, and models can also be replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardkit.sharding.units import Units
 
 
 def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: Config) -> None:
-    """The model, which has all its values in host memory, on the devices, in place. Its parameters are new ones.
+    """Move the model from host memory to the devices, in place. Its parameters are replaced by new ones.
 
     Every process of the run must call it, with equal values.
     """
@@ -35,15 +35,15 @@ def shard(model: nn.Module, units: Units, blocks: Iterable[nn.Module], config: C
         return
     for unit in units.units:
         unit.module.register_forward_hook(_split_outputs)
-        if unit.fqn:  # the root's outputs may be of any class, which torch's hook for whole backwards refuses
+        if unit.fqn:  # the root's outputs may be of any class, which torch's full backward hooks do not support
             xla.optimization_barrier(unit.module)
     model.register_load_state_dict_post_hook(_spread_what_was_loaded)
     vars(model)["_shardkit_spread"] = [p for p in model.parameters() if xla.is_spread(p)]
 
 
 def _move(model: nn.Module, replicated: set[int]) -> None:
-    """Parameters and buffers onto the devices; all parameters but these are spread. One that has several names keeps
-    them."""
+    """Move parameters and buffers to the devices. All parameters except `replicated` are sharded. Tied ones stay
+    tied."""
     made: dict[int, Any] = {}
 
     def moved(tensor: Any) -> Any:
@@ -66,34 +66,34 @@ def _on_devices(tensor: torch.Tensor, is_spread: bool) -> torch.Tensor:
     parameters.carry_over(parameters.attributes_of(tensor), new)
     for hook in parameters.post_accumulate_hooks_of(tensor):
         hooks.hook_whether_trained(new, hook)
-    for gradient_hook in (tensor._backward_hooks or {}).values():  # gradients are whole here, as such hooks want them
+    for gradient_hook in (tensor._backward_hooks or {}).values():  # such hooks need whole gradients, which XLA has
         new.register_hook(gradient_hook)
     return new
 
 
 def _split_outputs(_: nn.Module, __: Any, output: Any) -> None:
-    """Says of what a unit gives that it is split along the batch, so that the compiler gathers the unit's parameters
-    and not its activations."""
+    """Annotate a unit's outputs as sharded along the batch, so that the compiler gathers the unit's parameters instead
+    of its activations."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and xla.is_xla(leaf) and (spec := xla.batch_spec(leaf)) is not None:
             xla.lay_out(leaf, spec)
 
 
 def _spread_what_was_loaded(model: nn.Module, _: Any) -> None:
-    """`load_state_dict` copies whole values, and with them their layout."""
+    """Shard parameters again: `load_state_dict` copies whole values together with their layout."""
     for parameter in vars(model)["_shardkit_spread"]:
         xla.spread_again_(parameter)
 
 
 def _recompute(block: nn.Module) -> None:
-    """Let the block keep only its inputs, and compute again in backward."""
+    """Apply activation checkpointing to a block."""
     forward = block.forward
 
     @wraps(forward)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         names, given = list(kwargs), [*args, *kwargs.values()]
         is_trained = any(isinstance(one, torch.Tensor) and one.requires_grad for one in given)
-        if not (torch.is_grad_enabled() and is_trained):  # a block whose inputs have no gradient: nothing to begin at
+        if not (torch.is_grad_enabled() and is_trained):  # without gradients of its inputs, it cannot be recomputed
             return forward(*args, **kwargs)
 
         def whole(_: nn.Module, *values: Any) -> Any:

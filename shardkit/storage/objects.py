@@ -98,8 +98,10 @@ def _ask(url: Url, what: str, action: Callable[[Any, str], Result], tries: int =
             if tries == 1:
                 raise failure(url, what, error) from error
             if number == tries:
-                raise NoAnswer(number_of(error), f"{what} failed {tries} times ({words(error)})", str(url)) from error
-            wait_after(number, f"{url}: {what} failed ({words(error)})", tries)
+                raise NoAnswer(
+                    number_of(error), f"{what} failed {tries} times ({message_of(error)})", str(url)
+                ) from error
+            wait_after(number, f"{url}: {what} failed ({message_of(error)})", tries)
     raise AssertionError("unreachable: the last try returns or raises")
 
 
@@ -113,7 +115,9 @@ def wait_after(number: int, trouble: str, tries: int = TRIES) -> None:
 def refusal(url: Url, what: str, error: Exception) -> OSError | None:
     """The error to raise if a repetition would fail, too; None if it may succeed."""
     if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        return PermissionError(errno.EACCES, f"{what} was denied ({words(error)}); check the credentials", str(url))
+        return PermissionError(
+            errno.EACCES, f"{what} was denied ({message_of(error)}); check the credentials", str(url)
+        )
     if isinstance(error, NotImplementedError):
         return OSError(errno.EROFS, f"{what} is not supported by {url.scheme}://", str(url))
     return None
@@ -125,10 +129,10 @@ def number_of(error: Exception) -> int:
 
 def failure(url: Url, what: str, error: Exception) -> OSError:
     """The error of a try as an OSError that names the URL."""
-    return OSError(number_of(error), f"{what} failed ({words(error)})", str(url))
+    return OSError(number_of(error), f"{what} failed ({message_of(error)})", str(url))
 
 
-def words(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     text = str(error.strerror if isinstance(error, OSError) and error.strerror else error) or type(error).__name__
     return text.strip().rstrip(".").replace("\n", " ")
 
@@ -283,18 +287,20 @@ def _settle(url: Url, data: bytes, before: Seen | None, write: Callable[[Any, st
             failed = error
             continue
         if there == data:
-            logger.warning("storage: %s: a write had no answer (%s), but succeeded.", url, words(failed))
+            logger.warning("storage: %s: a write had no answer (%s), but succeeded.", url, message_of(failed))
             return
         if is_refusal(failed) or (before is None and there is not None):
             raise FileExistsError(errno.EEXIST, "another process has written it", str(url)) from failed
-        logger.warning("storage: %s: a write had no answer (%s); trying again.", url, words(failed))
+        logger.warning("storage: %s: a write had no answer (%s); trying again.", url, message_of(failed))
         time.sleep(PAUSE_S)
-    raise OutcomeUnknown(errno.EIO, f"it is unknown whether it was written ({words(failed)})", str(url)) from failed
+    raise OutcomeUnknown(
+        errno.EIO, f"it is unknown whether it was written ({message_of(failed)})", str(url)
+    ) from failed
 
 
 def is_refusal(error: Exception) -> bool:
     """Whether an error means that the condition of a conditional write was not met."""
-    return isinstance(error, (FileExistsError, FileNotFoundError)) or "condition" in words(error).lower()
+    return isinstance(error, (FileExistsError, FileNotFoundError)) or "condition" in message_of(error).lower()
 
 
 def _whole(url: Url, size: int) -> bytes | None:

@@ -162,6 +162,11 @@ def _missing(config: Config, origins: dict[str, Origin], path: Path | None) -> l
     if origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
         where = f"not set in {path}" if path else "no shardkit.yaml was found"
         found.append(f"num_processes: the total number of ranks is missing ({where}); set it there, or add -n N.")
+    if config.shardkit.launch.min_machines is not None:
+        found.append(
+            "shardkit.launch.min_machines: the engines' jobs have a fixed number of machines, and end with the first "
+            f"that fails (got {config.shardkit.launch.min_machines}); leave it out, or start the launches yourself."
+        )
     if config.mode == "xla":
         where = origins["distributed_type"].where
         found.append(

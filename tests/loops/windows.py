@@ -189,7 +189,7 @@ def schedule_after_each_micro_batch(run: Run) -> None:
         run.see(torch.tensor(schedule.get_last_lr()[0]))
 
 
-@loop(accumulation=3, refused=dict.fromkeys((4, 5), "let the window end before you step"))
+@loop(accumulation=3, refused=dict.fromkeys((4, 5), "step after the end of the window"))
 def the_rest_of_a_window_is_stepped_by_hand(run: Run) -> None:
     """After a `break` in the middle of a window, the script steps with what there is: its mean."""
     model = Net()

@@ -1,0 +1,303 @@
+"""Elastic runs (issue 13, line 11): machines come and go, and the loss curve is that of an uninterrupted run."""
+
+import re
+import signal
+import socket
+from itertools import groupby
+
+import pytest
+
+from shardkit.config import files, scheduler
+from shardkit.errors import ConfigError, UsageError
+from shardkit.launch import flags, membership
+from shardkit.launch.membership import Generation, Member
+from shardkit.launch.spec import launch_spec
+from shardkit.runtime import settings
+from tests.elastic_runs import ElasticRun, check_losses
+from tests.network import ADDRESSES, folder, two_machines
+from tests.test_launch import Running, command, script
+
+HOST = socket.gethostname()
+
+
+def config(text: str = "", machines: int = 4, least: int = 1, ranks: int = 2):
+    return files.read_text(
+        f"num_machines: {machines}\nnum_processes: {machines * ranks}\nuse_cpu: true\nmain_process_ip: localhost\n"
+        f"shardkit:\n  launch:\n    min_machines: {least}\n{text}"
+    ).config
+
+
+# which worlds there are, and what keeps the global batch
+
+
+def test_the_range_is_read_as_torchrun_writes_it():
+    assert flags.in_our_words(["--nnodes", "1:4", "train.py"], {"--num-machines"})[:2] == ["--num-machines", "1:4"]
+    assert flags.machines_settings("1:4") == {"num_machines": "4", "shardkit.launch.min_machines": "1"}
+    assert flags.machines_settings("4") == {"num_machines": "4"}
+    with pytest.raises(UsageError, match=r"--num-machines: is a number, or MIN:MAX \(got '1:x'\)"):
+        flags.machines_settings("1:x")
+    job = scheduler.scheduler({"PET_NNODES": "2:4", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"})
+    assert (job.machines, job.min_machines, job.machine_rank) == (4, 2, 1)
+    assert scheduler.scheduler({"PET_NNODES": "4:4", "PET_NODE_RANK": "1"}).min_machines is None
+
+
+@pytest.mark.parametrize(
+    ("text", "machines", "sizes"),
+    [
+        ("", 4, [1, 2, 4]),
+        ("", 6, [1, 2, 3, 6]),
+        ("  gradient_accumulation_steps: 2\n", 3, [1, 2, 3]),
+        ("  gradient_accumulation_steps: 2\n  data:\n    split_batches: true\n", 3, [1, 3]),
+        ("  mesh:\n    shard_size: 4\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n", 4, [2, 4]),
+        ("  mesh:\n    replicate_size: 8\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n", 4, [4]),
+        ("fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n", 4, [1, 2, 4]),
+    ],
+)
+def test_only_worlds_that_keep_the_global_batch_and_fit_the_mesh_are_used(text, machines, sizes):
+    found = membership.usable_sizes(config(text, machines))
+    assert [size for size, problem in found.items() if problem is None] == sizes
+    assert [membership.best_size(found, here) for here in (0, 1, machines)] == [0, 1 if 1 in sizes else 0, machines]
+
+
+def test_the_worlds_that_are_not_used_are_said_with_the_reason():
+    assert membership.summary(config("  gradient_accumulation_steps: 1\n", 3)) == (
+        "elastic: worlds of 1 or 3 machines (not 2: 1 x 3 micro-batches a step cannot be divided among 2 machines)"
+    )
+    text = "  mesh:\n    shard_size: 4\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
+    assert "not 1: " in membership.summary(config(text, 4)) and "shard_size" in membership.summary(config(text, 4))
+
+
+@pytest.mark.parametrize(
+    ("machines", "least", "words"),
+    [
+        (1, 1, r"min_machines: is for several machines \(got num_machines 1\)"),
+        (2, 3, r"min_machines: is more than num_machines \(got 3 of 2\)"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(machines, least, words):
+    with pytest.raises(ConfigError, match=words):
+        config(machines=machines, least=least)
+
+
+def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monkeypatch):
+    spec = launch_spec(config("  gradient_accumulation_steps: 3\n"), "train.py")
+    members = (Member(0, 0, "a"), Member(7, 3, "b"))
+    generation = Generation(2, members, (Member(4, 2, "c"),), "auto", "machine 1 (d): lost")
+    assert membership.generation_from(generation.as_json()) == generation
+    own = membership.spec_for(spec, generation, 1)
+    assert (own.world_size, own.num_machines, own.machine_rank, own.first_rank) == (4, 2, 1, 2)
+    assert own.config.shardkit.checkpoint.resume == "auto"
+    assert own.environment["SHARDKIT_FULL_WORLD_SIZE"] == "8"
+    assert own.environment["SHARDKIT_NUM_PROCESSES"] == "4"
+    assert own.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "6"  # for scripts on Accelerate
+    assert membership.announcement(spec, generation, membership.usable_sizes(spec.config)).splitlines() == [
+        "launch: machine 1 (d): lost",
+        "launch: world 2: 2 of 4 machines, 4 ranks: machine 0 (a), machine 3 (b)",
+        "launch: the global batch stays that of 4 machines: 2 times the micro-batches a step",
+        "launch: machine 2 (c): a spare; worlds that keep the global batch have 1, 2, 3 or 4 machines",
+    ]
+
+
+@pytest.mark.parametrize(("full", "steps", "kept"), [(None, 2, 2), ("1", 2, 2), ("4", 1, 4), ("4", 3, 12)])
+def test_micro_batches_make_up_for_missing_ranks(monkeypatch, full, steps, kept):
+    if full:
+        monkeypatch.setenv("SHARDKIT_FULL_WORLD_SIZE", full)
+    assert settings.kept_accumulation(steps) == kept
+    found = settings.with_kept_batch(settings.settings({}, gradient_accumulation_steps=steps))
+    assert found.config.shardkit.gradient_accumulation_steps == kept
+    split = settings.with_kept_batch(settings.settings({}, gradient_accumulation_steps=steps, split_batches=True))
+    assert split.config.shardkit.gradient_accumulation_steps == steps  # fewer ranks share each batch
+
+
+def test_a_number_of_micro_batches_that_does_not_fit_is_refused(monkeypatch):
+    for name, value in {"SHARDKIT_FULL_WORLD_SIZE": "3", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"1 micro-batches on 3 ranks are not a whole number on 2 \(got 1.50\)"):
+        settings.kept_accumulation(1)
+
+
+# runs
+
+
+@pytest.mark.slow
+def test_a_machine_leaves_and_the_other_goes_on_with_the_losses_of_one_process(tmp_path):
+    with ElasticRun(tmp_path, steps=12) as run:
+        run.start("first", "--machine-rank", "0")
+        second = run.start("second", "--machine-rank", "1")
+        run.wait_for_steps(1)
+        second.process.send_signal(signal.SIGTERM)
+        assert (run.end("second"), run.end("first")) == (75, 0), run.text()
+        lines, first = run.lines(), run.machines["first"].text()
+    assert f"launch: machine 1 ({HOST}): stopped by a signal; going on from step" in first
+    assert "launch: world 1: 1 of 2 machines, 1 rank:" in first
+    assert "the global batch stays that of 2 machines: 2 times the micro-batches a step" in first
+    assert "4 x 1 rank x 4 micro-batches = 16 samples a step" in first
+    check_losses(lines, 12)
+    assert len(lines) == 12  # it was saved: no step was trained twice
+    assert {world for *_, world in lines} == {1, 2}
+    assert "Traceback" not in run.text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_a_run_goes_from_two_machines_to_one_and_back_with_the_losses_of_one_process(tmp_path):
+    with ElasticRun(tmp_path, steps=24) as run:
+        run.start("first", "--machine-rank", "0")
+        second = run.start("second", "--machine-rank", "1")
+        run.wait_for_steps(3)
+        second.process.send_signal(signal.SIGTERM)
+        assert run.end("second") == 75, run.text()
+        run.wait_for_steps(1, world=1)
+        run.hold()
+        run.start("third")
+        run.wait_for("first", rf"launch: machine 1 \({HOST}\) came; telling the ranks to save and make way")
+        run.go_on()
+        assert (run.end("first"), run.end("third")) == (0, 0), run.text()
+        lines = run.lines()
+    for name in ("first", "third"):
+        assert "launch: world 2: 2 of 2 machines, 2 ranks" in run.machines[name].text()
+    check_losses(lines, 24)
+    assert len(lines) == 24
+    assert [world for world, _ in groupby(world for *_, world in lines)] == [2, 1, 2]
+    assert "Traceback" not in run.text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_machines_that_are_killed_in_a_step_and_in_a_save_are_named_and_replaced(tmp_path):
+    with ElasticRun(tmp_path, steps=24) as run:
+        run.start("first", "--machine-rank", "0", lost_timeout_s=15)
+        run.start("second", "--machine-rank", "1", lost_timeout_s=15)
+        run.wait_for_steps(3)
+        run.kill("second")
+        run.start("third", "--machine-rank", "1", lost_timeout_s=15)  # before the other one counts as lost
+        run.wait_for("first", "world 1: 2 of 2 machines|world 2: 2 of 2 machines")
+        before = run.lines()[-1][0]
+        run.wait_for_steps(before + 1, world=2)
+        run.wait_for_save()
+        run.kill("third")
+        run.wait_for(
+            "first", rf"launch: machine 1 \({HOST}\): lost; going on from step \d+\n(.*\n)?.*: 1 of 2 machines"
+        )
+        run.start("fourth", lost_timeout_s=15)
+        assert (run.end("first"), run.end("fourth")) == (0, 0), run.text()
+        lines, first = run.lines(), run.machines["first"].text()
+    assert first.count(f"launch: machine 1 ({HOST}): lost; going on from step") == 2
+    check_losses(lines, 24)
+    assert "Traceback" not in first
+    assert not list((run.folder / "checkpoints").glob("*.tmp*"))
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
+    with ElasticRun(tmp_path, steps=6, machines="1:3", most=3) as run:
+        run.start("first", "--machine-rank", "0", join_timeout_s=30, lost_timeout_s=10)
+        run.start("second", "--machine-rank", "1", join_timeout_s=30, lost_timeout_s=10)
+        run.wait_for("first", r"waiting for more machines, 2 of 3 are here; starting with them after 30 s")
+        run.kill("second")
+        assert run.end("first") == 0, run.text()
+        assert "launch: world 0: 1 of 3 machines, 1 rank:" in run.machines["first"].text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_who_starts_otherwise_or_with_a_number_in_use_is_refused_and_the_run_goes_on(tmp_path):
+    with ElasticRun(tmp_path, steps=18) as run:
+        run.start("first", "--machine-rank", "0")
+        run.start("second", "--machine-rank", "1")
+        run.wait_for_steps(1)
+        run.hold()
+        run.start("another", "--mixed-precision", "bf16")
+        run.start("again", "--machine-rank", "1")
+        assert run.end("another") == 2, run.text()
+        assert "launch: mixed_precision: no on machine 0, bf16 on machine" in run.machines["another"].text()
+        assert "the run goes on without this one" in run.machines["another"].text()
+        assert run.end("again") == 2, run.text()
+        assert f"launch: machine_rank 1 is taken by {HOST} (pid " in run.machines["again"].text()
+        run.go_on()
+        assert (run.end("first"), run.end("second")) == (0, 0), run.text()
+        check_losses(run.lines(), 18)
+    assert {world for *_, world in run.lines()} == {2}
+    assert "world 1" not in run.machines["first"].text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_a_spare_waits_and_replaces_a_machine_that_leaves_by_ctrl_c(tmp_path):
+    with ElasticRun(tmp_path, steps=18) as run:
+        run.start("first", "--machine-rank", "0")
+        second = run.start("second", "--machine-rank", "1")
+        run.wait_for_steps(1)
+        run.hold()
+        run.start("spare")
+        run.wait_for("spare", "launch: 2 machines train|all 2 are there; this one replaces the first that is lost")
+        second.process.send_signal(signal.SIGINT)
+        run.go_on()
+        assert run.end("second") == 75, run.text()
+        assert (run.end("first"), run.end("spare")) == (0, 0), run.text()
+        check_losses(run.lines(), 18)
+    assert re.search("world [12]: 2 of 2 machines", run.machines["spare"].text())
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_the_loss_of_machine_0_ends_the_run_in_words(tmp_path):
+    with ElasticRun(tmp_path, steps=60) as run:
+        run.start("first", "--machine-rank", "0", lost_timeout_s=10)
+        run.start("second", "--machine-rank", "1", lost_timeout_s=10)
+        run.wait_for_steps(3)
+        run.kill("first")
+        assert run.end("second") == 4, run.text()
+        said = run.machines["second"].text()
+        assert f"launch: lost machine 0 ({HOST}): no sign of life" in said
+        assert "start again with --resume auto" in said and "Traceback" not in said
+        run.wait_until_gone("second")
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_too_few_machines_are_said_and_the_run_is_given_up(tmp_path):
+    with ElasticRun(tmp_path, steps=60, machines="2:2") as run:
+        run.start("first", "--machine-rank", "0", "--set", "shardkit.launch.meet_timeout_s=20")
+        run.wait_for("first", "launch: waiting for machines, 1 are here, a world needs 2, ")
+        assert run.end("first") == 4, run.text()
+        words = "launch: 1 of 2 machines that a world needs came within 20 s; start the same command there."
+        assert words in run.machines["first"].text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_a_signal_on_machine_0_saves_and_ends_the_run_on_all(tmp_path):
+    with ElasticRun(tmp_path, steps=60) as run:
+        first = run.start("first", "--machine-rank", "0")
+        run.start("second", "--machine-rank", "1")
+        run.wait_for_steps(3)
+        first.process.send_signal(signal.SIGTERM)
+        assert (run.end("first"), run.end("second")) == (75, 75), run.text()
+        assert "--resume auto continues from it" in run.machines["second"].text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
+def test_a_machine_that_is_cut_off_ends_its_ranks_and_the_others_go_on(tmp_path):
+    with two_machines() as network:
+        words = ["-n", "2", "--num-machines", "1:2", "--main", f"{ADDRESSES[0]}:29500"]
+        words += ["--set", "shardkit.launch.lost_timeout_s=15", script("elastic"), str(tmp_path / "run"), "18", "0.2"]
+        both = [
+            Running(
+                folder(tmp_path, machine),
+                words=network.command(machine, *command("--machine-rank", str(machine), *words)),
+            )
+            for machine in (0, 1)
+        ]
+        run = ElasticRun(tmp_path, steps=18)
+        run.machines |= {"first": both[0], "second": both[1]}
+        with run:
+            run.wait_for_steps(3, world=2)
+            network.cut()
+            assert run.end("second") == 4, run.text()
+            assert f"launch: lost machine 0 ({HOST})" in run.machines["second"].text()
+            assert run.end("first") == 0, run.text()
+            run.wait_until_gone("second")
+            check_losses(run.lines(), 18)
