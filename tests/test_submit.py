@@ -277,6 +277,10 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
             "ray uploads the folder, and the job must be a file in it; add --output",
         ),
         (["--to", "ray", "--option", "min-workers=99", "train.py"], "--option min-workers: not a number from 1 to 16"),
+        (
+            ["--to", "slurm", "--set", "shardkit.launch.min_machines=1", "train.py"],
+            "shardkit.launch.min_machines: the engines' jobs have a fixed number of machines",
+        ),
     ],
 )
 def test_what_an_engine_cannot_take_is_refused_in_words(capsys, words, says):
