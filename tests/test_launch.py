@@ -292,7 +292,8 @@ def test_ranks_are_started_again_and_resume(tmp_path):
     assert "restart 1 of 5, no checkpoint yet" in done.stderr
     assert "restart 2 of 5, from step 40" in done.stderr
     assert "restart 4 of 5" in done.stderr
-    assert "resume: auto" in (logs(tmp_path) / "config.yaml").read_text()
+    resumed = [(tmp_path / f"try-{number}").read_text() for number in range(5)]
+    assert resumed == ["never", "never", "auto", "auto", "auto"]  # what lay there before this launch is not its own
 
 
 @pytest.mark.fault_row(38)

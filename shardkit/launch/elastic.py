@@ -152,7 +152,7 @@ def attempted(
 ) -> tuple[LaunchAttempt, ShardkitError | None]:
     """What came of starting the ranks once, and the error where it went wrong. Raises MachineError."""
     with folders.temporary() as folder:
-        env.update(run_variables(spec, log_dir, folder, restart, has_checkpoint))
+        env.update(run_variables(spec, log_dir, folder, has_checkpoint))
         output = Output(
             folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
         )
@@ -164,10 +164,11 @@ def attempted(
         return attempt, error_of(attempt, spec, output) if attempt.has_failed else None
 
 
-def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, restart: int, has_checkpoint: bool) -> dict[str, str]:
-    """The variables of the ranks, with those that are known only now; writes the resolved configuration."""
+def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, has_checkpoint: bool) -> dict[str, str]:
+    """The variables of the ranks, with those that are known only now; writes the resolved configuration. Ranks resume
+    from the newest checkpoint if this launch has saved one, else as configured."""
     config = spec.config
-    if restart and (config.shardkit.checkpoint.resume == "never" or has_checkpoint):
+    if has_checkpoint:  # else a checkpoint in the project's folder is that of an earlier run
         config = files.overlaid(config, {"shardkit.checkpoint.resume": "auto"})
     path = log_dir / ("config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml")
     with folders.writable(log_dir):

@@ -140,10 +140,8 @@ class Leader:
         return generation
 
     def _resume(self) -> str:
-        """The first world resumes as configured; later ones from the newest checkpoint, where there is one."""
-        configured = self._spec.config.shardkit.checkpoint.resume
-        has_newer = self._number and (configured == "never" or self._restarts.newest_step >= 0)
-        return "auto" if has_newer else configured
+        """From the newest checkpoint if this run has saved one, else as configured."""
+        return "auto" if self._restarts.newest_step >= 0 else self._spec.config.shardkit.checkpoint.resume
 
     def _gathered(self) -> list[Member]:
         """Who is here, once they are enough for a world; at the start of the run, once all are, or had time to come."""
