@@ -1,9 +1,9 @@
-"""One launch from the log folder to the last word, with torch elastic's variables for the ranks.
+"""One launch, from the log folder to its result, with torch elastic's variables for the ranks.
 
-run(spec)             machines, ranks, restarts; raises what the run ended with
-around(spec)          log folder, torch and the last word, also of a run whose machines come and go (generations.py)
-attempted(spec, ..)   the ranks, once, with their output and what came of it
-together(report, ..)  what all machines know of it
+run(spec)             machines, ranks, restarts; raises the error that the run ended with
+around(spec)          log folder, start method and closing line, also for elastic runs (generations.py)
+attempted(spec, ..)   runs the ranks once, with their output; returns the result
+together(report, ..)  the result from the reports of all machines
 """
 
 import contextlib
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # they load torch
 
 @dataclass(frozen=True)
 class LaunchAttempt:
-    """What came of starting the ranks once, on all machines."""
+    """The result of running the ranks once, on all machines."""
 
     outcomes: tuple[RankOutcome, ...]
     started_s: float
@@ -72,7 +72,7 @@ class LostMachines(MachineError):
 
 
 def run(spec: LaunchSpec) -> Path:
-    """The run's folder, after the launch came to a good end.
+    """Returns the run's folder after the launch has succeeded.
 
     Raises RankFailure, HangError, Preempted, MachineError, or KeyboardInterrupt.
     """
@@ -101,8 +101,8 @@ def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
 
 @contextlib.contextmanager
 def native_words_in(path: Path, spec: LaunchSpec) -> Iterator[None]:
-    """With several machines: what torch's C++ says in this process goes into a file. Of a network it says a page, where
-    one line of ours names the machine."""
+    """With several machines: redirects what torch's C++ code prints in this process to a file. For a network fault it
+    prints a page, where one line of shardkit's names the machine."""
     if spec.num_machines == 1:
         yield
         return
@@ -124,7 +124,7 @@ def native_words_in(path: Path, spec: LaunchSpec) -> Iterator[None]:
 
 
 def greeting(spec: LaunchSpec) -> dict[str, Any]:
-    """What the machines of a run compare before anything starts."""
+    """What the machines of a run compare before the ranks start."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -139,7 +139,7 @@ def greeting(spec: LaunchSpec) -> dict[str, Any]:
 def run_attempt(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restarts: Restarts
 ) -> ShardkitError | None:
-    """None after success; the error where the ranks may be started again; raises it where they may not."""
+    """Runs the ranks once. Returns None after success and the error if the ranks may be restarted; else raises it."""
     attempt, error = attempted(spec, start, machines, log_dir, restarts.number, restarts.newest_step >= 0)
     restarts.saw_checkpoint(attempt.committed_step)
     if error is not None and not restarts.allows(error):
@@ -150,7 +150,7 @@ def run_attempt(
 def attempted(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restart: int, has_checkpoint: bool
 ) -> tuple[LaunchAttempt, ShardkitError | None]:
-    """What came of starting the ranks once, and the error where it went wrong. Raises MachineError."""
+    """Runs the ranks once; returns the result, and the error if they failed. Raises MachineError."""
     with folders.temporary() as folder:
         env.update(run_variables(spec, log_dir, folder, has_checkpoint))
         output = Output(
@@ -224,7 +224,7 @@ def run_once(
 def report_of(
     watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError], started_s: float, logs: str
 ) -> dict[str, Any]:
-    """What this machine tells the others of its ranks. Times are seconds since the start, which all share."""
+    """This machine's report on its ranks. Times are seconds since the common start."""
     return {
         "outcomes": [asdict(shifted(outcome, -started_s)) for outcome in outcomes_of(watch, ended, errors)],
         "committed_step": newest_step(watch),
@@ -246,7 +246,7 @@ def newest_step(watch: Monitor) -> int:
 
 
 def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> LaunchAttempt:
-    """The attempt, from what each machine says of it."""
+    """The attempt, from the reports of all machines."""
     outcomes: list[RankOutcome] = []
     logs: dict[int, str] = {}
     for machine, report in sorted(reports.items()):
@@ -269,7 +269,7 @@ def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s:
 
 
 def shifted(outcome: RankOutcome, seconds: float) -> RankOutcome:
-    """The outcome with its times counted from another moment."""
+    """The outcome with its times shifted by `seconds`."""
     error = outcome.error and replace(outcome.error, time_s=outcome.error.time_s + seconds)
     return replace(outcome, error=error, ended_s=None if outcome.ended_s is None else outcome.ended_s + seconds)
 
@@ -281,9 +281,9 @@ def _later(row: HangRow, seconds: float) -> HangRow:
 
 @contextlib.contextmanager
 def signals_to(watch: Monitor) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and Ctrl-C go to the ranks; while there are none yet, they end the launch.
+    """Passes SIGTERM, SIGUSR1 and Ctrl-C to the ranks; before the ranks have started, these signals end the launch.
 
-    A terminal that is closed (SIGHUP) is a wish to end as SIGTERM is, unless it is ignored (nohup).
+    SIGHUP (a closed terminal) is passed on as SIGTERM, unless it is ignored (nohup).
     """
 
     def tell(number: int, frame: object) -> None:
@@ -319,7 +319,7 @@ def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> I
 
 
 def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError]) -> tuple[RankOutcome, ...]:
-    """What their parent, the watch and the ranks themselves know of each rank of this machine, put together."""
+    """The outcome of each rank of this machine, from its exit code, the monitor and its own error report."""
     outcomes = []
     for rank, code in sorted(ended.codes.items()):
         known = watch.ranks.get(rank)
@@ -340,7 +340,7 @@ def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.Ran
 
 
 def error_of(attempt: LaunchAttempt, spec: LaunchSpec, output: Output) -> ShardkitError:
-    """The error that a failed attempt ends with; shows the traceback of the rank that failed first, and no other."""
+    """The error of a failed attempt. Shows the traceback of the rank that failed first only."""
     if attempt.hang:
         logs = attempt.logs[min(attempt.hang, key=lambda row: row.order).rank]
         text = hangs.render(attempt.hang, spec.launch.hang_timeout_s, logs)
@@ -358,7 +358,7 @@ def error_of(attempt: LaunchAttempt, spec: LaunchSpec, output: Output) -> Shardk
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own, to stderr."""
+    """Prints a line of the launcher to stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

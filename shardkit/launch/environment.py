@@ -12,7 +12,7 @@ from shardkit.launch import names
 def rank_variables(
     config: Config, device: str, ranks_here: int, cores: int, measure: bool, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """What is set for the ranks on top of the `inherited` variables."""
+    """The variables set for the ranks, in addition to the `inherited` ones."""
     variables = {
         names.NUM_PROCESSES: str(ranks_here * config.num_machines),
         names.STOP_TIMEOUT_S: f"{config.shardkit.launch.stop_timeout_s:g}",
@@ -33,12 +33,12 @@ def rank_variables(
 
 
 def tpu_variables(config: Config) -> dict[str, str]:
-    """What `tpu_env` says, NAME=value each."""
+    """The variables in `tpu_env`, each NAME=value."""
     return dict(line.split("=", 1) for line in config.tpu_env if "=" in line)
 
 
 def threads_of(config: Config, ranks_here: int, cores: int, inherited: Mapping[str, str]) -> int:
-    """OMP_NUM_THREADS: as configured, else as the user's shell has it, else this machine's cores shared out."""
+    """OMP_NUM_THREADS: as configured, else as in the user's shell, else this machine's cores divided by its ranks."""
     chosen = config.shardkit.launch.threads_per_rank
     if chosen:
         return chosen
@@ -100,7 +100,7 @@ def fsdp_variables(fsdp: FsdpConfig) -> dict[str, str]:
 
 
 def mesh_variables(config: Config) -> dict[str, str]:
-    """The hybrid strategies in Accelerate's words: a mesh of copies and shards (its FSDP version 2 only)."""
+    """The hybrid strategies in Accelerate's terms: a mesh of replicas and shards (its FSDP version 2 only)."""
     if not config.fsdp.sharding_strategy.is_hybrid or config.fsdp.version == 1:
         return {}
     sizes = mesh_sizes(config, config.num_processes, config.processes_per_machine)
@@ -114,7 +114,7 @@ def mesh_variables(config: Config) -> dict[str, str]:
 
 
 def cpu_note(config: Config, device: str, source: str) -> str | None:
-    """What a script on Accelerate or the Trainer must know on the CPU; None where there is nothing to say."""
+    """A note for scripts on Accelerate or the Trainer that run on the CPU; None if there is none."""
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
     is_theirs = "shardkit" not in imported and bool(imported & {"accelerate", "transformers"})
     if not is_theirs or device != "cpu" or config.mode != "fsdp":

@@ -1,4 +1,4 @@
-"""What the launch flags say, as settings: the keys of the YAML with their values as text."""
+"""Launch flags as settings: keys of the YAML with their values as text."""
 
 import json
 import re
@@ -12,10 +12,10 @@ STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op
 
 
 def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[str]:
-    """A launch command line with `accelerate launch`'s flags in ours, up to the script, which begins the script's own.
+    """A launch command line with `accelerate launch`'s flags translated to shardkit's, up to the script.
 
-    `--` ends our flags after `-m module`, so that no option of the module is taken for one of ours. `with_value`: our
-    flags that take a value.
+    `--` ends our flags after `-m module`, so that options of the module are not read as shardkit's. `with_value`: the
+    flags of shardkit that take a value.
     """
     ours: list[str] = []
     rest = list(arguments)
@@ -39,8 +39,8 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
 
 
 def read_all(*given: tuple[Callable[[Any], dict[str, str]], Any]) -> tuple[dict[str, str], list[str]]:
-    """The settings that these functions read from these flags (an empty one is not given), the later the higher its
-    precedence; and what is wrong with any of the flags."""
+    """The settings in these flags, each read by its function (later ones take precedence; an empty flag is not given),
+    and the problems of all flags."""
     settings: dict[str, str] = {}
     problems: list[str] = []
     for read, argument in given:

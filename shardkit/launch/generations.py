@@ -1,11 +1,12 @@
-"""An elastic run: machines come and go, and each change makes a new world that goes on from the newest checkpoint.
+"""An elastic run: machines join and leave. Each change starts a new generation, a world of ranks that continues from
+the newest checkpoint.
 
-    run(spec)     this machine's part, from arrival to the last word
-    lead(..)      machine 0: who trains together, one generation after another, until the run is done or given up
-    follow(..)    another machine: hears who trains, and takes part where it is named
+    run(spec)     this machine's part of the run
+    Leader.lead   machine 0: decides who trains, generation by generation, until the run is done or given up
+    follow(..)    another machine: reads the decisions and trains in the generations that include it
 
-Machine 0 alone decides, and its ranks commit the checkpoints: a machine that is cut off from it ends its ranks. What
-ranks of one generation do is `elastic.attempted`, as in any launch.
+Only machine 0 decides, and only its ranks commit checkpoints: a machine that is cut off from it ends its ranks. The
+ranks of a generation are run by `elastic.attempted`, as in any launch.
 """
 
 import contextlib
@@ -29,19 +30,19 @@ if TYPE_CHECKING:  # they load torch
     from torch.distributed import TCPStore
 
     from shardkit.launch.meeting import Meeting
-    from shardkit.launch.rosters import Guest, Keeper, Word
+    from shardkit.launch.rosters import Decision, RosterClient, RosterServer
 
 POLL_S = 0.1
 SETTLE_S = 3.0
-"""How long machines that come one after another are waited for before the ranks make way for them."""
+"""After a machine joins, wait this long for further ones before the ranks are stopped for a larger world."""
 ASKED_CODE = 128 + signal.SIGUSR1
-"""What a script without an Accelerator ends with where its ranks were told to make way."""
+"""Exit code of a script without an Accelerator whose ranks were stopped for another generation."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a generation: the error where it did not end well, the signal with which somebody ended it by the
-    place of the machine, the newest checkpoint, and whether ranks were killed as too slow to leave."""
+    """How a generation ended: its error if any, the signals that users sent by the place of the machine, the newest
+    checkpoint, and whether ranks were killed because they took too long to stop."""
 
     error: ShardkitError | None
     stops: dict[int, int]
@@ -50,16 +51,15 @@ class Ended:
 
 
 def run(spec: LaunchSpec) -> Path:
-    """The run's folder on this machine, after the run came to a good end.
+    """Returns the run's folder on this machine after the run has succeeded.
 
-    Raises what `elastic.run` raises, on all machines that are there; ConfigError or MachineError where this one is
-    refused.
+    Raises what `elastic.run` raises, on all machines; ConfigError or MachineError if this machine is refused.
     """
     with elastic.around(spec) as (start, log_dir), signals_that_end_it():
-        from shardkit.launch.rosters import Keeper
+        from shardkit.launch.rosters import RosterServer
 
-        with arrived(spec) as roster:
-            if isinstance(roster, Keeper):
+        with joined(spec) as roster:
+            if isinstance(roster, RosterServer):
                 Leader(spec, roster, start, log_dir).lead()
             else:
                 follow(spec, roster, start, log_dir)
@@ -67,24 +67,26 @@ def run(spec: LaunchSpec) -> Path:
 
 
 @contextlib.contextmanager
-def arrived(spec: LaunchSpec) -> "Iterator[Keeper | Guest]":
-    """Machine 0's side of the meeting, or another machine's. Raises MachineError where machine 0 is not reached."""
+def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
+    """This machine's side of the roster. Raises MachineError if machine 0 cannot be reached."""
     from shardkit.launch import stores
-    from shardkit.launch.rosters import Guest, Keeper
+    from shardkit.launch.rosters import RosterClient, RosterServer
 
     host, port, lost_s = spec.rendezvous.host, spec.rendezvous.port, spec.launch.lost_timeout_s
     greeting = elastic.greeting(spec)
     del greeting["config"]["shardkit.checkpoint.resume"]  # a machine that comes later is often started with auto
     with connectivity.open_to_others(host) as place:
         store = hosted_here(spec)
-        roster: Keeper | Guest
+        roster: RosterServer | RosterClient
         if store is not None:
-            roster = Keeper(store, greeting, spec.num_machines, lost_s)
+            roster = RosterServer(store, greeting, spec.num_machines, lost_s)
         else:
             who = f"machine {spec.machine_rank}" if spec.has_number else "this machine"
             advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
             store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
-            roster = Guest(store, {**greeting, "place": place}, spec.machine_rank if spec.has_number else None, lost_s)
+            roster = RosterClient(
+                store, {**greeting, "place": place}, spec.machine_rank if spec.has_number else None, lost_s
+            )
         try:
             yield roster
         finally:
@@ -92,8 +94,8 @@ def arrived(spec: LaunchSpec) -> "Iterator[Keeper | Guest]":
 
 
 def hosted_here(spec: LaunchSpec) -> "TCPStore | None":
-    """The store of machine 0, where this is machine 0; else None. Without a number the machine at --main's address is,
-    unless another launch there has the port."""
+    """Machine 0's store if this is machine 0, else None. Without --machine-rank the machine with --main's address is
+    machine 0, unless another launch there uses the port already."""
     from shardkit.launch import stores
 
     host, port = spec.rendezvous.host, spec.rendezvous.port
@@ -110,32 +112,32 @@ def hosted_here(spec: LaunchSpec) -> "TCPStore | None":
 
 
 class Leader:
-    """Machine 0's decisions over the life of the run."""
+    """Machine 0's decisions during the run."""
 
-    def __init__(self, spec: LaunchSpec, keeper: "Keeper", start: Start, log_dir: Path) -> None:
-        self._spec, self._keeper, self._start, self._log_dir = spec, keeper, start, log_dir
+    def __init__(self, spec: LaunchSpec, roster: "RosterServer", start: Start, log_dir: Path) -> None:
+        self._spec, self._roster, self._start, self._log_dir = spec, roster, start, log_dir
         self._sizes = membership.usable_sizes(spec.config)
         self._restarts = Restarts(spec.launch.max_restarts)
         self._number = 0
         self._why = ""
 
     def lead(self) -> None:
-        """Until the run is done; tells the others its end, good or bad."""
+        """Run generations until the run ends; publishes its end in any case."""
         try:
             while self._goes_on(self._generation()):
                 self._number += 1
         except BaseException as error:
             code = error.exit_code if isinstance(error, ShardkitError) else 130
-            self._keeper.say({"over": str(error) or "Ctrl-C", "code": code})
+            self._roster.publish({"over": str(error) or "Ctrl-C", "code": code})
             raise
-        self._keeper.say({"over": "", "code": 0})
+        self._roster.publish({"over": "", "code": 0})
 
     def _generation(self) -> Generation:
-        """The next world, of the machines that are here or come in time. Raises MachineError where too few do."""
+        """Publish the next generation. Raises MachineError if too few machines join in time."""
         members = self._gathered()
         size = membership.best_size(self._sizes, len(members))
         generation = Generation(self._number, tuple(members[:size]), tuple(members[size:]), self._resume(), self._why)
-        self._keeper.say(generation.as_json())
+        self._roster.publish(generation.as_json())
         say(membership.announcement(self._spec, generation, self._sizes))
         return generation
 
@@ -144,13 +146,14 @@ class Leader:
         return "auto" if self._restarts.newest_step >= 0 else self._spec.config.shardkit.checkpoint.resume
 
     def _gathered(self) -> list[Member]:
-        """Who is here, once they are enough for a world; at the start of the run, once all are, or had time to come."""
+        """The machines for the next generation, once they are enough. The first one also waits for all machines, for
+        `join_timeout_s`."""
         from shardkit.launch.stores import Announcement
 
         limits, announcement = self._spec.launch, Announcement(say)
         began_s, enough_s = time.monotonic(), None
         while True:
-            members, now = self._keeper.members(), time.monotonic()
+            members, now = self._roster.members(), time.monotonic()
             if membership.best_size(self._sizes, len(members)):
                 enough_s = enough_s or now
                 wait_s = 0.0 if self._number else limits.join_timeout_s
@@ -172,9 +175,11 @@ class Leader:
             time.sleep(POLL_S)
 
     def _goes_on(self, generation: Generation) -> bool:
-        """Trains one generation; whether another one follows. Raises what the run ends with."""
-        comers = Comers(self._keeper, self._sizes, generation, self._restarts.in_vain < WITHOUT_CHECKPOINT)
-        ended = trained(self._spec, generation, 0, self._keeper, self._start, self._log_dir, comers.want_a_world)
+        """Run one generation; returns whether another one follows. Raises the error that ends the run."""
+        newcomers = Newcomers(self._roster, self._sizes, generation, self._restarts.in_vain < WITHOUT_CHECKPOINT)
+        ended = run_generation(
+            self._spec, generation, 0, self._roster, self._start, self._log_dir, newcomers.want_a_world
+        )
         error = ended.error
         self._restarts.saw_checkpoint(ended.committed_step)
         if error is None:
@@ -185,8 +190,8 @@ class Leader:
             self._without([generation.members[place] for place in error.machines], "lost", error)
         elif ended.stops:
             self._without([generation.members[place] for place in ended.stops], "stopped by a signal", error)
-        elif comers.why and makes_way(ended):
-            self._change(comers.why, error)
+        elif newcomers.why and makes_way(ended):
+            self._change(newcomers.why, error)
         elif self._restarts.allows(error):
             self._restarts.count(error)
             self._why = self._restarts.announcement()
@@ -195,8 +200,8 @@ class Leader:
         return True
 
     def _without(self, gone: list[Member], how: str, error: ShardkitError) -> None:
-        """Another world follows, without these machines."""
-        self._keeper.drop(
+        """Prepare a generation without these machines."""
+        self._roster.drop(
             [member.arrival for member in gone],
             "launch: this machine was left out and its ranks were ended: machine 0 had no sign of life from it for "
             f"{self._spec.launch.lost_timeout_s:g} s; start it again to join.",
@@ -204,7 +209,7 @@ class Leader:
         self._change(f"{' and '.join(map(str, gone))}: {how}", error)
 
     def _change(self, why: str, error: ShardkitError) -> None:
-        """Another world follows. Raises RankFailure where none has got anywhere for long."""
+        """Prepare another generation. Raises RankFailure after too many without a new checkpoint."""
         if self._restarts.in_vain >= WITHOUT_CHECKPOINT:
             raise RankFailure(
                 f"launch: {why}; given up after {self._restarts.in_vain + 1} worlds in a row without a new checkpoint; "
@@ -216,21 +221,21 @@ class Leader:
         self._why = f"{why}; {f'going on from step {newest}' if newest >= 0 else 'no checkpoint yet'}"
 
 
-class Comers:
-    """The machines that come while a generation trains, as machine 0 sees them: whether its ranks are to make way."""
+class Newcomers:
+    """Machines that join while a generation trains; decides whether its ranks stop for a larger world."""
 
     def __init__(
-        self, keeper: "Keeper", sizes: dict[int, str | None], generation: Generation, may_interrupt: bool
+        self, roster: "RosterServer", sizes: dict[int, str | None], generation: Generation, may_interrupt: bool
     ) -> None:
-        self._keeper, self._sizes, self._generation, self._may_interrupt = keeper, sizes, generation, may_interrupt
+        self._roster, self._sizes, self._generation, self._may_interrupt = roster, sizes, generation, may_interrupt
         self._known = {member.arrival for member in (*generation.members, *generation.spares)}
         self._last_s = time.monotonic()
         self.why = ""
-        """Why the ranks were told to make way; "" where they were not."""
+        """Why the ranks were stopped for another generation; "" if they were not."""
 
     def want_a_world(self) -> bool:
-        """Whether the ranks are to be told now: a larger world is possible, and nobody has come for a few seconds."""
-        members, now = self._keeper.members(), time.monotonic()
+        """Whether to stop the ranks now: a larger world is possible, and no further machine has joined for a while."""
+        members, now = self._roster.members(), time.monotonic()
         for member in members:
             if member.arrival not in self._known:
                 self._known.add(member.arrival)
@@ -246,28 +251,28 @@ class Comers:
 
 
 def makes_way(ended: Ended) -> bool:
-    """Whether the ranks ended because they were told to make way: saved, or ended by the signal, or too slow for it."""
+    """Whether the ranks ended because they were stopped for another generation: they saved, or were ended or killed."""
     error = ended.error
     return isinstance(error, Preempted) or ended.was_killed or (error is not None and error.exit_code == ASKED_CODE)
 
 
-def follow(spec: LaunchSpec, guest: "Guest", start: Start, log_dir: Path) -> None:
-    """The part of a machine other than 0: trains in the generations that name it, until the run is over."""
+def follow(spec: LaunchSpec, roster: "RosterClient", start: Start, log_dir: Path) -> None:
+    """The part of a machine other than 0: trains in the generations that include it, until the run ends."""
     sizes = membership.usable_sizes(spec.config)
     error: ShardkitError | None = None
     training = 0
     for index in itertools.count():
-        word = heard(guest, index, training)
-        if "over" in word:
-            end(word, error)
+        decision = next_decision(roster, index, training)
+        if "over" in decision:
+            end(decision, error)
             return
-        generation = membership.generation_from(word)
-        place = generation.index_of(guest.arrival)
+        generation = membership.generation_from(decision)
+        place = generation.index_of(roster.arrival)
         if place is None:
             training = len(generation.members)
             continue
         say(membership.announcement(spec, generation, sizes))
-        ended = trained(spec, generation, place, guest, start, log_dir)
+        ended = run_generation(spec, generation, place, roster, start, log_dir)
         error, training = ended.error, 0
         if error is None:
             return
@@ -275,15 +280,15 @@ def follow(spec: LaunchSpec, guest: "Guest", start: Start, log_dir: Path) -> Non
             raise error
 
 
-def heard(guest: "Guest", index: int, training: int) -> "Word":
-    """The run's next word, once it is said; says what is waited for. `training`: how many machines train meanwhile
-    without this one; such a wait may be as long as the run, and is said once."""
+def next_decision(roster: "RosterClient", index: int, training: int) -> "Decision":
+    """Waits for the next decision and logs what it waits for. `training`: how many machines train without this one
+    meanwhile; that wait may last as long as the run, so it is logged once."""
     from shardkit.launch.stores import Announcement
 
     announcement, note = Announcement(say), ""
-    while (word := guest.word(index)) is None:
-        now = guest.note
-        if guest.number is None:
+    while (decision := roster.decision(index)) is None:
+        now = roster.note
+        if roster.number is None:
             announcement.make(f"waiting to be admitted by machine 0{f' ({now})' if now else ''}")
         elif not training:
             announcement.make("waiting for machine 0 to start the ranks")
@@ -293,12 +298,12 @@ def heard(guest: "Guest", index: int, training: int) -> "Word":
             note = now
             say(f"launch: {now}")
         time.sleep(POLL_S)
-    return word
+    return decision
 
 
-def end(word: "Word", error: ShardkitError | None) -> None:
-    """Raises what the run ended with; nothing after a good end."""
-    text, code = word["over"], word["code"]
+def end(decision: "Decision", error: ShardkitError | None) -> None:
+    """Raises the error that the run ended with, if any."""
+    text, code = decision["over"], decision["code"]
     if not code:
         return
     if error is not None and error.exit_code == code:
@@ -306,18 +311,18 @@ def end(word: "Word", error: ShardkitError | None) -> None:
     raise RankFailure(f"launch: the run ended on machine 0: {text.removeprefix('launch: ')}", code)
 
 
-def trained(
+def run_generation(
     spec: LaunchSpec,
     generation: Generation,
     place: int,
-    roster: "Keeper | Guest",
+    roster: "RosterServer | RosterClient",
     start: Start,
     log_dir: Path,
     wants_new_world: Callable[[], bool] = lambda: False,
 ) -> Ended:
-    """What came of a generation, as this machine knows it. Raises MachineError where its ranks cannot be started."""
+    """Runs this machine's ranks of a generation. Raises MachineError if they cannot be started."""
     own = membership.spec_for(spec, generation, place)
-    with met(own, generation, place, roster, wants_new_world) as machines:
+    with generation_meeting(own, generation, place, roster, wants_new_world) as machines:
         try:
             attempt, error = elastic.attempted(own, start, machines, log_dir, generation.number, has_checkpoint=False)
         except LostMachines as lost:
@@ -327,10 +332,14 @@ def trained(
 
 
 @contextlib.contextmanager
-def met(
-    own: LaunchSpec, generation: Generation, place: int, roster: "Keeper | Guest", wants_new_world: Callable[[], bool]
+def generation_meeting(
+    own: LaunchSpec,
+    generation: Generation,
+    place: int,
+    roster: "RosterServer | RosterClient",
+    wants_new_world: Callable[[], bool],
 ) -> "Iterator[Meeting]":
-    """The meeting of a generation's machines, in a part of the store of its own."""
+    """The meeting of a generation's machines, under a key prefix of its own in the store."""
     from torch.distributed import PrefixStore
 
     from shardkit.launch.meeting import Meeting
@@ -362,7 +371,8 @@ def met(
 
 @contextlib.contextmanager
 def signals_that_end_it() -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and SIGHUP end this launch in words while it has no ranks. With ranks `elastic` takes them."""
+    """While this launch has no ranks, SIGTERM, SIGUSR1 and SIGHUP end it with an error. With ranks, `elastic` handles
+    them."""
 
     def end_it(number: int, frame: object) -> None:
         raise RankFailure(f"launch: {diagnosis.signal_name(number)} while no ranks ran here.", 128 + number)

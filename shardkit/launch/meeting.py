@@ -1,10 +1,10 @@
-"""How the machines of a run agree: a store on machine 0, and a thread on each machine that talks to it.
+"""How the machines of a run agree: a store on machine 0, and a thread on each machine that uses it.
 
-    machine 0   hosts the store for all attempts, collects what each machine says, and publishes it
-    the others  say, and read what was published
+    machine 0        hosts the store for all attempts, collects each machine's messages, and publishes them
+    other machines   send messages, and read what was published
 
-What is said is JSON, and is never executed; with $SHARDKIT_SECRET it is signed. The ranks meet in another store, a new
-one for each attempt. One machine alone has that one only, on its loopback address.
+Messages are JSON and never executed; with $SHARDKIT_SECRET they are signed. The ranks use another store, a new one for
+each attempt. A single machine has only that one, on its loopback address.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from shardkit.launch.stores import Announcement, Say
 
 @dataclass
 class Meeting:
-    """One machine's side. For a single machine there is no `line`: it agrees with itself.
+    """One machine's side. With a single machine `line` is None.
 
     `address` and `port`: where the ranks meet; `listens_on`: what machine 0 opens for them.
     """
@@ -45,7 +45,7 @@ class Meeting:
     _store: Store | None = None
 
     def begin(self, name: str) -> None:
-        """Wait until all machines begin an attempt, with a store of its own for the ranks: none sees older keys."""
+        """Wait until all machines begin an attempt. The ranks get a new store, without keys of an earlier one."""
         self._store = None  # a configured port is free again
         if self.machine == 0:
             self._store = stores.hosted(*self.listens_on)
@@ -55,7 +55,7 @@ class Meeting:
             self._reach_store(name)
 
     def _reach_store(self, name: str) -> None:
-        """Raises MachineError, on all machines, where one does not reach the store: its ranks would wait for ever."""
+        """Raises MachineError, on all machines, if one cannot reach the ranks' store: its ranks would wait forever."""
         address = addresses.resolve(self.address) or self.address
         problem = addresses.answers(address, self.port, connectivity.CONNECT_S) if self.machine else None
         problems = self.gather(f"{name}-store", problem)
@@ -70,9 +70,9 @@ class Meeting:
             raise MachineError("\n".join(texts))
 
     def gather(self, name: str, value: Any, waits: Callable[[float, list[int]], None] | None = None) -> dict[int, Any]:
-        """What every machine says under this name, by machine. `waits(seconds, missing)` is called meanwhile.
+        """Each machine's value under this name. `waits(seconds, missing)` is called while machines are missing.
 
-        Raises Lost where a machine is gone; ConfigError or MachineError with the words of a machine that refuses.
+        Raises Lost if a machine is lost; ConfigError or MachineError with the text of a machine that refuses.
         """
         if self.line is None:
             return {0: value}
@@ -85,12 +85,12 @@ class Meeting:
         return found
 
     def raise_alarm(self, name: str, alarm: Alarm) -> None:
-        """Let the other machines know that this attempt has failed."""
+        """Tell the other machines that this attempt has failed."""
         if self.line is not None:
             self.line.raise_alarm(name, alarm)
 
     def hears_alarm(self, name: str) -> Alarm | None:
-        """What some machine has raised first; None where there is nothing."""
+        """The first alarm of any machine, or None."""
         return self.line.hears_alarm(name) if self.line is not None else None
 
     def name_of(self, machine: int) -> str:
@@ -101,7 +101,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Meeting]:
-    """The meeting of all machines, from when they all are there. Raises MachineError or ConfigError in words."""
+    """The meeting, after all machines have joined. Raises MachineError or ConfigError."""
     if spec.num_machines == 1:
         yield Meeting(0, 1, addresses.LOOPBACK, (addresses.LOOPBACK, spec.rendezvous.port))
         return
@@ -125,7 +125,7 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
 
 
 def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
-    """Wait until all machines are there, and agree that they start the same."""
+    """Wait for all machines, and check that their versions and configurations are equal."""
     line = meeting.line
     assert line is not None
     announcement = Announcement(say)
@@ -146,8 +146,8 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
 
 
 def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:
-    """Raises MachineError, on all machines, where one does not reach another. Only a warning where somebody has chosen
-    over what the ranks meet: that is not what is tried here."""
+    """Raises MachineError, on all machines, if one cannot reach another. Only warns if the user chose the network
+    interface of the ranks, which is not tried here."""
     known = {machine: meeting.name_of(machine) for machine in meeting.places}
     chosen = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if env.get(name)]
     found = meeting.gather("reach", [connectivity.problem_here(meeting.machine, meeting.places, known), chosen])
@@ -162,7 +162,7 @@ def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:
 
 
 def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
-    """End the meeting where one of the machines that have come starts otherwise than machine 0."""
+    """End the meeting if a machine's versions or configuration differ from machine 0's."""
     known = sorted(found) if 0 in found else []
     problems = [text for machine in known for text in differences(found[0], found[machine], machine)]
     if problems:
@@ -170,7 +170,7 @@ def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], machine: int) -> list[str]:
-    """What a machine starts otherwise than machine 0, in words."""
+    """How a machine's versions and configuration differ from machine 0's, one text each."""
     texts = [
         f"launch: {what}: {first.get(what)} on machine 0 ({first['host']}), {other.get(what)} on machine {machine} "
         f"({other['host']})."

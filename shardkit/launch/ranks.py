@@ -1,4 +1,4 @@
-"""The ranks of this machine, from their start to their end: who they are, who failed, and what ends with them."""
+"""The ranks of this machine: starts them, waits for them, and ends them after a failure."""
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ TERM_S = 30.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How this machine's ranks have ended: exit codes by rank, negative for signals, and whom the launcher ended."""
+    """How this machine's ranks ended: exit codes by rank (negative for signals), and those that the launcher ended."""
 
     codes: dict[int, int]
     stopped: frozenset[int]
 
 
 def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart: int, watch: Monitor) -> Ended:
-    """Starts the ranks, and waits until all have ended well, one has failed, or another machine says that one has."""
+    """Starts the ranks, and waits until all have succeeded, or one has failed here or on another machine."""
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
     processes = start(own)
@@ -61,7 +61,7 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
 
 
 def name_of(restart: int) -> str:
-    """What machines call one start of the ranks among themselves."""
+    """The store's name for one start of the ranks."""
     return f"attempt-{restart}"
 
 
@@ -72,7 +72,7 @@ def over(processes: Sequence[RankProcess]) -> bool:
 
 
 def wait_for(processes: Sequence[RankProcess], timeout_s: float) -> None:
-    """Until all have ended, but no longer than this."""
+    """Wait until all have ended, or the time is over."""
     until = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(POLL_S)
@@ -96,7 +96,7 @@ def tell(processes: Sequence[RankProcess], number: int) -> None:
 
 
 def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int, local_rank: int) -> dict[str, str]:
-    """What a rank is told of its place, in torch elastic's words."""
+    """torch elastic's variables of a rank."""
     rank = spec.first_rank + local_rank
     return {
         **({} if env.get("GLOO_SOCKET_IFNAME") else addresses.gloo_variables(meeting.address)),

@@ -10,7 +10,7 @@ WITHOUT_CHECKPOINT = 3
 
 @dataclass
 class Restarts:
-    """The restarts of one run: how many there may be, what each was for, and whether they get anywhere."""
+    """The restarts of one run: how many are allowed, their causes, and whether checkpoints are made between them."""
 
     allowed: int
     number: int = 0
@@ -51,7 +51,7 @@ class Restarts:
 
 
 def is_worth_repeating(error: ShardkitError) -> bool:
-    """Whether the same start could go better: not after a wrong configuration, nor after being told to stop."""
+    """Whether a restart could help: not after a wrong configuration, nor after a requested stop."""
     if isinstance(error, Preempted):
         return False
     return isinstance(error, (RankFailure, HangError)) and error.exit_code not in (EXIT_CONFIG, EXIT_INTERRUPTED)

@@ -1,10 +1,10 @@
-"""Who is there in an elastic run. Machines arrive at machine 0's store, give signs of life, and go; machine 0 admits
-them and says, one after another, who trains together: the words of the run.
+"""The roster of an elastic run: machines join through machine 0's store, send heartbeats, and leave. Machine 0 admits
+them and publishes its decisions: which machines train together in each generation, and the end of the run.
 
-    Keeper   machine 0: admits, notices who has gone, says the words
-    Guest    another machine: arrives, hears the words
+    RosterServer   machine 0: admits machines, notices lost ones, publishes decisions
+    RosterClient   another machine: joins, reads decisions
 
-Each has a thread that talks to the store, so that nothing else waits for the network. What is said is signed JSON.
+Each has a thread that uses the store, so that nothing else waits for the network. Messages are signed JSON.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from shardkit.launch.meeting import differences
 from shardkit.launch.membership import Member
 from shardkit.launch.store_client import BEAT_S, GOODBYE_S, POLL_S, sealed, unsealed
 
-Word = dict[str, Any]
+Decision = dict[str, Any]
 """A generation (`membership.Generation.as_json`), or the end of the run: {"over": text, "code": exit code}."""
 
 TAKEN_AFTER_BEATS = 3
-"""Signs of life of a number's holder after which another machine with the number is refused; before, it may be the
-successor of one that has just died."""
+"""Heartbeats of a number's holder after which another machine with this number is refused. Until then the holder may
+have died, and the other machine may be its replacement."""
 
 
-class Turns:
-    """A thread that calls a function again and again, until it raises or is closed; then `at_end`."""
+class PollingThread:
+    """A thread that calls a function repeatedly until it raises or the thread is closed, and then `at_end`."""
 
-    def __init__(self, turn: Callable[[], None], at_end: Callable[[], None] = lambda: None) -> None:
-        self._turn, self._at_end = turn, at_end
+    def __init__(self, function: Callable[[], None], at_end: Callable[[], None] = lambda: None) -> None:
+        self._function, self._at_end = function, at_end
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-roster", daemon=True)
         self.error: Exception | None = None
@@ -49,7 +49,7 @@ class Turns:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._turn()
+                self._function()
                 self.last_s = time.monotonic()
                 self.count += 1
                 self._closing.wait(POLL_S)
@@ -60,7 +60,7 @@ class Turns:
 
 @dataclass
 class Arrival:
-    """What machine 0 knows of a machine that has come."""
+    """What machine 0 knows of a machine that has joined."""
 
     wanted: int | None
     greeting: dict[str, Any]
@@ -71,28 +71,30 @@ class Arrival:
     beat_s: float = field(default_factory=time.monotonic)
     beats: int = 0
     holder_beats: dict[int, int] = field(default_factory=dict)
-    """Signs of life that the holders of the wanted number had given when this machine came."""
+    """Heartbeats counted for each machine at the time when this one joined."""
     note: str = ""
 
 
-class Keeper:
-    """Machine 0's side: arrival 0 is itself."""
+class RosterServer:
+    """Machine 0's side; machine 0 itself is arrival 0."""
 
     def __init__(self, store: TCPStore, greeting: dict[str, Any], machines: int, lost_s: float) -> None:
         self.store = store
-        self._roster = PrefixStore("roster", store)
+        self._keys = PrefixStore("roster", store)
         self._machines, self._lost_s = machines, lost_s
         self._arrivals: dict[int, Arrival] = {0: Arrival(0, greeting, number=0)}
         self._lock = threading.Lock()
-        self._heard: set[int] = set()
-        self._said = 0
-        self._roster.add("arrivals", 0)
-        self._turns = Turns(self._turn)
+        self._seen: set[int] = set()
+        self._published = 0
+        self._keys.add("arrivals", 0)
+        self._thread = PollingThread(self._poll)
 
     def members(self) -> list[Member]:
-        """The machines that are here, by number. Raises what ended the thread."""
-        if self._turns.error is not None:
-            raise MachineError(f"launch: the store of the machines failed: {self._turns.error}") from self._turns.error
+        """The admitted machines, by number. Raises MachineError if the thread has failed."""
+        if self._thread.error is not None:
+            raise MachineError(
+                f"launch: the store of the machines failed: {self._thread.error}"
+            ) from self._thread.error
         with self._lock:
             here = [
                 Member(arrival, known.number, known.greeting["host"])
@@ -102,53 +104,53 @@ class Keeper:
         return sorted(here, key=lambda member: member.number)
 
     def is_gone(self, arrival: int) -> bool:
-        """Whether the machine has left, or gives no sign of life any more."""
+        """Whether the machine has left or is lost."""
         with self._lock:
             return self._arrivals[arrival].is_gone
 
     def drop(self, arrivals: Collection[int], why: str) -> None:
-        """Count machines as gone; one that still lives is told why. Returns when their numbers are free."""
+        """Remove machines; those still alive read the reason. Returns when their numbers are free."""
         for arrival in arrivals:
             with self._lock:
                 self._arrivals[arrival].is_gone = True
-            self._roster.set(f"out/{arrival}", sealed(why))
-        seen = self._turns.count
-        while self._turns.count < seen + 2 and self._turns.error is None:
+            self._keys.set(f"out/{arrival}", sealed(why))
+        seen = self._thread.count
+        while self._thread.count < seen + 2 and self._thread.error is None:
             time.sleep(POLL_S / 2)
 
-    def say(self, word: Word) -> None:
-        """The next word of the run."""
-        self._roster.set(f"word/{self._said}", sealed(word))
-        self._said += 1
+    def publish(self, decision: Decision) -> None:
+        """Publish the next decision."""
+        self._keys.set(f"decision/{self._published}", sealed(decision))
+        self._published += 1
 
     def close(self) -> None:
-        """End, once those that are here have read the last word and left, or after a few seconds."""
+        """Close after the other machines have read the last decision and left, or after a few seconds."""
         until = time.monotonic() + GOODBYE_S
         while len(self.members_or_none()) > 1 and time.monotonic() < until:
             time.sleep(POLL_S)
-        self._turns.close()
+        self._thread.close()
 
     def members_or_none(self) -> list[Member]:
-        """The machines that are here, as far as they are still known."""
+        """As `members`; empty if the thread has failed."""
         with contextlib.suppress(MachineError):
             return self.members()
         return []
 
     # ---- in the thread ----
 
-    def _turn(self) -> None:
-        for arrival in range(1, self._roster.add("arrivals", 0) + 1):
-            if arrival not in self._heard and self._roster.check([f"arrival/{arrival}"]):
-                self._heard.add(arrival)
-                self._hear(arrival)
+    def _poll(self) -> None:
+        for arrival in range(1, self._keys.add("arrivals", 0) + 1):
+            if arrival not in self._seen and self._keys.check([f"arrival/{arrival}"]):
+                self._seen.add(arrival)
+                self._check_arrival(arrival)
         for arrival, known in list(self._arrivals.items()):
             if arrival and not known.is_gone:
-                self._look_at(arrival, known)
+                self._check_life(arrival, known)
 
-    def _hear(self, arrival: int) -> None:
-        """A new machine: refused where it starts otherwise than this one, or is not reached."""
+    def _check_arrival(self, arrival: int) -> None:
+        """Refuse a new machine that has another configuration, or cannot be reached."""
         try:
-            said = unsealed(self._roster.get(f"arrival/{arrival}"))
+            said = unsealed(self._keys.get(f"arrival/{arrival}"))
             known = Arrival(said["wanted"], said["greeting"])
             place = known.greeting["place"]
             texts = differences(self._arrivals[0].greeting, known.greeting, said["wanted"] or arrival)
@@ -170,13 +172,13 @@ class Keeper:
                 known.holder_beats = {other: one.beats for other, one in self._arrivals.items()}
                 self._arrivals[arrival] = known
 
-    def _look_at(self, arrival: int, known: Arrival) -> None:
+    def _check_life(self, arrival: int, known: Arrival) -> None:
         now = time.monotonic()
-        if self._roster.check([f"beat/{arrival}"]):
-            beat = self._roster.get(f"beat/{arrival}")
+        if self._keys.check([f"beat/{arrival}"]):
+            beat = self._keys.get(f"beat/{arrival}")
             if beat != known.beat:
                 known.beat, known.beat_s, known.beats = beat, now, known.beats + 1
-        has_left = self._roster.check([f"left/{arrival}"])
+        has_left = self._keys.check([f"left/{arrival}"])
         if has_left or now - known.beat_s > self._lost_s:
             with self._lock:
                 known.is_gone = True
@@ -184,7 +186,7 @@ class Keeper:
             self._admit(arrival, known)
 
     def _admit(self, arrival: int, known: Arrival) -> None:
-        """Give the machine the number that it wants, or a free one; else it waits, or is refused."""
+        """Give the machine the number it asked for, or a free one. If there is none it waits, or is refused."""
         holders = {one.number: other for other, one in self._arrivals.items() if not one.is_gone}
         free = [number for number in range(1, self._machines) if number not in holders]
         if known.wanted is None and not free:
@@ -194,7 +196,7 @@ class Keeper:
         if number not in holders:
             with self._lock:
                 known.number = number
-            self._roster.set(f"answer/{arrival}", sealed({"number": number}))
+            self._keys.set(f"answer/{arrival}", sealed({"number": number}))
             return
         holder = self._arrivals[holders[number]]
         who = f"{holder.greeting['host']} (pid {holder.greeting['pid']})"
@@ -209,37 +211,37 @@ class Keeper:
     def _note(self, arrival: int, known: Arrival, text: str) -> None:
         if text != known.note:
             known.note = text
-            self._roster.set(f"note/{arrival}", sealed(text))
+            self._keys.set(f"note/{arrival}", sealed(text))
 
     def _refuse(self, arrival: int, text: str, is_config: bool) -> None:
-        self._roster.set(f"answer/{arrival}", sealed({"refused": text, "is_config": is_config}))
+        self._keys.set(f"answer/{arrival}", sealed({"refused": text, "is_config": is_config}))
 
 
-class Guest:
-    """The side of a machine that arrives."""
+class RosterClient:
+    """The side of a machine that joins."""
 
     def __init__(self, store: TCPStore, greeting: dict[str, Any], wanted: int | None, lost_s: float) -> None:
         self.store = store
-        self._roster = PrefixStore("roster", store)
+        self._keys = PrefixStore("roster", store)
         self._lost_s = lost_s
         self.number: int | None = None
         self.note: str = ""
-        self._words: list[Word] = []
+        self._decisions: list[Decision] = []
         self._refusal: Exception | None = None
         self._beat_s = 0.0
-        self.arrival = self._roster.add("arrivals", 1)
-        self._roster.set(f"arrival/{self.arrival}", sealed({"wanted": wanted, "greeting": greeting}))
-        self._turns = Turns(self._turn, lambda: self._roster.set(f"left/{self.arrival}", "1"))
+        self.arrival = self._keys.add("arrivals", 1)
+        self._keys.set(f"arrival/{self.arrival}", sealed({"wanted": wanted, "greeting": greeting}))
+        self._thread = PollingThread(self._poll, lambda: self._keys.set(f"left/{self.arrival}", "1"))
 
-    def word(self, index: int) -> Word | None:
-        """The run's word with this index; None where it has not been said. Raises ConfigError or MachineError where
-        this machine is refused or left out, MachineError where machine 0 is lost."""
-        if index < len(self._words):
-            return self._words[index]
+    def decision(self, index: int) -> Decision | None:
+        """The decision with this index, or None if it is not published yet. Raises ConfigError or MachineError if this
+        machine is refused or was left out, MachineError if machine 0 is lost."""
+        if index < len(self._decisions):
+            return self._decisions[index]
         if self._refusal is not None:
             raise self._refusal
-        silent_s = time.monotonic() - self._turns.last_s
-        if self._turns.error is not None or silent_s > self._lost_s:
+        silent_s = time.monotonic() - self._thread.last_s
+        if self._thread.error is not None or silent_s > self._lost_s:
             raise MachineError(
                 "launch: lost machine 0: no sign of life from the launcher there; the run ends, because its machines "
                 "meet there. Start it again on all machines with --resume auto."
@@ -247,33 +249,33 @@ class Guest:
         return None
 
     def is_gone(self, arrival: int) -> bool:
-        """Only machine 0 knows more of another machine than the ranks' launchers tell one another."""
+        """Always False: only machine 0 watches the heartbeats of the roster."""
         return False
 
     def close(self) -> None:
-        """Tell machine 0 that this one leaves."""
-        self._turns.close()
+        """Leave the roster."""
+        self._thread.close()
 
     # ---- in the thread ----
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         now = time.monotonic()
         if now - self._beat_s > BEAT_S:
             self._beat_s = now
-            self._roster.set(f"beat/{self.arrival}", f"{now:.1f}")
+            self._keys.set(f"beat/{self.arrival}", f"{now:.1f}")
         if self.number is None and self._refusal is None:
             self._read_answer()
-        if self._roster.check([f"out/{self.arrival}"]):
-            self._refusal = MachineError(unsealed(self._roster.get(f"out/{self.arrival}")))
-        while self._roster.check([f"word/{len(self._words)}"]):
-            self._words.append(unsealed(self._roster.get(f"word/{len(self._words)}")))
+        if self._keys.check([f"out/{self.arrival}"]):
+            self._refusal = MachineError(unsealed(self._keys.get(f"out/{self.arrival}")))
+        while self._keys.check([f"decision/{len(self._decisions)}"]):
+            self._decisions.append(unsealed(self._keys.get(f"decision/{len(self._decisions)}")))
 
     def _read_answer(self) -> None:
-        if self._roster.check([f"answer/{self.arrival}"]):
-            answer = unsealed(self._roster.get(f"answer/{self.arrival}"))
+        if self._keys.check([f"answer/{self.arrival}"]):
+            answer = unsealed(self._keys.get(f"answer/{self.arrival}"))
             if "refused" in answer:
                 self._refusal = (ConfigError if answer["is_config"] else MachineError)(answer["refused"])
             else:
                 self.number = answer["number"]
-        elif self._roster.check([f"note/{self.arrival}"]):
-            self.note = unsealed(self._roster.get(f"note/{self.arrival}"))
+        elif self._keys.check([f"note/{self.arrival}"]):
+            self.note = unsealed(self._keys.get(f"note/{self.arrival}"))

@@ -1,4 +1,4 @@
-"""One launch as a plain value: what runs, on how many ranks, with which variables. `--dry-run` prints it."""
+"""One launch as a plain value: script, ranks, variables. `--dry-run` prints it."""
 
 import shlex
 import subprocess
@@ -18,7 +18,7 @@ DEFAULT_PORT = 29500  # torch's own default for several machines
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the machines of a run find one another. Port 0: a free one, chosen when the run starts."""
+    """Where the machines of a run meet. Port 0: a free one, chosen at the start."""
 
     backend: str
     host: str
@@ -61,7 +61,7 @@ class LaunchSpec:
 
     @property
     def rank_arguments(self) -> tuple[str, ...]:
-        """What every rank's bootstrap is told."""
+        """The arguments of every rank's bootstrap."""
         script = ("-m", self.script) if self.is_module else (self.script,)
         return (*script, *self.arguments)
 
@@ -91,9 +91,9 @@ def launch_spec(
     more_variables: Mapping[str, str] | None = None,
     has_number: bool = True,
 ) -> LaunchSpec:
-    """The launch that a valid configuration asks for; `variables` are those that the ranks would inherit, `origins`
-    where the settings that somebody chose come from, `more_variables` what the command sets for the ranks.
-    `has_number`: whether somebody gave this machine its number."""
+    """The launch of a valid configuration. `variables`: those that the ranks would inherit; `origins`: the sources of
+    the settings that the user chose; `more_variables`: those that the command sets for the ranks; `has_number`: whether
+    this machine's number was given."""
     device = device_of(config)
     world_size = world_size_of(config)
     ranks_here = world_size // config.num_machines
@@ -142,7 +142,7 @@ def world_size_of(config: Config) -> int:
 
 
 def rendezvous_of(config: Config) -> Rendezvous:
-    """On one machine a free port of its own; on several, what the configuration says."""
+    """On one machine a free port; on several machines as configured."""
     if config.num_machines == 1 and not config.main_process_port:
         return Rendezvous("c10d", "localhost", 0)
     host = config.main_process_ip or "localhost"
@@ -150,7 +150,7 @@ def rendezvous_of(config: Config) -> Rendezvous:
 
 
 def strategy_of(config: Config) -> str:
-    """How ranks share the work, in the words of the configuration."""
+    """The strategy, as named in the configuration."""
     if config.distributed_type is DistributedType.XLA:
         return f"XLA {config.fsdp.sharding_strategy.value if xla.shards(config) else 'NO_SHARD'}"
     if config.distributed_type is not DistributedType.FSDP:
@@ -202,7 +202,7 @@ def as_json(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def as_text(spec: LaunchSpec, notes: Sequence[str] = ()) -> str:
-    """The launch for a reader: the line, the command of a rank, its variables, and what else is worth knowing."""
+    """The launch as text: the headline, the command of a rank, its variables, and notes."""
     variables = [f"  {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     command = shlex.join(spec.command).replace(sys.executable, Path(sys.executable).name, 1)
     lines = [headline(spec, spec.launch.log_dir or "runs/<time>"), f"every rank runs  {command}", "with"]
