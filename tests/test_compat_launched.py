@@ -151,4 +151,5 @@ def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ),
     )  # fmt: skip
     assert wrong.returncode == 2
-    assert "goes with --as-accelerate" in wrong.stderr and "unknown (got clocks); use scheduler, save" in wrong.stderr
+    assert "--as-accelerate is missing (got --check, --accelerates-meaning)" in wrong.stderr
+    assert "unknown value (got clocks); use scheduler, save" in wrong.stderr

@@ -68,7 +68,7 @@ def test_5_a_conversion_changes_no_meaning_silently():
 
 def test_6_what_can_fail_is_checked_before_anything_is_lost(capsys):
     assert run(["config", "--defaults", "-o", "missing/shardkit.yaml"]) == 2
-    assert "there is no folder missing; make it" in capsys.readouterr().err
+    assert "there is no folder missing; create it" in capsys.readouterr().err
     assert run(["config", "--defaults", "--set", "mixed_precision=fp8", "--set", "use_cpu=true"]) == 2
     assert "fp8 needs a GPU (got a run on the CPU); write bf16." in capsys.readouterr().err
 

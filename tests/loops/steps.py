@@ -288,7 +288,7 @@ def the_best_weights_loaded_at_the_end(run: Run) -> None:
     train(run, model, optimizer, 10)
 
 
-@loop(refused=dict.fromkeys((1, 2, 4, 5), "puts other values in the place of sharded parameters"), refused_alone=True)
+@loop(refused=dict.fromkeys((1, 2, 4, 5), "is not the parameter that prepare put there"), refused_alone=True)
 def other_values_in_the_place_of_parameters(run: Run) -> None:
     """torch.func.functional_call. DDP and one process compute with the given values."""
     model, _ = started(run)
