@@ -79,6 +79,8 @@ FAMILIES = {
 RANKS, TOKENS = 8, 512
 # Sound and images, as long and large as the family's default.
 NO_TEXT = {"convnext", "deit", "dinov2", "hubert", "swin", "vit", "wav2vec2", "whisper"}
+# Their own loss takes the logits as they are computed; others convert them to fp32 first.
+LOSS_IN_16_BITS = {"mt5", "t5"}
 GIB = 2**30
 
 
@@ -87,7 +89,9 @@ class Outcome:
     """What the plan says of a family: bytes of a rank's peak, or why there are none.
 
     `tokens` is the length of the sequence, None for sound and images. `closed_bytes` is a lower bound where the closed
-    form does not know all of the family's activations.
+    form does not know all of the family's activations. It trains every parameter and computes the loss in fp32;
+    `less_bytes` is what the simulated step takes less because it does not: gradients and optimizer state of a part that
+    text alone leaves without a gradient, and logits of a model whose own loss is in 16 bits.
     """
 
     parameters: int
@@ -97,6 +101,7 @@ class Outcome:
     simulated_bytes: int | None
     unused: str | None = None
     refusal: str | None = None
+    less_bytes: int = 0
 
 
 def outcome(family: str) -> Outcome:
@@ -120,8 +125,12 @@ def outcome(family: str) -> Outcome:
             step, _ = worker.simulated(job, config)
         except ShardkitError as error:
             return Outcome(*numbers, None, refusal=str(error))
-    peak = max(moment.memory.total for moment in step.moments)
-    return Outcome(*numbers, peak, step.unused[0].rpartition(".")[0] if step.unused else None)
+    peak = max((moment.memory for moment in step.moments), key=lambda memory: memory.total)
+    states = max(0, closed.peak.optimizer_state - peak.optimizer_state)
+    less = states + states // 2  # AdamW: 8 bytes of state and 4 of gradient for each parameter
+    if family in LOSS_IN_16_BITS:
+        less += (tokens or 0) * (facts.vocabulary or 0) * 6  # 10 bytes a logit, not 16
+    return Outcome(*numbers, peak.total, step.unused[0].rpartition(".")[0] if step.unused else None, less_bytes=less)
 
 
 def _tokens(family: str) -> int:
@@ -143,6 +152,8 @@ def page(outcomes: dict[str, Outcome]) -> str:
         "",
         "GiB a rank at the peak. ≥: the closed form leaves something out, and the report says what. A part without a",
         "gradient gets none from the batch that is made up, such as a tower for images from text: give `--batch`.",
+        "The closed form trains such parts too, and computes the loss in fp32: it may lie above the simulation there",
+        "(qwen2_5_vl), and where a model computes its own loss in 16 bits (mt5).",
         "",
         "| family | model | billions of parameters | tokens | simulated | closed form | without a gradient |",
         "|---|---|---|---|---|---|---|",
