@@ -36,7 +36,7 @@ FAULTS = {
     "launcher": "pass",
 }
 """What the script of the last rank does; the launcher is killed from outside."""
-SAYS = {"raises": "at fault", "killed": "SIGKILL|-9", "leaves": "exit code 0", "stopped": "STOPPED"}
+SAYS = {"raises": "at fault", "killed": "SIGKILL|-9", "leaves": "exited with code 0", "stopped": "STOPPED"}
 RANKS_HERE = 2
 SCRIPT = """import os, pathlib, signal, sys, time, torch, torch.distributed as dist
 here, last = pathlib.Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]) - 1

@@ -149,6 +149,11 @@ def test_faults_knows_whom_a_screen_names(screen: str, named: bool) -> None:
     assert faults.names_it(screen, 1, 0, "raises") is named
 
 
+def test_faults_knows_a_rank_that_left() -> None:
+    screen = "launch: rank 1 failed first: exited with code 0 while the other ranks still waited for it, after 0.4 s."
+    assert faults.names_it(screen, 1, 0, "leaves") and not faults.names_it(screen, 0, 0, "leaves")
+
+
 def test_faults_knows_which_machine_a_screen_calls_lost() -> None:
     screen = "launch: lost machine 1 (node-b): no sign of life for 30 s."
     assert faults.names_it(screen, 3, 1, "launcher") and not faults.names_it(screen, 3, 0, "launcher")
