@@ -13,6 +13,8 @@ from shardkit import sizes
 # Shorter work is finished before a line about it is read.
 SILENT_S = 2.0
 EVERY_S = 10.0
+# A report costs some 15 microseconds, and a state has thousands of pieces.
+REPORT_S = 0.1
 
 
 class LongWork:
@@ -29,19 +31,20 @@ class LongWork:
         self.total_bytes = self.done_bytes = 0
         self._begun_s = clock()
         self._next_s = self._begun_s + SILENT_S
+        self._report_s = self._begun_s
 
     def expect(self, count: int) -> None:
         """Adds `count` bytes to the total."""
         self.total_bytes += count
 
     def __call__(self, count: int = 0) -> None:
-        """Adds `count` bytes to those done, and reports activity."""
-        self.moved()
+        """Adds `count` bytes to those done, and reports activity, at most ten times a second."""
         self.done_bytes += count
-        if self.say is None or not count:
-            return
         now = self.clock()
-        if now >= self._next_s:
+        if now >= self._report_s:
+            self._report_s = now + REPORT_S
+            self.moved()
+        if self.say is not None and count and now >= self._next_s:
             self._next_s = now + EVERY_S
             self.say(self._text(now - self._begun_s))
 
