@@ -34,8 +34,9 @@ def test_the_range_is_read_as_torchrun_writes_it():
     assert flags.in_our_words(["--nnodes", "1:4", "train.py"], {"--num-machines"})[:2] == ["--num-machines", "1:4"]
     assert flags.machines_settings("1:4") == {"num_machines": "4", "shardkit.launch.min_machines": "1"}
     assert flags.machines_settings("4") == {"num_machines": "4"}
-    with pytest.raises(UsageError, match=r"--num-machines: is a number, or MIN:MAX \(got '1:x'\)"):
-        flags.machines_settings("1:x")
+    for text in ("1:x", "1:", ":4", "1:2:3"):
+        with pytest.raises(UsageError, match=rf"--num-machines: is a number, or MIN:MAX \(got '{text}'\)"):
+            flags.machines_settings(text)
     job = scheduler.scheduler({"PET_NNODES": "2:4", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"})
     assert (job.machines, job.min_machines, job.machine_rank) == (4, 2, 1)
     assert scheduler.scheduler({"PET_NNODES": "4:4", "PET_NODE_RANK": "1"}).min_machines is None
@@ -102,7 +103,7 @@ def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monk
 def test_micro_batches_make_up_for_missing_ranks(monkeypatch, full, steps, kept):
     if full:
         monkeypatch.setenv("SHARDKIT_FULL_WORLD_SIZE", full)
-    assert settings.kept_accumulation(steps) == kept
+    assert settings.kept_accumulation(steps, False) == kept
     found = settings.with_kept_batch(settings.settings({}, gradient_accumulation_steps=steps))
     assert found.config.shardkit.gradient_accumulation_steps == kept
     split = settings.with_kept_batch(settings.settings({}, gradient_accumulation_steps=steps, split_batches=True))
@@ -113,7 +114,7 @@ def test_a_number_of_micro_batches_that_does_not_fit_is_refused(monkeypatch):
     for name, value in {"SHARDKIT_FULL_WORLD_SIZE": "3", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"1 micro-batches on 3 ranks are not a whole number on 2 \(got 1.50\)"):
-        settings.kept_accumulation(1)
+        settings.kept_accumulation(1, False)
 
 
 # runs

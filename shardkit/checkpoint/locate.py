@@ -16,14 +16,16 @@ SERIES = "checkpoints"
 
 def series(path: Place) -> Place:
     """The folder of step folders: the path itself, or its `checkpoints`."""
-    root = _with_steps(path)
-    if root is None:
+    root, steps = _steps_in(path)
+    if not steps:
         raise _none_at(path, folder.named_otherwise(path))
     return root
 
 
-def _with_steps(path: Place) -> Place | None:
-    return next((one for one in (path, path / SERIES) if folder.steps(one)), None)
+def _steps_in(path: Place) -> tuple[Place, list[folder.FoundCheckpoint]]:
+    """The path or its `checkpoints`, whichever has step folders, and these, newest first; the path if none has."""
+    both = ((one, folder.steps(one)) for one in (path, path / SERIES))
+    return next(((root, steps) for root, steps in both if steps), (path, []))
 
 
 def _none_at(path: Place, others: list[Place]) -> CheckpointError:
@@ -65,8 +67,8 @@ def checkpoints(path: Place) -> list[Place]:
     with _as_checkpoint_error(path):
         if _is_checkpoint(path):
             return [path]
-        root = _with_steps(path) or path
-        found = [*(one.path for one in reversed(folder.steps(root))), *folder.named_otherwise(root)]
+        root, steps = _steps_in(path)
+        found = [*(one.path for one in reversed(steps)), *folder.named_otherwise(root)]
         if not found:
             raise _none_at(path, [])
         return found

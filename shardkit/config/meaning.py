@@ -109,6 +109,15 @@ def xla_compute_dtype(config: Config) -> Dtype | None:
     return _XLA_DTYPES.get(name)
 
 
+def kept_accumulation(steps: int, split_batches: bool, full: int, present: int) -> int | None:
+    """Micro-batches per step and rank that keep the global batch in an elastic run with `present` of its `full` ranks
+    or machines, where `steps` are those with all of them; None: not a whole number. With `split_batches` they stay:
+    fewer ranks share each batch."""
+    if split_batches:
+        return steps
+    return None if steps * full % present else steps * full // present
+
+
 def _but_fp32(dtype: Dtype | None) -> Dtype | None:
     """What parameters in fp32 have to be cast to."""
     return None if dtype == "fp32" else dtype

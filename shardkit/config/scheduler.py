@@ -82,21 +82,20 @@ def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
     """torchrun's flags as PET_* variables, as set by a Kubeflow TrainJob."""
     if "PET_NNODES" not in variables:
         return None
-    first, _, last = variables["PET_NNODES"].partition(":")
-    last = last or first
-    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+    least, most = machine_range(variables["PET_NNODES"]) or (0, 0)
+    if not 0 < least <= most:
         raise ConfigError(
             f"PET_NNODES: is a number of machines, or MIN:MAX (got {variables['PET_NNODES']!r}); set it so."
         )
     return Scheduler(
         "Kubernetes" if "KUBERNETES_SERVICE_HOST" in variables else "torchrun's PET_*",
-        int(last),
+        most,
         number(variables, "PET_NODE_RANK", "JOB_COMPLETION_INDEX"),
         variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR"),
         variables.get("HOSTNAME"),
         number(variables, "PET_MASTER_PORT", "MASTER_PORT"),
         number(variables, "PET_NPROC_PER_NODE"),
-        int(first) if first != last else None,
+        least if least < most else None,
     )
 
 
@@ -166,6 +165,12 @@ def port_of(job: str) -> int:
     """A port that all machines can derive from the job id, and that another job is unlikely to use."""
     digits = re.sub(r"\D", "", job) or "0"
     return FIRST_PORT + int(digits) % PORTS
+
+
+def machine_range(text: str) -> tuple[int, int] | None:
+    """The least and the most machines in `N` or `MIN:MAX`; None where it is neither."""
+    found = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
+    return None if found is None else (int(found[1]), int(found[2] or found[1]))
 
 
 def number(variables: Mapping[str, str], *names: str) -> int | None:

@@ -140,7 +140,9 @@ def run_attempt(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restarts: Restarts
 ) -> ShardkitError | None:
     """Runs the ranks once. Returns None after success and the error if the ranks may be restarted; else raises it."""
-    attempt, error = attempted(spec, start, machines, log_dir, restarts.number, restarts.newest_step >= 0)
+    resume = restarts.resume(spec.config.shardkit.checkpoint.resume)
+    resumed = replace(spec, config=files.overlaid(spec.config, {"shardkit.checkpoint.resume": resume}))
+    attempt, error = attempted(resumed, start, machines, log_dir, restarts.number)
     restarts.saw_checkpoint(attempt.committed_step)
     if error is not None and not restarts.allows(error):
         raise restarts.final(error)
@@ -148,11 +150,11 @@ def run_attempt(
 
 
 def attempted(
-    spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restart: int, has_checkpoint: bool
+    spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restart: int
 ) -> tuple[LaunchAttempt, ShardkitError | None]:
     """Runs the ranks once; returns the result, and the error if they failed. Raises MachineError."""
     with folders.temporary() as folder:
-        env.update(run_variables(spec, log_dir, folder, has_checkpoint))
+        env.update(run_variables(spec, log_dir, folder))
         output = Output(
             folder, log_dir, spec.ranks_here, len(str(spec.world_size - 1)), spec.shown_ranks, spec.has_prefix
         )
@@ -164,22 +166,18 @@ def attempted(
         return attempt, error_of(attempt, spec, output) if attempt.has_failed else None
 
 
-def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path, has_checkpoint: bool) -> dict[str, str]:
-    """The variables of the ranks, with those that are known only now; writes the resolved configuration. Ranks resume
-    from the newest checkpoint if this launch has saved one, else as configured."""
-    config = spec.config
-    if has_checkpoint:  # else a checkpoint in the project's folder is that of an earlier run
-        config = files.overlaid(config, {"shardkit.checkpoint.resume": "auto"})
+def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path) -> dict[str, str]:
+    """The variables of the ranks, with those that are known only now; writes the resolved configuration."""
     path = log_dir / ("config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml")
     with folders.writable(log_dir):
-        folders.write(path, files.dump(config))
+        folders.write(path, files.dump(spec.config))
         folders.write(
             path.with_suffix(".origins.json"), json.dumps(spec.origins, indent=1)
         )  # for the table at the start
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),
-        names.CONFIG_DIGEST: files.digest(config),
+        names.CONFIG_DIGEST: files.digest(spec.config),
         names.PROGRESS_DIR: str(folder),
         names.LOG_DIR: str(log_dir.resolve()),
         names.LAUNCHER_PID: str(os.getpid()),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardkit.config.scheduler import machine_range
 from shardkit.errors import ConfigError, UsageError
 
 STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op", "no_shard")  # longest first
@@ -101,12 +102,13 @@ def main_settings(address: str) -> dict[str, str]:
 
 def machines_settings(text: str) -> dict[str, str]:
     """`--num-machines N`, or MIN:MAX for an elastic run."""
-    least, has_range, most = text.partition(":")
-    if not has_range:
+    if ":" not in text:
         return {"num_machines": text}
-    if not (least.strip().isdigit() and most.strip().isdigit()):
+    found = machine_range(text)
+    if found is None:
         raise UsageError(f"--num-machines: is a number, or MIN:MAX (got {text!r}).")
-    return {"num_machines": most.strip(), "shardkit.launch.min_machines": least.strip()}
+    least, most = found
+    return {"num_machines": str(most), "shardkit.launch.min_machines": str(least)}
 
 
 def _the_file_in(path: Path) -> Path:

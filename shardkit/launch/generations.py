@@ -136,14 +136,11 @@ class Leader:
         """Publish the next generation. Raises MachineError if too few machines join in time."""
         members = self._gathered()
         size = membership.best_size(self._sizes, len(members))
-        generation = Generation(self._number, tuple(members[:size]), tuple(members[size:]), self._resume(), self._why)
+        resume = self._restarts.resume(self._spec.config.shardkit.checkpoint.resume)
+        generation = Generation(self._number, tuple(members[:size]), tuple(members[size:]), resume, self._why)
         self._roster.publish(generation.as_json())
         say(membership.announcement(self._spec, generation, self._sizes))
         return generation
-
-    def _resume(self) -> str:
-        """From the newest checkpoint if this run has saved one, else as configured."""
-        return "auto" if self._restarts.newest_step >= 0 else self._spec.config.shardkit.checkpoint.resume
 
     def _gathered(self) -> list[Member]:
         """The machines for the next generation, once they are enough. The first one also waits for all machines, for
@@ -318,13 +315,13 @@ def run_generation(
     roster: "RosterServer | RosterClient",
     start: Start,
     log_dir: Path,
-    wants_new_world: Callable[[], bool] = lambda: False,
+    wants_new_world: Callable[[], bool] | None = None,
 ) -> Ended:
     """Runs this machine's ranks of a generation. Raises MachineError if they cannot be started."""
     own = membership.spec_for(spec, generation, place)
     with generation_meeting(own, generation, place, roster, wants_new_world) as machines:
         try:
-            attempt, error = elastic.attempted(own, start, machines, log_dir, generation.number, has_checkpoint=False)
+            attempt, error = elastic.attempted(own, start, machines, log_dir, generation.number)
         except LostMachines as lost:
             return Ended(lost, {place: lost.stop} if lost.stop else {}, lost.committed_step)
     was_killed = error is not None and diagnosis.diagnose(attempt.outcomes).outcome.was_killed
@@ -337,7 +334,7 @@ def generation_meeting(
     generation: Generation,
     place: int,
     roster: "RosterServer | RosterClient",
-    wants_new_world: Callable[[], bool],
+    wants_new_world: Callable[[], bool] | None,
 ) -> "Iterator[Meeting]":
     """The meeting of a generation's machines, under a key prefix of its own in the store."""
     from torch.distributed import PrefixStore

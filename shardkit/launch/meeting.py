@@ -40,8 +40,9 @@ class Meeting:
     numbers: list[int] = field(default_factory=list)
     """The machines' own numbers, where some of a run's machines are not here."""
     port: int = 0
-    wants_new_world: Callable[[], bool] = lambda: False
-    """Asked now and then while ranks train: whether to tell them now to save and make way for another world."""
+    wants_new_world: Callable[[], bool] | None = None
+    """Asked now and then while ranks train: whether to tell them now to save and make way for another world. None:
+    there is no other."""
     _store: Store | None = None
 
     def begin(self, name: str) -> None:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardkit.config import files
+from shardkit.config.meaning import kept_accumulation
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError
 from shardkit.launch import names
@@ -63,7 +64,7 @@ def problem_of_size(config: Config, machines: int) -> str | None:
     steps, most = config.shardkit.gradient_accumulation_steps, config.num_machines
     if config.shardkit.data.split_batches and most % machines:
         return f"the batch of {most} machines cannot be split among {machines}"
-    if steps * most % machines:
+    if kept_accumulation(steps, config.shardkit.data.split_batches, most, machines) is None:
         return f"{steps} x {most} micro-batches a step cannot be divided among {machines} machines"
     try:
         config_for(config, machines, 0)
@@ -96,13 +97,13 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
     config = config_for(spec.config, machines, place, generation.resume)
     world = machines * spec.ranks_here
     steps = spec.config.shardkit.gradient_accumulation_steps
-    is_split = config.shardkit.data.split_batches
-    kept = config if is_split else files.overlaid(config, {_STEPS: steps * spec.num_machines // machines})
+    kept = kept_accumulation(steps, config.shardkit.data.split_batches, spec.num_machines, machines)
+    counted = files.overlaid(config, {"shardkit.gradient_accumulation_steps": kept})
     variables = {
         **spec.environment,
         names.NUM_PROCESSES: str(world),
         names.FULL_WORLD_SIZE: str(spec.world_size),
-        **accelerate_variables(kept if steps > 1 else config, spec.device),
+        **accelerate_variables(counted if steps > 1 else config, spec.device),
     }
     return replace(
         spec, world_size=world, num_machines=machines, machine_rank=place, environment=variables, config=config
@@ -152,6 +153,3 @@ def summary(config: Config) -> str:
     sizes = usable_sizes(config)
     unused = "; ".join(f"not {size}: {problem}" for size, problem in sizes.items() if problem)
     return f"elastic: worlds of {_sizes(sizes)} machines{f' ({unused})' if unused else ''}"
-
-
-_STEPS = "shardkit.gradient_accumulation_steps"

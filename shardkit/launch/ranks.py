@@ -43,7 +43,8 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
             time.sleep(POLL_S)
             if watch.is_hung:
                 meeting.raise_alarm(attempt, Alarm.HANG)
-            if watch.stop is None and watch.has_begun(BEGIN_S) and meeting.wants_new_world():
+            wanted = meeting.wants_new_world
+            if wanted and watch.stop is None and watch.has_begun(BEGIN_S) and wanted():
                 watch.tell_to_make_way()
             alarm = meeting.hears_alarm(attempt)
         codes = [process.poll() for process in processes]

@@ -23,6 +23,11 @@ class Restarts:
         if step > self.newest_step:
             self.newest_step, self.in_vain = step, 0
 
+    def resume(self, configured: str) -> str:
+        """`shardkit.checkpoint.resume` of the next attempt: the newest checkpoint if this run has saved one. Else as
+        configured: a checkpoint in the project's folder is that of an earlier run."""
+        return "auto" if self.newest_step >= 0 else configured
+
     def allows(self, error: ShardkitError) -> bool:
         """Whether the ranks may be started again after this error."""
         return is_worth_repeating(error) and self.number < self.allowed and self.in_vain < WITHOUT_CHECKPOINT

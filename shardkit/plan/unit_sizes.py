@@ -27,8 +27,9 @@ _OTHER = {
     "int16": 2,
     "uint64": 8,
     "uint32": 4,
+    "uint16": 2,
 }
-_ITEMSIZES = {**_FLOATING, **_OTHER, "uint16": 2}
+_ITEMSIZES = {**_FLOATING, **_OTHER}
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,8 @@ class _Sizes:
         trainable = [(name, p, local) for name, p, local in rows if p.trainable]
         compute = None if keeps_dtype else self.dtypes.param
         reduce = "fp32" if keeps_dtype and self.dtypes.param else self.dtypes.reduce
-        by_ddp = (
-            self.is_ddp and reduce == "fp32"
-        )  # DDP reduces gradients in their own dtype unless another is configured
+        # DDP reduces gradients in their own dtype unless another is configured.
+        by_ddp = self.is_ddp and reduce == "fp32"
         head = set(early)
         return UnitSizes(
             fqn=fqn,

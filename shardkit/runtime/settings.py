@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from shardkit import env
-from shardkit.config import files
+from shardkit.config import files, meaning
 from shardkit.config.code import Given, with_given
 from shardkit.config.schema import Config, MixedPrecision, read_precision
 from shardkit.config.validation import built_in_python
@@ -99,31 +99,31 @@ def _warn_of_accelerate_launch(config: Config) -> None:
 
 
 def with_kept_batch(found: Settings) -> Settings:
-    """In a world of an elastic run without all its machines: with as many more micro-batches in a step as keep the
-    global batch. With split_batches it stays as it is: fewer ranks share each batch."""
-    if found.config.shardkit.data.split_batches:
-        return found
-    name, steps = "shardkit.gradient_accumulation_steps", found.config.shardkit.gradient_accumulation_steps
-    kept = kept_accumulation(steps)
+    """In a world of an elastic run without all its machines: with as many micro-batches in a step as keep the global
+    batch."""
+    section = found.config.shardkit
+    name, steps = "shardkit.gradient_accumulation_steps", section.gradient_accumulation_steps
+    kept = kept_accumulation(steps, section.data.split_batches)
     if kept == steps:
         return found
     world = f"shardkit launch ({launched().world_size} of {env.get(names.FULL_WORLD_SIZE)} ranks)"
     return Settings(with_value(found.config, name, kept), found.chosen | {name: world})
 
 
-def kept_accumulation(steps: int) -> int:
+def kept_accumulation(steps: int, split_batches: bool) -> int:
     """The micro-batches per step and rank here, for `steps` in the full world of an elastic run; else `steps`.
 
     Raises ConfigError where that is not a whole number.
     """
     world = launched().world_size
     full = int(env.get(names.FULL_WORLD_SIZE) or world)
-    if steps * full % world:
+    kept = meaning.kept_accumulation(steps, split_batches, full, world)
+    if kept is None:
         raise ConfigError(
             f"gradient_accumulation_steps: {steps} micro-batches on {full} ranks are not a whole number on {world} "
             f"(got {steps * full / world:.2f}); set them in shardkit.yaml: then only worlds that they fit are used."
         )
-    return steps * full // world
+    return kept
 
 
 def check_accumulation(steps: int) -> None:

@@ -126,7 +126,7 @@ class TrainingStep(Topology):
     def gradient_accumulation_steps(self, steps: int) -> None:
         settings.check_accumulation(steps)
         is_split = self._run.config.shardkit.data.split_batches
-        self._run.accumulation.steps = steps if is_split else settings.kept_accumulation(steps)
+        self._run.accumulation.steps = settings.kept_accumulation(steps, is_split)
 
     @property
     def counters(self) -> Counters:
