@@ -9,6 +9,9 @@ import xxhash
 from shardkit.checkpoint import disk
 
 NAMES = ("xxh3", "sha256")
+# Bytes of a file on disk that are read and hashed at a time. They are still in the core's own cache when they are
+# hashed: 240 MiB take 30 ms, in blocks of 8 MiB 39 ms.
+HASHED_BYTES = 1 << 20
 
 
 class Digest(Protocol):
@@ -34,11 +37,21 @@ def of_bytes(name: str, data: bytes) -> str:
 def of_ranges(name: str, source: disk.Source, ranges: Iterable[tuple[int, int]], where: str) -> str:
     """The digest of (offset, length) ranges of a file, one after another."""
     digest = new(name)
-    buffer = memoryview(bytearray(disk.BLOCK_BYTES))
-    for offset, length in ranges:
-        while length:
-            block = buffer[: min(length, len(buffer))]
-            disk.read_into(source, block, offset, where)
-            digest.update(block)
-            offset, length = offset + len(block), length - len(block)
+    feed(digest, source, ranges, where, scratch(source))
     return digest.hexdigest()
+
+
+def scratch(source: disk.Source) -> memoryview:
+    """Memory for what is read only to be hashed."""
+    return memoryview(bytearray(HASHED_BYTES if isinstance(source, int) else disk.BLOCK_BYTES))
+
+
+def feed(
+    digest: Digest, source: disk.Source, ranges: Iterable[tuple[int, int]], where: str, scratch: memoryview
+) -> None:
+    """Hash (offset, length) ranges of a file; `scratch` is overwritten."""
+    for offset, length in ranges:
+        for low in range(0, length, len(scratch)):
+            block = scratch[: min(len(scratch), length - low)]
+            disk.read_into(source, block, offset + low, where)
+            digest.update(block)

@@ -264,14 +264,14 @@ def hash_file(
     """
     record = files.checkpoint.manifest
     digest = digests.new(record.digest)
-    scratch = memoryview(bytearray(disk.BLOCK_BYTES))
     where, source = files.where(name), files.source(name)
+    scratch = digests.scratch(source)
     for span in spans(files, name, writer):
         target = take(span)
         if target is not None:
             _read_and_hash(source, target, span.ranges, digest, where)
         else:
-            _only_hash(source, scratch, span.ranges, digest, where)
+            digests.feed(digest, source, span.ranges, where, scratch)
     if digest.hexdigest() != record.every_file[name].digests[writer]:
         raise CheckpointCorrupted(differs(where, record))
 
@@ -285,13 +285,3 @@ def _read_and_hash(
             disk.read_into(source, block, offset + low, where)
             digest.update(block)
         data = data[length:]
-
-
-def _only_hash(
-    source: disk.Source, scratch: memoryview, ranges: list[tuple[int, int]], digest: digests.Digest, where: str
-) -> None:
-    for offset, length in ranges:
-        for low in range(0, length, len(scratch)):
-            block = scratch[: min(len(scratch), length - low)]
-            disk.read_into(source, block, offset + low, where)
-            digest.update(block)

@@ -94,14 +94,15 @@ class _Arrivals:
         self._store.set(f"at/{self.rank}", f"{self.call} {self.number}")
 
     def wait(self, seconds: float) -> bool:
-        """Whether all arrived within these seconds. Polls often at first, later less often, depending on the number of
-        ranks."""
-        deadline, pause = time.monotonic() + seconds, 0.0005
+        """Whether all arrived within these seconds. The pause between two polls is an eighth of the time waited so far:
+        a rank goes on at most that much later than it could. Many ranks poll less often."""
+        began_s = time.monotonic()
+        shortest, longest = 0.0005 + self.world_size / 100_000, 0.02 + self.world_size / 5000
         while not self.is_complete():
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= seconds:
                 return False
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, 0.02 + self.world_size / 5000)
+            time.sleep(min(max(shortest, waited_s / 8), longest, seconds - waited_s))
         return True
 
     def is_complete(self) -> bool:
