@@ -132,7 +132,7 @@ def loop(config: dict, length: int, batch_size: int, accumulation: int, epochs: 
 
 
 CASES = [
-    pytest.param(1, FULL, id="1-full"),
+    pytest.param(1, FULL, id="1-full", marks=pytest.mark.slow),
     pytest.param(2, FULL, id="2-full"),
     pytest.param(2, {"distributed_type": "MULTI_CPU"}, id="2-ddp"),
     pytest.param(4, FULL, id="4-full", marks=pytest.mark.slow),

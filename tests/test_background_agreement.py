@@ -96,6 +96,7 @@ def test_a_trace_that_differs_is_noticed(ranks):
     assert one[0] >= 20 and one[1] == "ranks [1]"
 
 
+@pytest.mark.slow
 def test_equal_traces_are_never_noticed(ranks):
     assert ranks.run(2, noticed, 1000) == [(-1, ""), (-1, "")]
 

@@ -252,6 +252,7 @@ def fail_and_save(project, fault, blocking):
     return step, run[0].counters.step, sorted(found.name for found in path.parent.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("fault", ["preflight:1:raise=EIO", "temporary:0:raise=EROFS", "write:1:raise=ENOSPC"])
 def test_a_failed_save_and_then_a_good_one(tmp_path, fault, blocking):

@@ -34,6 +34,7 @@ def saved_digest(path):
     return checkpoints.digest_of(found)
 
 
+@pytest.mark.slow
 def test_a_step_waits_until_its_state_is_copied(live, background, tmp_path, monkeypatch):
     """The thread copies no optimizer state before a step was asked for; a step that did not wait would change it."""
     asked, stepped, real = threading.Event(), threading.Event(), background._copied

@@ -52,8 +52,8 @@ PAIRS = [
     (2, "fsdp", 1, "plain"),
     (1, "plain", 3, "fsdp"),
     (3, "ddp", 2, "fsdp"),
-    (4, "hybrid", 2, "ddp"),
-    (2, "fsdp", 4, "hybrid"),
+    pytest.param(4, "hybrid", 2, "ddp", marks=pytest.mark.slow),
+    pytest.param(2, "fsdp", 4, "hybrid", marks=pytest.mark.slow),
 ]
 
 

@@ -89,6 +89,7 @@ def one_is_late():
     return "answered"
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_in_time_is_lost():
     outcome = forked.run(2, one_is_late)[0]
     assert outcome.value.startswith("a rank died or did not answer in time")

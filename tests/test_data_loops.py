@@ -221,6 +221,7 @@ class SizedFlow(Flow):
         return self.length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_position_saved_on_n_ranks_goes_on_on_m(kind):
     make = KINDS[kind]

@@ -66,6 +66,7 @@ def differences(one, other):
     return deviations(torch.bincount((one - other).remainder(length) * 64 // length, minlength=64), 63)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [order_of, drawn_whole])
 @pytest.mark.parametrize("length", [6_400, *LONG])
 def test_the_computed_order_is_mixed_as_a_drawn_one_is(make, length):
@@ -84,6 +85,7 @@ def test_the_computed_order_is_mixed_as_a_drawn_one_is(make, length):
         assert int((one == following).sum()) < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 def test_all_orders_of_a_short_epoch_are_equally_likely(length):
     found = Counter(tuple(order_of(length, key).tolist()) for key in range(2400))

@@ -150,6 +150,7 @@ def trained(strategy: int, optimizer: Any) -> tuple[list[float], dict[str, Any],
     return norms, numbers(run[1]), dims
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy", "optimizer"),
     [

@@ -86,7 +86,7 @@ def fsdp(strategy: int = 1, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("device", "strategy", "precision"),
     [
-        ("cpu", 1, "no"),
+        pytest.param("cpu", 1, "no", marks=pytest.mark.slow),
         pytest.param("cpu", 2, "bf16", marks=pytest.mark.loops),
         *[pytest.param("cuda", s, p, marks=CUDA.marks) for s in (1, 2, 3) for p in ("no", "bf16", "fp16")],
     ],

@@ -35,6 +35,7 @@ def ends(options):
     yield {"shardkit": {"a": 1.0}, "by hand": {"a": 1.0}}
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_keeps_what_it_has_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     sections = {"steps": (begins, 1.0), "plan": (breaks, 1.0), "largest": (takes_long, 1.0), "waits": (ends, 7.0)}
     monkeypatch.setattr(gpu, "SECTIONS", sections)
@@ -59,6 +60,7 @@ def test_a_section_that_fails_keeps_what_it_has_and_the_others_go_on(tmp_path, m
     assert "| waits | within the goal: no more often than by hand |" in table.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.xpu.is_available(), reason="the device that is missing elsewhere is here")
 def test_without_its_device_nothing_is_begun(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "xpu"])
@@ -73,6 +75,7 @@ def test_what_ends_early_leaves_its_minutes_to_the_next(monkeypatch):
     assert until[0] == pytest.approx(1000 + 7 * 60)
 
 
+@pytest.mark.slow
 def test_the_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path):
     (tmp_path / "test_three.py").write_text(
         "import pytest\n\ndef test_one(): pass\n\n"

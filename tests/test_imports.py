@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ LAYERS = [
 ]
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in ROOT.rglob("*.py"):
@@ -55,6 +57,7 @@ def layer_of(module: str) -> int:
     return max(matches)[1]
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """All shardkit modules that a file imports: those in functions and under TYPE_CHECKING too."""
     known = modules()

@@ -28,19 +28,7 @@ def compare(found: Any, expected: Any, bound: float, what: str) -> None:
 
 
 # Of these every quick run has a part.
-QUICK = (
-    *("usual", "evaluations_without_grad", "evaluations_with_grad", "optimizer_built_after_an_evaluation"),
-    *("averages_swapped_in_by_assign", "sharpness_aware_by_copying", "a_method_besides_forward", "windows", "folds"),
-    *(
-        "two_forwards_two_backwards",
-        "gradient_penalty",
-        "a_backward_that_raised",
-        "with_adafactor",
-        "with_lion",
-        "fp64",
-    ),
-    *("unfreezing_in_phases", "forward_returns_an_object_without_blocks", "schedule_by_epoch_after_a_break"),
-)
+QUICK = ("usual", "evaluations_without_grad", "windows", "folds")
 
 
 def cases() -> list[Any]:

@@ -31,7 +31,7 @@ def cases() -> list[Any]:
 
     def marks(name: str, strategy: int) -> Any:
         if name in QUICK and strategy in (1, 3):
-            return ()
+            return () if (name, strategy) == (QUICK[0], 1) else pytest.mark.slow
         return pytest.mark.loops if strategy != 1 or name.startswith("with_") else pytest.mark.slow
 
     return [

@@ -196,6 +196,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("B3")
 @pytest.mark.parametrize("family", list(REAL))
 def test_transformers_models_at_their_real_sizes(tmp_path, family):

@@ -60,7 +60,9 @@ def on_rank_0_only(project, call):
     return lines, told
 
 
-@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize(
+    "call", ["save_state", *(pytest.param(c, marks=pytest.mark.slow) for c in CALLS if c != "save_state")]
+)
 def test_who_waits_says_for_whom_and_can_come_again(ranks, tmp_path, call):
     (lines, told), others = ranks.run(2, on_rank_0_only, tmp_path, call)
     assert others == ([], "")
@@ -81,6 +83,7 @@ def come_late(project):
     return lines, manifest.read(path).step
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_waited_for_with_one_warning(ranks, tmp_path):
     first, second, third = ranks.run(3, come_late, tmp_path)
     assert len(first[0]) == 1 and "600 s at most: rank 1 has not come" in first[0][0]
@@ -102,6 +105,7 @@ def in_different_calls(project):
     return lines
 
 
+@pytest.mark.slow
 def test_ranks_in_different_calls_are_named_with_them(ranks, tmp_path):
     first, second = ranks.run(2, in_different_calls, tmp_path)
     assert "save_state: rank 0 waits" in first[0] and "rank 1 has not come (rank 1 waits in load_state)" in first[0]
@@ -128,6 +132,7 @@ def save_in_an_except(project, who):
     return lines, told, seconds, is_kept
 
 
+@pytest.mark.slow
 def test_a_save_in_one_ranks_except_keeps_the_users_error(ranks, tmp_path):
     (lines, told, seconds, is_kept), others = ranks.run(2, save_in_an_except, tmp_path, (0,))
     assert others[:2] == ([], None)
@@ -153,6 +158,7 @@ def go_on_without_rank_0(project):
     train(run, 1)
 
 
+@pytest.mark.slow
 def test_the_error_is_that_of_the_save_and_not_of_another_line(tmp_path):
     first, second = forked.run(2, go_on_without_rank_0, tmp_path)
     assert "CheckpointSaveError: save_state: rank 1 has not come after 2 s" in first.error

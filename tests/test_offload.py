@@ -49,6 +49,7 @@ def both_ways() -> bool:
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_to_the_bit(ranks):
     assert ranks.run(2, both_ways) == [True, True]
 

@@ -56,6 +56,7 @@ def sizes() -> dict[str, Any]:
     return {"tried": tried, "result": result, "out": str(out.value), "failed": str(failed.value)}
 
 
+@pytest.mark.slow
 def test_all_ranks_go_on_with_the_same_batch_size(ranks):
     first, second = ranks.run(2, sizes)
     assert first["tried"] == second["tried"] == [100, 90, 81, 72]
@@ -216,6 +217,7 @@ def test_ranks_that_hang_when_forked_are_forked_anew_a_few_times(tmp_path):
     assert "debug_launcher: ranks 0, 1 did not begin (forked 3 times): a thread of this process holds" in done.stderr
 
 
+@pytest.mark.slow
 def test_forked_ranks(tmp_path):
     done = in_a_notebook(f"cells(Path({str(tmp_path)!r}))", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -67,6 +67,7 @@ def held(tensors: Any) -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A1")
 @pytest.mark.parametrize(
     ("strategy", "share"), [(1, 2), ("shard_grad_op", 2), ("NO_SHARD", 1), (4, 2), ("hybrid shard zero2", 2)]

@@ -51,7 +51,14 @@ def folder(tmp_path, monkeypatch, ranks):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [name for name in NAMES if commands(name)])
+PAGES = [
+    pytest.param(name, marks=pytest.mark.slow if name.endswith("how-to/plan.md") else ())
+    for name in NAMES
+    if commands(name)
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_run(page, folder, capsys):
     for command in commands(page):
         assert command[0] == "shardkit", f"{page}: a block that is not shardkit's is marked shell (got {command})"

@@ -653,6 +653,7 @@ def told_to_stop(path: str) -> tuple[str, int, int, float, list[str]]:
         preemption.uninstall()
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A9")
 def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
     path = tmp_path / "resolved.yaml"

@@ -59,6 +59,7 @@ def simulated(asked: PlanRequest, is_exact: bool = False) -> tuple[RankMemory, d
     return found.memory, found.payload_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A1")
 @pytest.mark.parametrize("strategy", [1, 2, 3, 4, 5])
 def test_the_closed_form_agrees_within_five_percent(strategy):
@@ -72,6 +73,7 @@ def test_the_closed_form_agrees_within_five_percent(strategy):
     assert memory.peak.optimizer_state == pytest.approx(closed.peak.optimizer_state, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -112,6 +114,7 @@ def test_a_shortened_step_is_the_whole_step(strategy, fsdp):
     assert payload == whole_payload
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("B1")
 def test_the_order_of_strategies():
     """FSDP with auto-wrap < FSDP < DDP."""
@@ -180,6 +183,7 @@ def test_averages_and_quantized_moments_are_simulated_as_counted():
     assert found.optimizer_state < 0.2 * found.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A2")
 def test_offloaded_shards_are_on_the_host():
     memory, _ = simulated(request(TINY, 1, offload_params=True))

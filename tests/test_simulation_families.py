@@ -90,6 +90,7 @@ def at_optimizer(step: worker.Step) -> Memory:
     return next(moment.memory for moment in step.moments if moment.phase == "optimizer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", f"{HERE}:my_optimizer"])
 def test_what_gets_no_gradient_has_no_optimizer_state(optimizer):
     """Two moments of a shard each for the 32 MiB that are used; the update's temporaries are no larger than the shard.
@@ -198,6 +199,7 @@ def test_a_classifier_makes_no_logits_over_its_vocabulary():
     assert transformer_facts(small_llama().config, small_llama()).vocabulary == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "bytes_each"), [("held", 16), ("dropped", 12), ("fused", 6)])
 def test_the_loss_keeps_what_is_said(loss, bytes_each):
     """Logits of 4 x 512 tokens over a vocabulary that is larger than all else."""

@@ -76,6 +76,7 @@ for name, call in calls.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the thread that takes the signal is Linux's")
 def test_asking_for_stacks_cuts_no_blocking_call_short(tmp_path):
     from shardkit.launch import processes

@@ -56,6 +56,7 @@ def test_with_a_model_given_there_is_one_less(folder):
     assert f"# model: {SMALL_GPT}" in (folder / "shardkit.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A1")
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 def test_each_strategy_is_chosen_by_its_number(folder, strategy):
@@ -216,6 +217,7 @@ def test_where_nothing_fits_offload_is_on_and_the_review_says_so(folder, capsys)
     assert "CPU offload is on" in shown
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_read_is_asked_for_again_and_can_be_left_out(folder, capsys):
     assert talk_plainly(["", "", "", "", "", "", ""], model="nowhere:model") == 0
     shown = capsys.readouterr().out
