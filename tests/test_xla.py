@@ -139,6 +139,29 @@ def test_a_pod_is_started_by_one_command_a_machine(tmp_path, capsys, monkeypatch
     assert second[-1] == first[-1].replace("--machine-rank 0", "--machine-rank 1")
 
 
+def test_every_flag_reaches_the_machines_of_a_pod(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "pod.yaml").write_text(json.dumps({"distributed_type": "XLA", "xla": True, **POD}))
+    monkeypatch.chdir(tmp_path)
+    switches = "--no-prefix --measure --force --as-accelerate --accelerates-meaning scheduler,save"
+    given = f"launch --config pod.yaml {switches} --logs x --show all --dry-run --json -m train a --measure"
+    assert command_line(given.split()) == 0
+    for line in json.loads(capsys.readouterr().out)["commands"]:
+        assert f"--set shardkit.launch.show=all {switches} -m train a --measure" in line[-1]
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_a_number_of_this_machine_is_refused_where_the_pod_gives_numbers(tmp_path, capsys, monkeypatch, number):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "pod.yaml").write_text(json.dumps({"distributed_type": "XLA", "xla": True, **POD}))
+    monkeypatch.chdir(tmp_path)
+    assert command_line(["launch", "--config", "pod.yaml", "--machine-rank", number, "--dry-run", "train.py"]) == 2
+    assert f"gets its number (got {number}); leave it out, or start this machine alone" in capsys.readouterr().err
+    alone = ["--set", "tpu_use_cluster=false", "--dry-run"]
+    code = command_line(["launch", "--config", "pod.yaml", "--machine-rank", number, *alone, "train.py"])
+    assert "gets its number" not in capsys.readouterr().err and code != 2  # torch_xla may be missing here
+
+
 def test_names_of_machines_sudo_and_a_file_of_commands(tmp_path):
     (tmp_path / "before.sh").write_text("a\n\nb\n")
     found = config(**POD | {"tpu_vm": ["x", "y"], "tpu_use_sudo": True, "command_file": str(tmp_path / "before.sh")})

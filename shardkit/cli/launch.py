@@ -202,7 +202,8 @@ def start(
 
     loaded, machine = checked(command, is_module, path, settings, problems, force, more_variables or {})
     if preflight.is_on_pod(loaded.config):
-        start_on_pod(loaded, command, is_module, settings, dry_run, as_json)
+        switches = _switches(has_prefix, measure, force, more_variables or {})
+        start_on_pod(loaded, command, is_module, settings, switches, dry_run, as_json)
         return
     launched = spec.launch_spec(
         loaded.config,
@@ -239,9 +240,15 @@ def has_number(loaded: Any) -> bool:
 
 
 def start_on_pod(
-    loaded: Any, command: list[str], is_module: bool, settings: dict[str, str], dry_run: bool, as_json: bool
+    loaded: Any,
+    command: list[str],
+    is_module: bool,
+    settings: dict[str, str],
+    switches: list[str],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """Launch on every machine of a TPU pod; with `dry_run` print the commands."""
+    """Launch on every machine of a TPU pod, with the flags given here; with `dry_run` print the commands."""
     import json
     import shlex
 
@@ -251,6 +258,7 @@ def start_on_pod(
     for name, value in settings.items():
         if name not in ("machine_rank", "tpu_use_cluster"):
             shared += ["--set", f"{name}={value}"]
+    shared += switches
     lines = pod.commands(loaded.config, [*shared, *(["-m"] if is_module else []), *command], Path.cwd())
     if not dry_run:
         pod.run(lines)
@@ -258,6 +266,21 @@ def start_on_pod(
         print(json.dumps({"commands": lines}, indent=2))
     else:
         print("\n".join([*(shlex.join(line) for line in lines), "Nothing was started (--dry-run)."]))
+
+
+def _switches(has_prefix: bool, measure: bool, force: bool, more_variables: dict[str, str]) -> list[str]:
+    """The flags that are not settings, as they were given."""
+    from shardkit.launch import names
+
+    given = {"--no-prefix": not has_prefix, "--measure": measure, "--force": force}
+    found = [flag for flag, is_given in given.items() if is_given]
+    if names.AROUND_SCRIPT in more_variables:
+        from shardkit.compat import differences
+
+        found.append("--as-accelerate")
+        if words := more_variables.get(differences.VARIABLE):
+            found += ["--accelerates-meaning", words]
+    return found
 
 
 def _other_file() -> str | None:
@@ -298,6 +321,13 @@ def checked(
     memory = None if force else found.memory_bytes
     machine = Machine(tuple(device.name for device in found.devices), found.cores, memory)
     found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
+    if preflight.is_on_pod(loaded.config) and ("machine_rank" in settings or loaded.config.machine_rank):
+        found_problems.append(
+            Problem(
+                "launch: machine_rank: with tpu_use_cluster each machine of the pod gets its number (got "
+                f"{loaded.config.machine_rank}); leave it out, or start this machine alone with tpu_use_cluster=false."
+            )
+        )
     preflight.raise_all([*problems, *found_problems])
     device = spec.device_of(loaded.config)
     is_read = not is_module and not more_variables and Path(command[0]).is_file()
