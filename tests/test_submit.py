@@ -247,6 +247,28 @@ def test_every_problem_is_said_at_once_and_nothing_is_written(capsys):
         assert line in error, error
 
 
+@pytest.mark.parametrize("engine", ["slurm", "kubeflow", "jobset", "skypilot", "ssh"])
+def test_the_flags_of_launch_reach_the_job(capsys, engine):
+    more = {"kubeflow": ["--image", "a:1"], "jobset": ["--image", "a:1"], "ssh": ["--hosts", "hosts"]}
+    more["skypilot"] = ["--device", "h100-80"]
+    settings = "--mixed-precision bf16 --restarts 3 --fsdp shard_grad_op --show 0 --resume auto"
+    switches = "--no-prefix --measure --as-accelerate --accelerates-meaning scheduler,save"
+    text, _ = submit(
+        capsys, "--to", engine, *more.get(engine, []), *settings.split(), *switches.split(), "train.py", "--measure"
+    )
+    words = " ".join(text.replace("\\\n", " ").split())
+    assert f"{switches} train.py --measure" in words
+    for line in ("mixed_precision: bf16", "max_restarts: 3", "fsdp_sharding_strategy: SHARD_GRAD_OP", 'show: "0"'):
+        assert line in text
+
+
+def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
+    _, errors = submit(capsys, "--to", "slurm", "--accelerates-meaning", "x", "--fsdp", "y", "train.py", code=2)
+    assert "submit: --as-accelerate is missing" in errors and "unknown value (got x)" in errors and "'y'" in errors
+    _, errors = submit(capsys, "--to", "ray", "--as-accelerate", "train.py", code=2)
+    assert "--as-accelerate: is not supported by ray (only by slurm" in errors
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -51,11 +51,10 @@ def doctor(
         "machine_rank": machine_rank,
         "use_cpu": "true" if cpu else None,
     }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    more, problems = flags.read_all(
-        (flags.main_settings, main), *((settings_from, [setting]) for setting in settings or [])
+    chosen, problems = flags.read_all(
+        given, (flags.main_settings, main), *((settings_from, [setting]) for setting in settings or [])
     )
-    loaded = read(config, chosen | more, problems)
+    loaded = read(config, chosen, problems)
     return examine(loaded.config, str(loaded.path or "defaults for this machine"), folder.resolve(), as_json)
 
 

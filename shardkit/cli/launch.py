@@ -1,13 +1,16 @@
 """`shardkit launch train.py`: reads the flags, finds the configuration, runs checks, and starts the ranks."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from shardkit.cli import HELP, options
 from shardkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardkit.launch.flags import Switches
 
 
 class LaunchCommand(TyperCommand):
@@ -35,51 +38,25 @@ def launch(
     machines: options.MachinesOrRange = None,
     machine_rank: options.MachineRank = None,
     main: options.Main = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")] = False,
-    mixed_precision: Annotated[
-        str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16, bf16, fp8 or mxfp8.")
-    ] = None,
-    fsdp: Annotated[
-        str | None, typer.Option("--fsdp", help='FSDP options in the Trainer\'s syntax: "full shard auto_wrap".')
-    ] = None,
-    fsdp_config: Annotated[
-        Path | None,
-        typer.Option("--fsdp-config", help="JSON or YAML file with FSDP settings in the Trainer's syntax."),
-    ] = None,
+    cpu: options.Cpu = False,
+    mixed_precision: options.MixedPrecision = None,
+    fsdp: options.Fsdp = None,
+    fsdp_config: options.FsdpConfig = None,
     settings: options.Settings = None,
-    resume: Annotated[
-        str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path or URL of one.")
-    ] = None,
-    restarts: Annotated[
-        str | None,
-        typer.Option(
-            "--restarts", metavar="N", help="How often to restart after a failure, from the newest checkpoint."
-        ),
-    ] = None,
+    resume: options.Resume = None,
+    restarts: options.Restarts = None,
     logs: Annotated[str | None, typer.Option("--logs", metavar="DIR", help="Folder for every rank's output.")] = None,
-    show: Annotated[
-        str | None, typer.Option("--show", metavar="RANKS", help="Whose output to show: all, or ranks like 0,1.")
-    ] = None,
+    show: options.Show = None,
     start_by: Annotated[
         str | None, typer.Option("--start", metavar="HOW", help="fork, exec or auto: how ranks start.")
     ] = None,
-    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Record the peak memory of each rank.")] = False,
+    no_prefix: options.NoPrefix = False,
+    measure: options.Measure = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start even if the host memory seems too small for the ranks.")
     ] = False,
-    as_accelerate: Annotated[
-        bool,
-        typer.Option("--as-accelerate", help="Replace accelerate by shardkit.compat, in the script and in libraries."),
-    ] = False,
-    accelerates_meaning: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerates-meaning",
-            metavar="WORDS",
-            help="With --as-accelerate: use Accelerate's behavior for these (scheduler, save).",
-        ),
-    ] = None,
+    as_accelerate: options.AsAccelerate = False,
+    accelerates_meaning: options.AcceleratesMeaning = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="With --as-accelerate: list the script's names of Accelerate; start nothing."),
@@ -102,65 +79,61 @@ def launch(
         "shardkit.launch.show": show,
         "shardkit.launch.start": start_by,
     }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    more, problems = flags.read_all(
+    chosen, problems = flags.read_all(
+        given,
         (flags.machines_settings, machines),
         (flags.main_settings, main),
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
         *((settings_from, [setting]) for setting in settings or []),
     )
-    chosen |= more
     command = [module, *(script or [])] if module else list(script or [])
-    meaning = (accelerates_meaning or "").replace(" ", "").split(",") if accelerates_meaning else []
-    problems += _problems_of_compat(as_accelerate, meaning, check)
+    switches = flags.Switches(no_prefix, measure, force, as_accelerate, flags.words_in(accelerates_meaning))
+    problems += problems_of_compat("launch", switches, check)
     if check and not problems:
         check_names(command, bool(module))
         return
-    variables = _compat_variables(meaning) if as_accelerate else {}
-    start(command, bool(module), config, chosen, problems, dry_run, as_json, not no_prefix, measure, force, variables)
+    start(command, bool(module), config, chosen, problems, switches, dry_run, as_json)
 
 
-def _problems_of_compat(as_accelerate: bool, meaning: list[str], check: bool) -> list[str]:
-    """Problems with the flags that require --as-accelerate."""
-    flags = [flag for flag, given in (("--check", check), ("--accelerates-meaning", bool(meaning))) if given]
+def problems_of_compat(command: str, switches: "Switches", check: bool = False) -> list[str]:
+    """Problems of this command with the flags that require --as-accelerate."""
+    flags = [flag for flag, given in (("--check", check), ("--accelerates-meaning", bool(switches.meaning))) if given]
     if not flags:
         return []
     from shardkit.compat import differences
 
     problems = []
-    if flags and not as_accelerate:
+    if not switches.as_accelerate:
         problems.append(
-            f"launch: --as-accelerate is missing (got {', '.join(flags)}); add it, or remove {' and '.join(flags)}."
+            f"{command}: --as-accelerate is missing (got {', '.join(flags)}); add it, or remove {' and '.join(flags)}."
         )
-    unknown = [word for word in meaning if word not in differences.choices()]
+    unknown = [word for word in switches.meaning if word not in differences.choices()]
     if unknown:
         known = ", ".join(differences.choices())
-        problems.append(f"launch: --accelerates-meaning: unknown value (got {', '.join(unknown)}); use {known}.")
+        problems.append(f"{command}: --accelerates-meaning: unknown value (got {', '.join(unknown)}); use {known}.")
     return problems
 
 
-def _compat_variables(meaning: list[str]) -> dict[str, str]:
+def _compat_variables(switches: "Switches") -> dict[str, str]:
     """The environment variables that make ranks replace accelerate."""
+    if not switches.as_accelerate:
+        return {}
     from shardkit.compat import differences
     from shardkit.launch import names
 
     return {
         names.AROUND_SCRIPT: "shardkit.compat.startup",
-        **({differences.VARIABLE: ",".join(meaning)} if meaning else {}),
+        **({differences.VARIABLE: ",".join(switches.meaning)} if switches.meaning else {}),
     }
 
 
-def _notes_on_schedules(command: list[str], is_module: bool, variables: dict[str, str]) -> list[str]:
+def _notes_on_schedules(command: list[str], is_module: bool, switches: "Switches") -> list[str]:
     """Notes on lines that multiply the length of a schedule by the number of ranks, as Accelerate requires."""
-    from shardkit.launch import names
-
-    if names.AROUND_SCRIPT not in variables:
+    if not switches.as_accelerate or "scheduler" in switches.meaning:
         return []
-    from shardkit.compat import differences, scan
+    from shardkit.compat import scan
 
-    if "scheduler" in variables.get(differences.VARIABLE, ""):
-        return []
     remarks = scan.scan_script(command[0], is_module).remarks
     return [f"note: {one.place}: {one.text}." for one in remarks if one.name == "num_processes"]
 
@@ -187,12 +160,9 @@ def start(
     path: Path | None,
     settings: dict[str, str],
     problems: list[str],
+    switches: "Switches",
     dry_run: bool,
     as_json: bool,
-    has_prefix: bool,
-    measure: bool,
-    force: bool = False,
-    more_variables: dict[str, str] | None = None,
 ) -> None:
     """From flags to running ranks: check, describe, run."""
     import json
@@ -200,9 +170,8 @@ def start(
     from shardkit import env
     from shardkit.launch import elastic, generations, membership, preflight, spec
 
-    loaded, machine = checked(command, is_module, path, settings, problems, force, more_variables or {})
+    loaded, machine = checked(command, is_module, path, settings, problems, switches)
     if preflight.is_on_pod(loaded.config):
-        switches = _switches(has_prefix, measure, force, more_variables or {})
         start_on_pod(loaded, command, is_module, settings, switches, dry_run, as_json)
         return
     launched = spec.launch_spec(
@@ -212,13 +181,13 @@ def start(
         is_module=is_module,
         config_name=str(loaded.path) if loaded.path else "defaults for this machine",
         cores=machine.cores,
-        has_prefix=has_prefix,
-        measure=measure,
+        has_prefix=not switches.no_prefix,
+        measure=switches.measure,
         variables=env.copy(),
         origins={
             name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")
         },
-        more_variables=more_variables,
+        more_variables=_compat_variables(switches),
         has_number=has_number(loaded),
     )
     if dry_run:
@@ -227,7 +196,7 @@ def start(
         print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched, notes))
         return
     folder = elastic.run(launched) if launched.launch.min_machines is None else generations.run(launched)
-    if measure:
+    if switches.measure:
         from shardkit.cli.plan import beside_the_plan
 
         typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
@@ -244,7 +213,7 @@ def start_on_pod(
     command: list[str],
     is_module: bool,
     settings: dict[str, str],
-    switches: list[str],
+    switches: "Switches",
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -258,7 +227,7 @@ def start_on_pod(
     for name, value in settings.items():
         if name not in ("machine_rank", "tpu_use_cluster"):
             shared += ["--set", f"{name}={value}"]
-    shared += switches
+    shared += switches.words
     lines = pod.commands(loaded.config, [*shared, *(["-m"] if is_module else []), *command], Path.cwd())
     if not dry_run:
         pod.run(lines)
@@ -266,21 +235,6 @@ def start_on_pod(
         print(json.dumps({"commands": lines}, indent=2))
     else:
         print("\n".join([*(shlex.join(line) for line in lines), "Nothing was started (--dry-run)."]))
-
-
-def _switches(has_prefix: bool, measure: bool, force: bool, more_variables: dict[str, str]) -> list[str]:
-    """The flags that are not settings, as they were given."""
-    from shardkit.launch import names
-
-    given = {"--no-prefix": not has_prefix, "--measure": measure, "--force": force}
-    found = [flag for flag, is_given in given.items() if is_given]
-    if names.AROUND_SCRIPT in more_variables:
-        from shardkit.compat import differences
-
-        found.append("--as-accelerate")
-        if words := more_variables.get(differences.VARIABLE):
-            found += ["--accelerates-meaning", words]
-    return found
 
 
 def _other_file() -> str | None:
@@ -297,8 +251,7 @@ def checked(
     path: Path | None,
     settings: dict[str, str],
     flag_problems: list[str],
-    force: bool = False,
-    more_variables: dict[str, str] | None = None,
+    switches: "Switches",
 ) -> tuple[Any, Any]:
     """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes."""
     from shardkit import env
@@ -318,7 +271,7 @@ def checked(
         raise
     variables = env.copy()
     found = hardware.detect()
-    memory = None if force else found.memory_bytes
+    memory = None if switches.force else found.memory_bytes
     machine = Machine(tuple(device.name for device in found.devices), found.cores, memory)
     found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
     if preflight.is_on_pod(loaded.config) and ("machine_rank" in settings or loaded.config.machine_rank):
@@ -330,7 +283,7 @@ def checked(
         )
     preflight.raise_all([*problems, *found_problems])
     device = spec.device_of(loaded.config)
-    is_read = not is_module and not more_variables and Path(command[0]).is_file()
+    is_read = not is_module and not switches.as_accelerate and Path(command[0]).is_file()
     source = Path(command[0]).read_text(errors="replace") if is_read else ""
     for note in (
         *loaded.notes,
@@ -338,7 +291,7 @@ def checked(
         preflight.core_warning(loaded.config, machine),
         preflight.job_warning(loaded.config, found.scheduler),
         environment.cpu_note(loaded.config, device, source),
-        *(_notes_on_schedules(command, is_module, more_variables or {}) if loaded.config.num_processes > 1 else []),
+        *(_notes_on_schedules(command, is_module, switches) if loaded.config.num_processes > 1 else []),
     ):
         if note:
             typer.echo(note, err=True)

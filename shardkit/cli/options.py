@@ -19,4 +19,38 @@ MachinesOrRange = Annotated[
 Machines = Annotated[str | None, typer.Option("--num-machines", metavar="N", help="Number of machines.")]
 MachineRank = Annotated[str | None, typer.Option("--machine-rank", metavar="N", help="This machine's number, from 0.")]
 Main = Annotated[str | None, typer.Option("--main", metavar="HOST:PORT", help="Address of machine 0.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU.")]
+MixedPrecision = Annotated[
+    str | None, typer.Option("--mixed-precision", metavar="DTYPE", help="no, fp16, bf16, fp8 or mxfp8.")
+]
+Fsdp = Annotated[
+    str | None, typer.Option("--fsdp", help='FSDP options in the Trainer\'s syntax: "full shard auto_wrap".')
+]
+FsdpConfig = Annotated[
+    Path | None, typer.Option("--fsdp-config", help="JSON or YAML file with FSDP settings in the Trainer's syntax.")
+]
+Resume = Annotated[
+    str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path or URL of one.")
+]
+Restarts = Annotated[
+    str | None,
+    typer.Option("--restarts", metavar="N", help="How often to restart after a failure, from the newest checkpoint."),
+]
+Show = Annotated[
+    str | None, typer.Option("--show", metavar="RANKS", help="Whose output to show: all, or ranks like 0,1.")
+]
+NoPrefix = Annotated[bool, typer.Option("--no-prefix", help="Show lines without their rank.")]
+Measure = Annotated[bool, typer.Option("--measure", help="Record the peak memory of each rank.")]
+AsAccelerate = Annotated[
+    bool,
+    typer.Option("--as-accelerate", help="Replace accelerate by shardkit.compat, in the script and in libraries."),
+]
+AcceleratesMeaning = Annotated[
+    str | None,
+    typer.Option(
+        "--accelerates-meaning",
+        metavar="WORDS",
+        help="With --as-accelerate: use Accelerate's behavior for these (scheduler, save).",
+    ),
+]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardkit.cli import HELP, options
-from shardkit.cli.launch import LaunchCommand
+from shardkit.cli.launch import LaunchCommand, problems_of_compat
 from shardkit.errors import ShardkitError
 
 if TYPE_CHECKING:
@@ -26,7 +26,18 @@ def submit(
     config: options.ConfigFile = None,
     processes: options.Processes = None,
     machines: options.Machines = None,
+    cpu: options.Cpu = False,
+    mixed_precision: options.MixedPrecision = None,
+    fsdp: options.Fsdp = None,
+    fsdp_config: options.FsdpConfig = None,
     settings: options.Settings = None,
+    resume: options.Resume = None,
+    restarts: options.Restarts = None,
+    show: options.Show = None,
+    no_prefix: options.NoPrefix = False,
+    measure: options.Measure = False,
+    as_accelerate: options.AsAccelerate = False,
+    accelerates_meaning: options.AcceleratesMeaning = None,
     name: Annotated[str | None, typer.Option(help="Name of the job; default: that of the script.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit: 4h, 90m, 1d12h or 1-12:00:00.")] = None,
     cpus: Annotated[
@@ -66,14 +77,32 @@ def submit(
 ) -> int:
     """Make a job for a scheduler that runs SCRIPT. Arguments after the script are passed to it."""
     from shardkit.cli.config import target_problem, write_target
+    from shardkit.config.command import settings_from
+    from shardkit.launch import flags
     from shardkit.submit.making import Asked, Problems, made
 
-    given = {"num_processes": processes, "num_machines": machines}
+    given = {
+        "num_processes": processes,
+        "num_machines": machines,
+        "use_cpu": "true" if cpu else None,
+        "mixed_precision": mixed_precision,
+        "shardkit.checkpoint.resume": resume,
+        "shardkit.launch.max_restarts": restarts,
+        "shardkit.launch.show": show,
+    }
+    chosen, flag_problems = flags.read_all(
+        given,
+        (flags.fsdp_settings, fsdp),
+        (flags.fsdp_file_settings, fsdp_config),
+        *((settings_from, [setting]) for setting in settings or []),
+    )
+    switches = flags.Switches(no_prefix, measure, False, as_accelerate, flags.words_in(accelerates_meaning))
     asked = Asked(
         command=[*([module] if module else []), *(script or [])],
         is_module=bool(module),
         config=config,
-        settings=[*(f"{key}={value}" for key, value in given.items() if value is not None), *(settings or [])],
+        settings=chosen,
+        switches=switches,
         name=name,
         time=time,
         cpus=cpus,
@@ -90,7 +119,7 @@ def submit(
         seq_len=seq_len,
         steps=steps,
     )
-    problems = Problems()
+    problems = Problems([*flag_problems, *problems_of_compat("submit", switches)])
     if output is not None:
         problems.add(target_problem(output, force))
     engine, job, notes = made(to, asked, problems)

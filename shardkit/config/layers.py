@@ -28,6 +28,10 @@ class Origin:
     def __str__(self) -> str:
         return self.where
 
+    def of(self, name: str) -> str:
+        """The place of a setting: `shardkit.yaml:24:3: num_machines`; a flag names it already: `--set num_machines`."""
+        return self.where if self.where.endswith(f" {name}") else f"{self.where}: {name}"
+
 
 DEFAULT = Origin("default", "default")
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,45 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
     return [*ours, *rest]
 
 
-def read_all(*given: tuple[Callable[[Any], dict[str, str]], Any]) -> tuple[dict[str, str], list[str]]:
-    """The settings in these flags, each read by its function (later ones take precedence; an empty flag is not given),
-    and the problems of all flags."""
-    settings: dict[str, str] = {}
+@dataclass(frozen=True)
+class Switches:
+    """The flags of `shardkit launch` that are not settings. `meaning`: the words of --accelerates-meaning."""
+
+    no_prefix: bool = False
+    measure: bool = False
+    force: bool = False
+    as_accelerate: bool = False
+    meaning: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the flags that are set."""
+        flags = {
+            "--no-prefix": self.no_prefix,
+            "--measure": self.measure,
+            "--force": self.force,
+            "--as-accelerate": self.as_accelerate,
+            "--accelerates-meaning": self.meaning,
+        }
+        return [name for name, value in flags.items() if value]
+
+    @property
+    def words(self) -> list[str]:
+        """The flags as they are written in a command."""
+        return [*self.given, ",".join(self.meaning)] if self.meaning else self.given
+
+
+def words_in(text: str | None) -> tuple[str, ...]:
+    """The words of a flag with a list, `a,b`."""
+    return tuple((text or "").replace(" ", "").split(",")) if text else ()
+
+
+def read_all(
+    plain: Mapping[str, str | None], *given: tuple[Callable[[Any], dict[str, str]], Any]
+) -> tuple[dict[str, str], list[str]]:
+    """The settings in flags, and the problems of all flags. `plain`: {setting: value, None: not given}; `given`: flags
+    that a function reads (an empty one is not given). Later ones take precedence."""
+    settings = {name: value for name, value in plain.items() if value is not None}
     problems: list[str] = []
     for read, argument in given:
         try:

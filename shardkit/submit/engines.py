@@ -30,6 +30,8 @@ class Engine:
 
 
 _KUBECTL = ("kubectl", "create", "-f", "-")
+_LAUNCH = {"--no-prefix", "--measure", "--as-accelerate", "--accelerates-meaning"}
+"""Of engines that run `shardkit launch`."""
 
 ENGINES = {
     engine.name: engine
@@ -39,7 +41,7 @@ ENGINES = {
             slurm.render,
             slurm.problems,
             ("sbatch",),
-            frozenset({"--time", "--memory", "--cpus"}),
+            frozenset({"--time", "--memory", "--cpus", *_LAUNCH}),
             options=None,
             test=("sbatch", "--test-only"),
         ),
@@ -48,7 +50,7 @@ ENGINES = {
             kubeflow.render,
             kubeflow.problems,
             _KUBECTL,
-            frozenset({"--time", "--memory", "--cpus", "--image", "--volume"}),
+            frozenset({"--time", "--memory", "--cpus", "--image", "--volume", *_LAUNCH}),
             {**kubernetes.OPTIONS, **kubeflow.OPTIONS},
             has_schema=True,
         ),
@@ -57,7 +59,7 @@ ENGINES = {
             jobset.render,
             jobset.problems,
             _KUBECTL,
-            frozenset({"--time", "--memory", "--cpus", "--image", "--volume"}),
+            frozenset({"--time", "--memory", "--cpus", "--image", "--volume", *_LAUNCH}),
             kubernetes.OPTIONS,
             has_schema=True,
         ),
@@ -66,7 +68,7 @@ ENGINES = {
             skypilot.render,
             skypilot.problems,
             ("sky", "jobs", "launch", "--yes", "FILE"),
-            frozenset({"--memory", "--cpus", "--image", "--volume"}),
+            frozenset({"--memory", "--cpus", "--image", "--volume", *_LAUNCH}),
             skypilot.OPTIONS,
             has_schema=True,
         ),
@@ -79,7 +81,14 @@ ENGINES = {
             ray_train.OPTIONS,
             needs_file=True,
         ),
-        Engine("ssh", ssh.render, ssh.problems, ("bash", "FILE"), frozenset({"--hosts", "--ssh"}), test=("bash", "-n")),
+        Engine(
+            "ssh",
+            ssh.render,
+            ssh.problems,
+            ("bash", "FILE"),
+            frozenset({"--hosts", "--ssh", *_LAUNCH}),
+            test=("bash", "-n"),
+        ),
     )
 }
 

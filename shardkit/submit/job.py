@@ -30,7 +30,8 @@ class Volume:
 
 @dataclass(frozen=True)
 class Job:
-    """What runs, on which machines, for how long. `program`: the command that starts shardkit on a machine.
+    """What runs, on which machines, for how long. `program`: the command that starts shardkit on a machine; `switches`:
+    flags for its `launch` that are not settings.
 
     A number that is None is not set: the engine's default applies.
     """
@@ -40,6 +41,7 @@ class Job:
     is_module: bool
     config: Config
     folder: Path
+    switches: tuple[str, ...] = ()
     program: tuple[str, ...] = ("shardkit",)
     cpus_per_machine: int = 1
     memory_bytes: int | None = None
@@ -82,7 +84,7 @@ class Job:
         """The `shardkit launch` command with this job's script, as shell words. `config` and `more` must be quoted."""
         script = ["-m", *self.command] if self.is_module else list(self.command)
         start = [shlex.quote(word) for word in self.program]
-        return [*start, "launch", "--config", config, *more, *(shlex.quote(word) for word in script)]
+        return [*start, "launch", "--config", config, *more, *self.switches, *(shlex.quote(word) for word in script)]
 
 
 def configuration_file(text: str, path: str) -> str:

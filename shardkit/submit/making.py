@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardkit.config import files
-from shardkit.config.command import settings_from
 from shardkit.config.layers import Origin
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, ShardkitError, UsageError
 from shardkit.launch import preflight
+from shardkit.launch.flags import Switches
 from shardkit.model import comment
 from shardkit.plan import devices
 from shardkit.submit import engines, reading, sizing
@@ -30,7 +30,8 @@ class Asked:
     command: list[str]
     is_module: bool
     config: Path | None
-    settings: list[str]
+    settings: dict[str, str]
+    switches: Switches
     name: str | None
     time: str | None
     cpus: int | None
@@ -59,7 +60,7 @@ class Asked:
             "--hosts": self.hosts,
             "--ssh": self.ssh,
         }
-        return {name for name, value in given.items() if value}
+        return {name for name, value in given.items() if value} | {*self.switches.given}
 
 
 @dataclass
@@ -92,8 +93,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
     """(engine, job, notes on the job). Errors are added to `problems`; engine and job may then be None."""
     engine = problems.of(engines.find, to)
     _check_script(asked, engine, problems)
-    settings = problems.of(settings_from, asked.settings) or {}
-    loaded = problems.of(_resolved, asked.config, settings)
+    loaded = problems.of(_resolved, asked.config, asked.settings)
     config = loaded.config if loaded else None
     if loaded:
         problems.lines += _missing(loaded.config, loaded.origins, loaded.path)
@@ -114,6 +114,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         command=tuple(asked.command),
         is_module=asked.is_module,
         config=config,
+        switches=tuple(asked.switches.words),
         folder=Path.cwd(),
         program=program or _program(engine),
         cpus_per_machine=asked.cpus or config.processes_per_machine * (1 if config.use_cpu else CPUS_PER_GPU),
