@@ -16,6 +16,7 @@ from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import devices, plot, roofline
+from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.report import render
@@ -169,6 +170,19 @@ def test_changes_together_where_none_is_enough():
     assert together.fits
     assert "fsdp_activation_checkpointing: true" in together.text
     assert together.text.count(" and ") >= 1
+
+
+def test_changes_together_are_compared_with_what_was_given():
+    request = replace(make_request("gpt-175b", world_size=1, device="h100-80"), loss=Loss.FUSED)
+    config = request.config.model_copy(update={"use_cpu": True})  # without offload
+    *_, together = changes(request.with_config(config))
+    assert "--world 64 (64 x the ranks)" in together.text
+
+
+def test_a_gpu_is_planned_as_a_gpu_with_a_file_for_the_cpu(capsys):
+    Path("shardkit.yaml").write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 8\n")
+    out = plan(capsys, "--model", "gpt-175b", "--device", "h100-80", "--batch-size", "1")
+    assert "fsdp_offload_params: true" in out
 
 
 def make_request(

@@ -28,11 +28,11 @@ def config(
     defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; use defaults for this machine.")] = False,
     settings: options.Settings = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Start from a file of shardkit, Accelerate or NeMo.")
+        Path | None, typer.Option("--from", help="Start from a file of shardkit, Accelerate or NeMo.", **options.PATH)
     ] = None,
     template: Annotated[str | None, typer.Option("--template", help="Start from a template, by name or path.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; default: ./shardkit.yaml.")
+        Path | None, typer.Option("--output", "-o", help="The file to write; default: ./shardkit.yaml.", **options.PATH)
     ] = None,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, write nothing.")] = False,
@@ -61,7 +61,9 @@ def config(
 
 @app.command()
 def validate(
-    file: Annotated[Path | None, typer.Argument(help="The file; default: the one that launch would use.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The file; default: the one that launch would use.", **options.PATH)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Validate a file. Prints all problems, with line and column."""
@@ -92,12 +94,14 @@ def validate(
 def show(
     key: Annotated[str | None, typer.Argument(help="One setting or block; default: all.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--config", help="The file; default: the one that launch would use.")
+        Path | None, typer.Option("--config", help="The file; default: the one that launch would use.", **options.PATH)
     ] = None,
     settings: options.Settings = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-    diff: Annotated[Path | None, typer.Option("--diff", help="Show only differences from another file.")] = None,
+    diff: Annotated[
+        Path | None, typer.Option("--diff", help="Show only differences from another file.", **options.PATH)
+    ] = None,
 ) -> int:
     """Show the configuration of a launch in this folder: flags, then environment, then file, then defaults."""
     from shardkit.config.files import read, resolve
@@ -123,9 +127,13 @@ def show(
 
 @app.command()
 def convert(
-    file: Annotated[Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, a shardkit.yaml.")],
+    file: Annotated[
+        Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, a shardkit.yaml.", **options.PATH)
+    ],
     to: Annotated[str | None, typer.Option("--to", help="accelerate: write a file for Accelerate.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write; default: print.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; default: print.", **options.PATH)
+    ] = None,
     force: Force = False,
     drop: Annotated[bool, typer.Option("--drop", help="Drop unsupported settings instead of stopping.")] = False,
 ) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from shardkit.cli import HELP
+from shardkit.cli import HELP, options
 
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
@@ -27,7 +27,9 @@ def plan(
         str | None,
         typer.Option(help="module:function, config.json, .safetensors, gpt-175b, gpt-1t, gpt:layers=..,hidden=.."),
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Total number of ranks; by default from the file.")] = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="Total number of ranks; by default from the file.")
+    ] = None,
     per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks per machine; by default 8.")] = None,
     device: Annotated[
         str | None,
@@ -68,12 +70,13 @@ def plan(
         str, typer.Option(help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy).")
     ] = "no",
     find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.", **options.PATH)] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.")
+        Path | None,
+        typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.", **options.PATH),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Configuration file; by default found from the current folder.")
+        Path | None, typer.Option(help="Configuration file; by default found from the current folder.", **options.PATH)
     ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as in the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -281,11 +284,13 @@ def _request(
     seq_len: int | None,
 ) -> "PlanRequest":
     from shardkit.model.sources import describe
-    from shardkit.plan import optimizers, tpu
+    from shardkit.plan import devices, optimizers, tpu
     from shardkit.plan.answer import PlanRequest
     from shardkit.spinner import waiting
 
     found = _device(config, device, memory)
+    if device is not None and found != devices.find("cpu", found.memory_bytes):
+        config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
     optimizer = optimizers.check(optimizer)
     ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
     with waiting(f"reading the model {model}"):
