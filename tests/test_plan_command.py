@@ -571,6 +571,30 @@ def test_the_picture_as_png(capsys):
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_chart_that_cannot_be_written_is_refused_before_the_plan(capsys):
+    Path("folder.svg").mkdir()
+    model = ("--model", "nowhere:build", "--batch-size", "1")
+    code, text = refused(capsys, *model, "--plot", "nowhere/a.svg")
+    assert code == 2 and text.endswith("there is no folder nowhere; create it, or give another file.\n")
+    assert refused(capsys, *model, "--plot", "folder.svg") == (2, "--plot: folder.svg is a folder; give a file.\n")
+    assert "unknown file type" in refused(capsys, *model, "--plot", "a.pdf")[1]
+
+
+def test_a_measurement_of_another_model_is_said(capsys):
+    path = Path("logs/rank0.memory.json")
+    path.parent.mkdir()
+    size = plan_json(capsys, "--model", SMALL, "--world", "1", "--strategy", "3")["model"]["parameters"] * 4
+    names = ("peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    path.write_text(json.dumps(dict.fromkeys(names, size) | {"rank": 0, "device": "cpu"}))
+    arguments = ("--world", "1", "--strategy", "3", "--set", "mixed_precision=no", "--measured", "logs")
+    assert "The parameters differ" not in plan(capsys, "--model", SMALL, *arguments)
+    assert "The parameters differ: the run had another model" in plan(capsys, "--model", "gpt-175b", *arguments)
+
+
+def plan_json(capsys, *arguments):
+    return json.loads(plan(capsys, *arguments, "--json"))
+
+
 def test_a_png_without_matplotlib_says_what_to_do(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, err = refused(capsys, "--model", SMALL, "--world", "2", "--device", "l4", "--plot", "plan.png")

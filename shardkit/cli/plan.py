@@ -86,6 +86,7 @@ def plan(
 
     from shardkit.errors import UsageError
     from shardkit.plan import measured as measured_memory
+    from shardkit.plan import picture
     from shardkit.plan.activations import Loss
     from shardkit.plan.averages import Ema
     from shardkit.plan.report import render
@@ -93,6 +94,8 @@ def plan(
     path = _config_path(config)
     everything = (strategy or "").strip().lower() == "all"
     _check_simulation(simulate, exact, batch, closed_form, optimizer, everything)
+    if plot is not None:
+        picture.check(plot)
     found = None if measured is None else measured_memory.read(measured)
     given = _settings(path, settings or [], None if everything else strategy)
     resolved = _configuration(path, given, world, per_machine)
@@ -106,7 +109,8 @@ def plan(
         request = _with_network(request, network)
     answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
     if plot is not None:
-        _save_plot(answer, plot)
+        picture.save(answer, plot)
+        typer.echo(f"wrote {plot}", err=True)
     typer.echo(_json(answer, found) if as_json else render(answer))
     if found is not None and not as_json:
         typer.echo(f"\n{_comparison(answer, found)}")
@@ -196,6 +200,8 @@ def _comparison(answer: "Answer", found: "Measured") -> str:
     from shardkit.plan import measured
 
     text = measured.table(answer.chosen_row, found)
+    if not measured.is_of_the_same(answer.chosen_row, found):
+        text += "\n  The parameters differ: the run had another model, other settings or another number of ranks."
     if found.ranks != answer.request.world_size:
         text += f"\n  The plan is for {answer.request.world_size} ranks: add --world {found.ranks}."
     return text
@@ -381,13 +387,6 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
             *notes,
         ),
     )
-
-
-def _save_plot(answer: "Answer", path: Path) -> None:
-    from shardkit.plan import picture
-
-    picture.save(answer, path)
-    typer.echo(f"wrote {path}", err=True)
 
 
 def _json(answer: "Answer", found: "Measured | None") -> str:
