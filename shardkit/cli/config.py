@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -233,7 +232,7 @@ def _target(output: Path | None, user: bool) -> Path:
 
 def _save(start: "Config", target: Path, source: Path | None, model: str | None, force: bool, dry_run: bool) -> None:
     from shardkit.config.command import command_for
-    from shardkit.config.files import dump, user_path
+    from shardkit.config.files import dump, make_folder_of, user_path
 
     in_place = source is not None and target.exists() and source.resolve() == target.resolve()
     text = _edited(target, start) if in_place else dump(start, path=target)
@@ -245,7 +244,7 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
         print(text, end="")
         return
     if target == user_path():
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(target)
     write_target(text, target, force)
     print(target)
     again = f"{command_for(start, None if target == user_path() else target)} --force"
@@ -273,14 +272,12 @@ def target_problem(target: Path, force: bool) -> str | None:
 
 def write_target(text: str, target: Path, force: bool) -> None:
     """Write a file. An existing one is kept as .bak. Raises UsageError for a `target_problem`."""
-    from shardkit.config.files import write_text
+    from shardkit.config.files import replace_text
 
     problem = target_problem(target, force)
     if problem is not None:
         raise UsageError(problem)
-    if target.exists():
-        shutil.copy2(target, f"{target}.bak")
-    write_text(text, target)
+    replace_text(text, target)
 
 
 def _for_accelerate(file: Path) -> str:
