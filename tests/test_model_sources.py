@@ -85,9 +85,13 @@ def test_a_description_survives_json():
         ("gpt-175", "did you mean gpt-175b?"),
         ("nowhere/config.json", "no such file or folder; check the path"),
         ("what", "not a model; give module:function"),
+        ("train.py", "a file is not a model; give module:function, as train:FUNCTION."),
+        ("./src/train.py:build", "give module:function, as src.train:build."),
+        ("/src/train.py:build", "give module:function, as train:build, in the folder /src."),
+        ("torch.nn:Identity", "Identity has no parameters (got 0); give a model to train."),
     ],
 )
-def test_an_unknown_model_says_what_can_be_given(spec, text):
+def test_what_is_not_a_model_says_what_can_be_given(spec, text):
     with pytest.raises(ModelError) as caught:
         describe(spec)
     assert text in str(caught.value)

@@ -7,6 +7,7 @@ Every machine runs `shardkit launch` with its number, in a folder with the same 
 configuration. `main_process_ip` is the address of machine 0 inside the pod.
 """
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -34,7 +35,7 @@ def problems(config: Config) -> list[str]:
     wrong = [line for line in config.tpu_env if "=" not in line]
     if wrong:
         found.append(f"launch: tpu_env: not NAME=value (got {wrong[0]}); correct it.")
-    if config.command_file and not Path(config.command_file).is_file():
+    if config.command_file and not Path(os.path.expanduser(config.command_file)).is_file():
         found.append(f"launch: command_file: does not exist (got {config.command_file}); correct the path.")
     return found
 
@@ -55,7 +56,7 @@ def _command(config: Config, number: int, there: str) -> list[str]:
 
 def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> str:
     """The shell command of one machine: variables and commands of the configuration, then its `shardkit launch`."""
-    from_file = Path(config.command_file).read_text().splitlines() if config.command_file else []
+    from_file = Path(os.path.expanduser(config.command_file)).read_text().splitlines() if config.command_file else []
     before = [line.strip() for line in [*from_file, *config.commands] if line.strip()]
     own = ["--set", "tpu_use_cluster=false", "--machine-rank", str(number)]
     training = shlex.join(["python3", "-m", "shardkit", "launch", *own, *launch])
