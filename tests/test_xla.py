@@ -147,7 +147,8 @@ def test_every_flag_reaches_the_machines_of_a_pod(tmp_path, capsys, monkeypatch)
     given = f"launch --config pod.yaml {switches} --logs x --show all --dry-run --json -m train a --measure"
     assert command_line(given.split()) == 0
     for line in json.loads(capsys.readouterr().out)["commands"]:
-        assert f"--set shardkit.launch.show=all {switches} -m train a --measure" in line[-1]
+        assert f" {switches} -m train a --measure" in line[-1]
+        assert "--set shardkit.launch.log_dir=x" in line[-1] and "--set shardkit.launch.show=all" in line[-1]
 
 
 @pytest.mark.parametrize("number", ["0", "1"])
