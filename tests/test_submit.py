@@ -292,6 +292,8 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
         (["--to", "jobset", *IMAGE, "--option", "quue=a", "x.py"], "(got 'quue'); did you mean queue?"),
         (["--to", "skypilot", "train.py"], "--device: the GPU type is missing"),
         (["--to", "skypilot", "--device", "l4", "/train.py"], "skypilot uploads this folder"),
+        (["--to", "skypilot", "--device", "l4", "../train.py"], "a relative path in it (got ../train.py)"),
+        (["--to", "ray", "a/../../train.py"], "a relative path in it (got a/../../train.py)"),
         (["--to", "ssh", "train.py"], "--hosts: the hosts are missing (got none); add --hosts FILE"),
         (["--to", "ssh", "--hosts", "none", "train.py"], "--hosts: none: cannot be read (No such file or directory)"),
         (
