@@ -218,6 +218,22 @@ def test_transformers_models_at_their_real_sizes(tmp_path, family):
     assert (*shown, found.is_gated) == facts
 
 
+@pytest.mark.slow
+def test_a_config_that_cannot_be_built_is_told_with_its_reason(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
+    with pytest.raises(ModelError) as caught:
+        describe("config.json", folder=tmp_path)
+    text = str(caught.value)
+    assert "'hidden_size': TypeError" in text and "(value: 'x')" in text
+    assert "correct the file, or install a version of Transformers that knows this model" in text
+
+
+def test_a_file_of_another_kind_is_there_but_no_model(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"not a file that describes a model; give module:function"):
+        describe("./pytorch_model.bin", folder=tmp_path)
+
+
 def test_weights_are_described_by_their_headers_alone(tmp_path):
     model = GPT(gpt.parse("layers=12,hidden=16,heads=4,vocab=50,seq=8"))
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}

@@ -74,6 +74,8 @@ def _unknown(spec: str, path: Path) -> str:
         else:
             module, where = ".".join([*parents, f"{module}:{attribute or 'FUNCTION'}"]), ""
         return f"--model {spec}: a file is not a model; give module:function, as {module}{where}."
+    if path.is_file():
+        return f"--model {spec}: not a file that describes a model; give {FORMS}."
     if path.suffix in {".json", ".safetensors"} or "/" in spec:
         return f"--model {spec}: no such file or folder; check the path."
     return f"--model {spec}: not a model; give {FORMS}, or gpt:layers=..,hidden=..,heads=.."
@@ -96,17 +98,21 @@ def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> ModelDesc
             )
         answer = json.loads(result.read_text())
     if "error" in answer:
-        raise ModelError(_not_built(spec, answer["error"], child.relative_place(answer["where"], folder)))
+        raise ModelError(_not_built(kind, spec, answer["error"], child.relative_place(answer["where"], folder)))
     description = from_json(answer["description"])
     if not description.tree.numel:
         raise ModelError(f"--model {spec}: {description.name} has no parameters (got 0); give a model to train.")
     return description
 
 
-def _not_built(spec: str, error: str, place: str | None) -> str:
+def _not_built(kind: str, spec: str, error: str, place: str | None) -> str:
     """The error text for a model whose code failed, with the place in the user's files if known."""
     if place is None:
-        what = "check both names, and that it needs no arguments"
+        what = (
+            "check both names, and that it needs no arguments"
+            if kind == "factory"
+            else "correct the file, or install a version of Transformers that knows this model"
+        )
         return f"--model {spec}: cannot be built on the meta device ({error}); {what}, {CLOSED_FORM_HINT}."
     return (
         f"{place}: the model {spec} cannot be built on the meta device ({error}); "
