@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardkit import Accelerator, ProjectConfiguration, compat, skip_first_batches
+from shardkit.compat.states import AcceleratorState
 from tests.loaders import Flow, FlowWithState, flat, prepared, run
 from tests.loaders import Numbers as Numbers40
 
@@ -176,6 +177,7 @@ def steps_of(folder, first=0, skips=False):
                 accelerator.save_state(f"{folder}/{step}")
         skips = False
     accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
     return given
 
 
