@@ -420,13 +420,13 @@ def test_a_schedule_steps_once_and_once_a_rank_where_that_is_asked_for(ranks):
     assert ranks.run(2, schedules_as_asked_for, "scheduler") == [0.25, 0.25]
 
 
-def trainers_files(folder):
+def trainers_files(folder, kind, is_new=False):
     from shardkit.compat.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def step():
@@ -443,6 +443,9 @@ def trainers_files(folder):
     expected = step()
     step()
     load_fsdp_model(plugin, accelerator, model, folder)
+    if is_new:
+        optimizer = accelerator.prepare(getattr(torch.optim, kind)(model.parameters(), lr=0.1))
+        before = torch.get_rng_state()
     load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
     assert torch.equal(before, torch.get_rng_state()), "random generators are the script's own"
     again = step()
@@ -450,7 +453,10 @@ def trainers_files(folder):
 
 
 def test_the_trainers_files_of_a_model_and_an_optimizer_come_back(ranks, tmp_path):
-    assert ranks.run(2, trainers_files, str(tmp_path)) == [True, True]
+    whole = tmp_path / "whole"  # state of full tensors, loaded into a new optimizer
+    assert ranks.run(2, trainers_files, str(whole), "Adafactor", True) == [True, True]
+    tmp_path /= "each"
+    assert ranks.run(2, trainers_files, str(tmp_path), "AdamW") == [True, True]
     assert {path.name for path in tmp_path.iterdir()} == {"pytorch_model_fsdp_0", "optimizer_0"}
     stored = sum(path.stat().st_size for path in (tmp_path / "optimizer_0").rglob("*.safetensors"))
     assert stored > 0
