@@ -34,6 +34,8 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
     elif not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
         what = "no such folder; give a project folder or a folder of checkpoints"
+    elif not isinstance(path, Url) and path.is_file():
+        what = "is a file; give a project folder or a folder of checkpoints"
     elif others:
         what = f"its checkpoints are not named by step ({', '.join(other.name for other in others)}); give one of them"
     else:
