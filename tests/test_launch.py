@@ -126,6 +126,13 @@ def test_a_launch_reads_the_file_that_it_finds_and_starts_its_ranks(tmp_path):
     assert (logs(tmp_path) / "rank1.log").read_text().splitlines()[0].startswith("rank 1 of 2")
 
 
+def test_a_launch_whose_streams_are_closed_keeps_their_numbers_free_of_files(tmp_path):
+    words = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", *command("-n", "2", script("world"))]
+    done = subprocess.run(words, cwd=tmp_path, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0
+    assert (logs(tmp_path) / "rank1.log").read_text().splitlines()[0].startswith("rank 1 of 2, sum 3")
+
+
 def test_a_module_keeps_its_own_options_and_one_rank_has_no_prefix(tmp_path):
     (tmp_path / "tool.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
     done = launch(tmp_path, "-n", "1", "-m", "tool", "--show", "x", "-n", "3")

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -151,6 +152,21 @@ def test_a_machine_alone_says_whom_it_waits_for_and_gives_up(tmp_path, machine, 
     assert waits.format(port=port) in done.stderr
     assert ends in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@is_slow
+def test_a_machine_that_is_stopped_while_another_is_missing_is_named(tmp_path):
+    port = free_port()
+    words = ["-n", "3", "--num-machines", "3", "--main", f"127.0.0.1:{port}"]
+    with (
+        running(folder(tmp_path, 0), *words, "--machine-rank", "0", script("world")) as first,
+        running(folder(tmp_path, 1), *words, "--machine-rank", "1", script("world")) as second,
+    ):
+        first.wait_for(r"waiting for machines, 2 of 3 are here \(missing: 2\)")
+        second.process.send_signal(signal.SIGINT)
+        assert (first.end(), second.end()) == (4, 130), first.text() + second.text()
+    assert "launch: lost machine 1 before the ranks started: the launcher there has ended" in first.text()
+    assert "Traceback" not in first.text()
 
 
 @is_slow

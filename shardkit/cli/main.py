@@ -30,6 +30,7 @@ VERBS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """The program. Exits with 0, or the error's exit code (see shardkit/errors.py)."""
+    _open_closed_streams()
     code = run(sys.argv[1:] if arguments is None else arguments)
     if "torch" in sys.modules:
         exit_without_torch_teardown(code)
@@ -81,6 +82,16 @@ def _answer(verb: str, arguments: list[str]) -> int:
             traceback.print_exc()
         print(error, file=sys.stderr)
         return error.exit_code
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null as stdin, stdout and stderr where these were closed at the start (`>&-`, some daemons): else files
+    opened later get their descriptors, and receive what ranks print."""
+    for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually `descriptor`
+            os.set_inheritable(nowhere, nowhere == descriptor)
+            setattr(sys, name, open(nowhere, mode, closefd=False))  # noqa: SIM115
 
 
 def _stop_printing() -> None:

@@ -66,3 +66,22 @@ AcceleratesMeaning = Annotated[
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]
+
+
+def plain_settings(
+    processes: str | None,
+    cpu: bool,
+    mixed_precision: str | None,
+    resume: str | None,
+    restarts: str | None,
+    show: str | None,
+) -> dict[str, str | None]:
+    """The settings of these flags; None: not given."""
+    return {
+        "num_processes": processes,
+        "use_cpu": "true" if cpu else None,
+        "mixed_precision": mixed_precision,
+        "shardkit.checkpoint.resume": resume,
+        "shardkit.launch.max_restarts": restarts,
+        "shardkit.launch.show": show,
+    }

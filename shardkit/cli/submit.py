@@ -84,13 +84,8 @@ def submit(
     from shardkit.submit.making import Asked, Problems, made
 
     given = {
-        "num_processes": processes,
+        **options.plain_settings(processes, cpu, mixed_precision, resume, restarts, show),
         "num_machines": machines,
-        "use_cpu": "true" if cpu else None,
-        "mixed_precision": mixed_precision,
-        "shardkit.checkpoint.resume": resume,
-        "shardkit.launch.max_restarts": restarts,
-        "shardkit.launch.show": show,
     }
     chosen, flag_problems = flags.read_all(
         given,

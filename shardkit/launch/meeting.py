@@ -19,7 +19,7 @@ from shardkit import env
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity, stores
 from shardkit.launch.spec import LaunchSpec
-from shardkit.launch.store_client import POLL_S, Alarm, StoreClient
+from shardkit.launch.store_client import POLL_S, Alarm, Lost, StoreClient
 from shardkit.launch.stores import Announcement, Say
 
 
@@ -117,12 +117,23 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
     meeting = Meeting(spec.machine_rank, spec.num_machines, host, (store.host, 0), line)
     line.start()
     try:
-        with connectivity.open_to_others(host) as place:
-            greet(meeting, {**greeting, "place": place}, say, spec.launch.meet_timeout_s)
-            refuse_who_is_not_reached(meeting, say)
+        assemble(meeting, greeting, say, spec.launch.meet_timeout_s)
         yield meeting
     finally:
         line.close()
+
+
+def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
+    """Wait for all machines, and check that they fit together. Raises MachineError or ConfigError."""
+    try:
+        with connectivity.open_to_others(meeting.address) as place:
+            greet(meeting, {**greeting, "place": place}, say, timeout_s)
+            refuse_who_is_not_reached(meeting, say)
+    except Lost as lost:
+        raise MachineError(
+            f"launch: lost {' and '.join(map(meeting.name_of, lost.machines))} before the ranks started: the launcher "
+            "there has ended, or gives no sign of life; start the same command again on all machines."
+        ) from None
 
 
 def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:

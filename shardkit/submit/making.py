@@ -1,5 +1,6 @@
 """From the flags of `shardkit submit` to a job for an engine; collects all problems."""
 
+import os
 import re
 import shlex
 import sys
@@ -150,11 +151,17 @@ def _check_script(asked: Asked, engine: Engine | None, problems: Problems) -> No
         problem.text.replace("launch: ", "submit: ", 1)
         for problem in preflight.script_problems(asked.command[0], asked.is_module)
     ]
-    if engine is not None and engine.name in ("skypilot", "ray") and Path(asked.command[0]).is_absolute():
-        problems.lines.append(
-            f"submit: {engine.name} uploads this folder, so the script needs a relative path "
-            f"(got {asked.command[0]}); give its path relative to this folder."
-        )
+    if engine is not None and engine.name in ("skypilot", "ray") and not asked.is_module:
+        problems.lines += _problem_of_upload(asked.command[0], engine.name)
+
+
+def _problem_of_upload(script: str, engine: str) -> list[str]:
+    """Why a script would not be found in the uploaded folder, which is the working folder."""
+    path = Path(os.path.normpath(script))
+    if not path.is_absolute() and ".." not in path.parts:
+        return []
+    text = f"submit: {engine} uploads this folder, so the script needs a relative path in it (got {script}); give its "
+    return [text + "path relative to this folder, or run the command in the folder of the script."]
 
 
 def _missing(config: Config, origins: dict[str, Origin], path: Path | None) -> list[str]:
