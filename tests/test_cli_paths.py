@@ -44,6 +44,13 @@ def test_a_checkpoint_that_is_the_working_folder_or_its_parent(of_one_rank, caps
     assert "give another folder" in answer(capsys, "checkpoint", "merge", typed, "-o", ".", code=3)
 
 
+def test_the_folder_of_several_runs_names_them(of_one_rank, tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(of_one_rank.parent)
+    text = answer(capsys, "checkpoint", "list", tmp_path, code=3)
+    assert text.endswith(f"give the folder of a run, such as {tmp_path / 'a'}, {tmp_path / 'b'}.\n")
+
+
 def test_a_link_to_a_checkpoint_is_pinned_at_the_checkpoint(of_one_rank, tmp_path, capsys):
     best = tmp_path / "best"
     best.symlink_to(of_one_rank / "step-00000001")
