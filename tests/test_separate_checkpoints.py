@@ -198,6 +198,39 @@ def test_what_cannot_be_prepared_is_refused_in_words(ranks):
         assert "no state_dict and load_state_dict (got object)" in registered
 
 
+def prepared_again(config: dict, batch_size: int) -> tuple[list[torch.Tensor], list[float]]:
+    """An evaluation, a training, an evaluation and a training of one model, as the Transformers Trainer does: each
+    begins with `free_memory`, and prepares the model and the same optimizer again."""
+    accelerator = Accelerator(config=config | {"shardkit": {"gradient_accumulation_steps": 2}})
+    inner, optimizer, loader, scheduler = parts(24, batch_size)
+    rates = []
+    for _ in range(2):
+        inner = accelerator.unwrap_model(accelerator.prepare_model(inner, evaluation_mode=True))
+        with torch.no_grad():
+            inner(torch.ones(2, 6))
+        accelerator.free_memory()
+        model, optimizer, batches, scheduler = accelerator.prepare(inner, optimizer, loader, scheduler)
+        for batch in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+        inner = accelerator.unwrap_model(model)
+        accelerator.free_memory()
+    return weights_of(model), [*rates, accelerator.counters.step]
+
+
+def test_a_model_is_prepared_again_after_free_memory(ranks, alone):
+    expected, rates = prepared_again({"use_cpu": True}, 8)
+    assert rates[-1] == 4
+    for config in (FULL, DDP):
+        for found, on_rank in ranks.run(2, prepared_again, config, 4):
+            assert on_rank == pytest.approx(rates)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 # ---- accumulation by hand, clipping, fp16 ----
 
 

@@ -67,8 +67,7 @@ def for_evaluation(
     if run.config.mode == "fsdp":
         _refuse_shared(run, [model])
     (moves,) = _placement(run, [model], [device_placement])
-    run.evaluated[model] = rebind.ParameterNames.of(model)
-    _distribute(run, model, weights, moves)
+    run.evaluated[model] = _distributed(run, model, weights, moves)
     return model
 
 
@@ -160,6 +159,17 @@ def _distribute(run: Run, model: nn.Module, weights: str | Path | None, moves: b
     distribute(model, run.config, run.mesh, run.process, path, moves)
 
 
+def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
+    """Distributes the model, unless this run sharded it before `free_memory`; returns its parameters' names before."""
+    if model in run.sharded:
+        return run.sharded[model]
+    names = rebind.ParameterNames.of(model)
+    _distribute(run, model, weights, moves)
+    if run.mesh is not None:
+        run.sharded[model] = names
+    return names
+
+
 def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> nn.Module:
     if any(model is known for known in run.models):
         return model
@@ -168,10 +178,11 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
 
     names = run.evaluated.pop(model, None)
     if names is None:
-        names = rebind.ParameterNames.of(model)
-        _distribute(run, model, weights, moves)
+        names = _distributed(run, model, weights, moves)
     parallel = model if run.mesh is not None else replicate(model, run.config, run.process)
-    at_end_of_backward(parallel, run.accumulation.note_backward)
+    if parallel not in run.watched:
+        at_end_of_backward(parallel, lambda: run.accumulation.note_backward())
+        run.watched.add(parallel)
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
     return parallel
@@ -202,6 +213,8 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer) -> AcceleratedOptimiz
     for known in run.optimizers:
         if optimizer is known or optimizer is known.optimizer:
             return known
+    if isinstance(optimizer, AcceleratedOptimizer):  # prepared before free_memory
+        optimizer = optimizer.optimizer
     prepared = AcceleratedOptimizer(optimizer, run.accumulation)
     run.optimizers.append(prepared)
     run.accumulation.note_optimizer()
@@ -212,6 +225,8 @@ def _scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     for known in run.schedulers:
         if scheduler is known or scheduler is known.scheduler:
             return known
+    if isinstance(scheduler, AcceleratedScheduler):  # prepared before free_memory
+        scheduler = scheduler.scheduler
     prepared = AcceleratedScheduler(
         scheduler, run.optimizers, run.accumulation, run.loops.step_scheduler_with_optimizer
     )

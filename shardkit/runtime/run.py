@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -80,6 +81,10 @@ class Run:
     is_announced: bool = False
     is_triggered: bool = False
     has_warned_of_empty_clip: bool = False
+    sharded: WeakKeyDictionary[nn.Module, rebind.ParameterNames] = field(default_factory=WeakKeyDictionary)
+    """Models that this run has sharded, also those dropped since, with the names of their parameters before."""
+    watched: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """Models whose backwards this run notes, also those dropped since."""
     models: list[nn.Module] = field(init=False)
     evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
     """Models prepared for evaluation, with the names of their parameters before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -77,6 +78,11 @@ class Replica(DistributedDataParallel):
                     self._watch.watch(tensor)
         return output
 
+    def retire(self) -> None:
+        """Reduce no gradients any more: another replica of the same module does."""
+        self.require_backward_grad_sync = self._is_awaited = False
+        self.at_end_of_backward.clear()
+
     def before_step(self) -> None:
         """Average gradients that were set without a backward (`torch.autograd.grad`, assignment). Raises ModelError if
         a backward did not reach all parameters, so that torch's reducer still waits for them. Collective if no backward
@@ -113,6 +119,9 @@ class Replica(DistributedDataParallel):
         take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
 
 
+_newest: WeakKeyDictionary[nn.Module, ReferenceType[Replica]] = WeakKeyDictionary()
+"""The newest replica of each module."""
+
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 """Attributes of every module, such as hooks, which are kept when the reducer is created again."""
 
@@ -127,7 +136,9 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         attach(model, means)
         watch_backward(model, lambda arrived: means.reduce())
         return model
-    return Replica(
+    if (before := _newest.get(model)) is not None and (replica := before()) is not None:
+        replica.retire()
+    replica = Replica(
         model,
         precision.of(config).reduce,
         section,
@@ -139,6 +150,8 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         # Values were synchronized before, or sync_module_states is false.
         init_sync=False,
     )
+    _newest[model] = ref(replica)
+    return replica
 
 
 def _reduce_in(dtype, bucket):

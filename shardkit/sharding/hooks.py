@@ -19,6 +19,11 @@ def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor],
     parameter.requires_grad_(is_trained)
 
 
+def is_own(hook: Callable[[torch.Tensor], None]) -> bool:
+    """Whether the hook was registered by `hook_weakly`."""
+    return getattr(hook, "shardkit_own", False)
+
+
 def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
     """As `hook_whether_trained`, with a method whose object the hook does not keep alive.
 
@@ -30,4 +35,5 @@ def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None])
         if (alive := reference()) is not None:
             alive(gradient_of)
 
+    vars(hook)["shardkit_own"] = True
     hook_whether_trained(parameter, hook)

@@ -18,7 +18,7 @@ from shardkit.distributed import control
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
-from shardkit.sharding import float8, precision
+from shardkit.sharding import float8, hooks, precision
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
@@ -178,7 +178,7 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
             f"model: {fqn} has a post-accumulate-grad hook, which would run before its gradient is averaged over all "
             "ranks; use a sharded strategy, which runs it afterwards, or remove it."
             for fqn, parameter in model.named_parameters()
-            if post_accumulate_hooks_of(parameter)
+            if not all(map(hooks.is_own, post_accumulate_hooks_of(parameter)))
         ]
     return problems
 
