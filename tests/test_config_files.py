@@ -250,6 +250,7 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
         ("just words\n", "shardkit.yaml:1:1: is not made of `key: value` lines (got 'just words')"),
         ("debug: no\n\tuse_cpu: no\n", "shardkit.yaml:2:1: indented with a tab"),
         ("fsdp_config:\n\tfsdp_version: 2\n", "shardkit.yaml:2:1: indented with a tab"),
+        ("use_cpu:\ttrue\n", "shardkit.yaml:1:9: a tab; write spaces."),
         ("debug: [\n", "shardkit.yaml:2:1: is not YAML"),
         ("debug: no\n---\ndebug: yes\n", "shardkit.yaml:2:1: a second document begins here"),
         ("debug: no\ndebug: yes\n", "shardkit.yaml:2:1: debug: is given twice (first in line 1); keep one"),

@@ -187,10 +187,13 @@ def test_a_file_for_several_machines_takes_address_and_number_from_the_scheduler
 
 def test_what_the_tools_and_schedulers_say_is_understood():
     text = "NVIDIA H200, 143771 MiB, 9.0\nNVIDIA A100-SXM4-40GB, 40960 MiB, [N/A]\nNo devices were found\n"
+    text += "NVIDIA GB10, [N/A], 12.1\nOrin, [Not Supported], [Unknown Error]\n"
     found = parse_nvidia_smi(text)
     assert [(device.name, device.memory_bytes // 2**20, device.capability) for device in found] == [
         ("NVIDIA H200", 143771, 9.0),
         ("NVIDIA A100-SXM4-40GB", 40960, None),
+        ("NVIDIA GB10", 0, 12.1),
+        ("Orin", 0, None),
     ]
     assert [first_host(hosts) for hosts in ("node[03-05,9],b", "a,b", "gpu7-ib", "n[1]-x", "")] == [
         "node03",

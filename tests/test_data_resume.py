@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardkit import Accelerator, ProjectConfiguration, skip_first_batches
-from tests.loaders import FlowWithState, flat, prepared, run
+from shardkit import Accelerator, ProjectConfiguration, compat, skip_first_batches
+from shardkit.compat.states import AcceleratorState
+from tests.loaders import Flow, FlowWithState, flat, prepared, run
+from tests.loaders import Numbers as Numbers40
 
 LENGTH, GLOBAL_BATCH = 48, 12
 
@@ -102,6 +104,88 @@ def test_an_epoch_saved_at_its_last_batch_is_not_read_again(kind, length, drop_l
     assert (first, state["epoch"]) == (epoch, 0)
     # What is left of the saved epoch is empty, so two iterations end where two whole epochs do.
     assert run(2, state, epochs=2, **options) == (epoch, after)
+
+
+@pytest.mark.parametrize("dataset", [Numbers40(), FlowWithState(40), Flow(40)])
+def test_a_script_that_counts_its_steps_goes_on_after_the_last_batch_of_an_epoch(dataset):
+    def restored():
+        loader = prepared(dataset=dataset, shuffle=not isinstance(dataset, Flow))
+        loader.load_state_dict(state)
+        return loader
+
+    loader = prepared(dataset=dataset, shuffle=not isinstance(dataset, Flow))
+    epochs = []
+    for _ in range(3):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch)
+            loader.note_step()
+            if len(epochs) == 2 and len(epochs[-1]) == 10:
+                state = loader.state_dict()
+    epochs = [flat(epoch) for epoch in epochs]
+    for batches in (0, 3):  # of the next epoch, where such a script is
+        assert flat(skip_first_batches(restored(), batches)) == epochs[2][4 * batches :]
+    loader = skip_first_batches(restored(), 10)  # of the epoch that is over
+    assert (flat(loader), flat(loader)) == ([], epochs[2])
+    loader = restored()
+    loader.pass_finished_epoch()
+    assert (flat(loader), loader.epoch) == (epochs[2], 3)
+    loader = restored()
+    loader.pass_finished_epoch()
+    loader.set_epoch(1)  # the script has stored its epoch
+    assert (flat(loader), flat(loader)) == ([], epochs[2])
+
+
+def test_the_epoch_after_a_finished_one_drops_nothing(caplog):
+    loader = prepared()
+    for _ in loader:
+        loader.note_step()
+        state = loader.state_dict()
+    loader = prepared()
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    assert not caplog.records and len(flat(loader)) == 40
+    loader = prepared()
+    loader.load_state_dict(state)
+    with caplog.at_level("INFO"):
+        assert not flat(loader)
+    assert caplog.messages == [
+        "data: the restored position is the end of epoch 0, so this loop has no batches; the next one runs epoch 1."
+    ]
+
+
+def steps_of(folder, first=0, skips=False):
+    """A script for Accelerate, whose epoch is its step by the length of the loader; samples of each global batch."""
+    accelerator = compat.Accelerator(cpu=True)
+    torch.manual_seed(3)
+    model = nn.Linear(1, 1)
+    loader = DataLoader(Numbers(), batch_size=GLOBAL_BATCH // accelerator.num_processes, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if first:
+        accelerator.load_state(f"{folder}/{first}")
+    given, step = [], first
+    for epoch in range(first // len(loader), 3):
+        skipped = first % len(loader) if epoch == first // len(loader) else 0
+        for batch in accelerator.skip_first_batches(loader, skipped) if first and skips else loader:
+            given.append(accelerator.gather(batch).flatten().int().tolist())
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if not first and step in (4, 6):
+                accelerator.save_state(f"{folder}/{step}")
+        skips = False
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return given
+
+
+def test_a_script_for_accelerate_goes_on_after_a_whole_number_of_epochs(ranks, tmp_path):
+    whole = ranks.run(2, steps_of, str(tmp_path))[0]
+    for first in (4, 6):  # an epoch has four steps
+        for skips in (False, True):
+            assert ranks.run(2, steps_of, str(tmp_path), first, skips)[0] == whole[first:], (first, skips)
 
 
 def test_an_epoch_that_is_over_is_not_skipped_through():

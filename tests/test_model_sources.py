@@ -85,9 +85,13 @@ def test_a_description_survives_json():
         ("gpt-175", "did you mean gpt-175b?"),
         ("nowhere/config.json", "no such file or folder; check the path"),
         ("what", "not a model; give module:function"),
+        ("train.py", "a file is not a model; give module:function, as train:FUNCTION."),
+        ("./src/train.py:build", "give module:function, as src.train:build."),
+        ("/src/train.py:build", "give module:function, as train:build, in the folder /src."),
+        ("torch.nn:Identity", "Identity has no parameters (got 0); give a model to train."),
     ],
 )
-def test_an_unknown_model_says_what_can_be_given(spec, text):
+def test_what_is_not_a_model_says_what_can_be_given(spec, text):
     with pytest.raises(ModelError) as caught:
         describe(spec)
     assert text in str(caught.value)
@@ -212,6 +216,22 @@ def test_transformers_models_at_their_real_sizes(tmp_path, family):
     assert all(p.dtype == "float32" for node in tree.walk() for p in node.parameters)
     shown = (found.layers, found.hidden, found.heads, found.feed_forward, found.vocabulary, found.seq_len)
     assert (*shown, found.is_gated) == facts
+
+
+@pytest.mark.slow
+def test_a_config_that_cannot_be_built_is_told_with_its_reason(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
+    with pytest.raises(ModelError) as caught:
+        describe("config.json", folder=tmp_path)
+    text = str(caught.value)
+    assert "'hidden_size': TypeError" in text and "(value: 'x')" in text
+    assert "correct the file, or install a version of Transformers that knows this model" in text
+
+
+def test_a_file_of_another_kind_is_there_but_no_model(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"not a file that describes a model; give module:function"):
+        describe("./pytorch_model.bin", folder=tmp_path)
 
 
 def test_weights_are_described_by_their_headers_alone(tmp_path):

@@ -85,6 +85,7 @@ def test_7_what_people_type_is_understood():
         ("num_machines=0", "num_machines: is too small (got '0'); write 1 or more."),
         ("num_processes=-5", "num_processes: is too small (got '-5'); write 1 or more."),
         ("num_processes=two", "num_processes: is not a whole number (got 'two'); write one such as 1."),
+        ("num_processes=2000000", "num_processes: is too large (got '2000000'); write 1000000 or less."),
         ("main_process_port=99999", "main_process_port: is too large (got '99999'); write 65535 or less."),
         ("rdzv_backend=bogus", "rdzv_backend: is not one of the choices (got 'bogus'); write static, c10d, etcd-v2 or"),
         ("fsdp.transformer_layer_cls_to_wrap=a b", "is not the name of a class (got 'a b'); write names with commas"),

@@ -16,6 +16,7 @@ from shardkit.model.describe import TransformerFacts
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import devices, plot, roofline
+from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.report import render
@@ -169,6 +170,19 @@ def test_changes_together_where_none_is_enough():
     assert together.fits
     assert "fsdp_activation_checkpointing: true" in together.text
     assert together.text.count(" and ") >= 1
+
+
+def test_changes_together_are_compared_with_what_was_given():
+    request = replace(make_request("gpt-175b", world_size=1, device="h100-80"), loss=Loss.FUSED)
+    config = request.config.model_copy(update={"use_cpu": True})  # without offload
+    *_, together = changes(request.with_config(config))
+    assert "--world 64 (64 x the ranks)" in together.text
+
+
+def test_a_gpu_is_planned_as_a_gpu_with_a_file_for_the_cpu(capsys):
+    Path("shardkit.yaml").write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 8\n")
+    out = plan(capsys, "--model", "gpt-175b", "--device", "h100-80", "--batch-size", "1")
+    assert "fsdp_offload_params: true" in out
 
 
 def make_request(
@@ -354,11 +368,12 @@ def test_a_device_by_its_memory(capsys):
         ("NVIDIA A100-SXM4-40GB", 42_949_672_960, "A100 40 GB"),
         ("NVIDIA GeForce RTX 4090", 25_757_220_864, "RTX 4090"),
         ("NVIDIA GeForce GTX 1080", 8 * GIB, "NVIDIA GeForce GTX 1080"),
+        ("NVIDIA GB10", 0, "NVIDIA GB10"),  # it shares the host's memory, and the driver tells no size
     ],
 )
 def test_a_device_by_the_drivers_name(name, memory, expected):
     found = devices.of_hardware(name, memory)
-    assert (found.name, found.memory_bytes) == (expected, memory)
+    assert (found.name, found.memory_bytes) == (expected, memory or None)
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * GIB), ("24 gb", 24 * 10**9), ("1.5g", GIB * 3 // 2)])
@@ -555,6 +570,30 @@ def test_the_picture(capsys, suffix):
 def test_the_picture_as_png(capsys):
     plan(capsys, "--model", SMALL, "--world", "2", "--device", "l4", "--plot", "plan.png")
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_that_cannot_be_written_is_refused_before_the_plan(capsys):
+    Path("folder.svg").mkdir()
+    model = ("--model", "nowhere:build", "--batch-size", "1")
+    code, text = refused(capsys, *model, "--plot", "nowhere/a.svg")
+    assert code == 2 and text.endswith("there is no folder nowhere; create it, or give another file.\n")
+    assert refused(capsys, *model, "--plot", "folder.svg") == (2, "--plot: folder.svg is a folder; give a file.\n")
+    assert "unknown file type" in refused(capsys, *model, "--plot", "a.pdf")[1]
+
+
+def test_a_measurement_of_another_model_is_said(capsys):
+    path = Path("logs/rank0.memory.json")
+    path.parent.mkdir()
+    size = plan_json(capsys, "--model", SMALL, "--world", "1", "--strategy", "3")["model"]["parameters"] * 4
+    names = ("peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    path.write_text(json.dumps(dict.fromkeys(names, size) | {"rank": 0, "device": "cpu"}))
+    arguments = ("--world", "1", "--strategy", "3", "--set", "mixed_precision=no", "--measured", "logs")
+    assert "The parameters differ" not in plan(capsys, "--model", SMALL, *arguments)
+    assert "The parameters differ: the run had another model" in plan(capsys, "--model", "gpt-175b", *arguments)
+
+
+def plan_json(capsys, *arguments):
+    return json.loads(plan(capsys, *arguments, "--json"))
 
 
 def test_a_png_without_matplotlib_says_what_to_do(capsys, monkeypatch):

@@ -170,7 +170,6 @@ def test_a_model_without_memory_is_filled_from_a_file_and_its_optimizer_follows(
 def refusals() -> list[str]:
     accelerator = Accelerator(config=FULL)
     model, other = Model(), Model()
-    early = list(model.parameters())
     messages = []
     with pytest.raises(UsageError) as caught:
         accelerator.prepare(model, {"lr": 1}, "text")
@@ -180,7 +179,7 @@ def refusals() -> list[str]:
         accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1))
     messages.append(str(caught.value))
     with pytest.raises(UsageError) as caught:
-        accelerator.clip_grad_norm_(early, 1.0)
+        accelerator.clip_grad_norm_(other.parameters(), 1.0)
     messages.append(str(caught.value))
     with pytest.raises(UsageError) as caught:
         accelerator.register_for_checkpointing(object())
@@ -189,13 +188,13 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_prepared_is_refused_in_words(ranks):
-    for kinds, strangers, stale, registered in ranks.run(2, refusals):
+    for kinds, strangers, unknown, registered in ranks.run(2, refusals):
         assert kinds.splitlines() == [
             "prepare: argument 2 is neither model, optimizer, data loader nor scheduler (got dict); leave it out.",
             "prepare: argument 3 is neither model, optimizer, data loader nor scheduler (got str); leave it out.",
         ]
         assert strangers.startswith("prepare: SGD trains parameters of no prepared model (got 10 of 10")
-        assert stale.startswith("clip: not parameters of a prepared model (got 10, perhaps from before prepare)")
+        assert unknown.startswith("clip: not parameters of a prepared model (got 10); use model.parameters()")
         assert "no state_dict and load_state_dict (got object)" in registered
 
 
@@ -221,6 +220,47 @@ def test_no_sync_gives_the_same_sums(ranks, config):
     expected = plain(24, 8, 3, 1)["weights"]
     for found in ranks.run(2, unsynced_by_hand, config):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def clipped_by(config: dict, batch_size: int, kind: str) -> tuple[list[torch.Tensor], list[float]]:
+    """Steps that clip parameters collected before `prepare`: all, by value, or with others collected after it."""
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, _ = parts(16, batch_size)
+    early = list(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if kind == "some":
+        early = early[:3] + list(model.parameters())[3:]
+    norms = []
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        if kind == "value":
+            accelerator.clip_grad_value_(early, 0.01)
+        else:
+            norms.append(float(accelerator.clip_grad_norm_(iter(early), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model), norms
+
+
+@pytest.mark.parametrize("kind", ["all", "some", "value"])
+def test_parameters_collected_before_prepare_are_clipped(ranks, alone, kind):
+    expected, norms = clipped_by({"use_cpu": True}, 8, kind)
+    for found, norms_on_rank in ranks.run(2, clipped_by, FULL, 4, kind):
+        assert norms_on_rank == pytest.approx(norms, rel=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_iterator_that_the_optimizer_has_read_clips_nothing_and_says_so(alone, caplog):
+    accelerator = Accelerator(config={"use_cpu": True})
+    model, _, loader, _ = parts(16, 4)
+    trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        assert accelerator.clip_grad_norm_(trained, 1e-9) == 0
+        optimizer.step()
+    assert [one.split(",")[0] for one in caplog.messages if "clip" in one] == ["clip: no parameters are given"]
 
 
 def with_and_without_accumulate() -> list[torch.Tensor]:

@@ -448,6 +448,35 @@ def test_a_wish_to_stop_is_passed_on(tmp_path):
     assert running.communicate(timeout=60)[0] == "told\n" and running.returncode == 75
 
 
+def test_a_signal_before_the_program_has_begun_ends_it_too(tmp_path):
+    Path("waits.sh").write_text("while :; do sleep 0.05; done\n")
+    code = (
+        "import os, subprocess, sys; from shardkit.submit import sending\n"
+        "class Told(subprocess.Popen):\n"
+        "    def __init__(self, *args, **options):\n"
+        "        super().__init__(*args, **options)\n"
+        "        os.kill(os.getpid(), 15)\n"
+        "subprocess.Popen = Told\n"
+        "sys.exit(sending._code_of(['bash', 'waits.sh']))"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    running.communicate(timeout=60)  # until the program, too, has closed its output
+    assert running.returncode == -signal.SIGTERM & 0xFF
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
+    Path("waits.sh").write_text("trap 'echo told; exit 75' TERM\necho ready\nwhile :; do sleep 0.05; done\n")
+    code = "import sys; from shardkit.submit.sending import _code_of; sys.exit(_code_of(['bash', 'waits.sh']))"
+    words = ["nohup", sys.executable, "-c", code]
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert running.stdout is not None and running.stdout.readline() == "ready\n"
+    running.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert running.poll() is None
+    running.send_signal(signal.SIGTERM)
+    assert running.communicate(timeout=60)[0] == "told\n" and running.returncode == 75
+
+
 @pytest.mark.slow
 def test_a_host_that_fails_ends_the_job_of_all_with_its_code(ssh):
     Path("fails.py").write_text(

@@ -14,6 +14,8 @@ from shardkit.config import files
 from shardkit.config.hardware import Hardware
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import ShardingStrategy
+from shardkit.wizard.prompter import PlainPrompter
+from shardkit.wizard.run import WizardOptions, converse
 from tests.wizard_talk import (
     BACK,
     CPU_ONLY,
@@ -35,8 +37,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     return project(tmp_path, monkeypatch)
 
 
-def saved(folder: Path) -> dict:
-    return yaml.safe_load((folder / "shardkit.yaml").read_text())
+def saved(folder: Path, name: str = "shardkit.yaml") -> dict:
+    return yaml.safe_load((folder / name).read_text())
 
 
 # --- the way to the review ---
@@ -310,6 +312,59 @@ def test_editing_without_a_change_leaves_the_text_as_it_is(folder):
     assert (folder / "shardkit.yaml").read_text() == OURS
 
 
+def talk_while_somebody_edits(path, before_line, lines):
+    """A conversation in plain mode; before that line is typed, something else writes the file."""
+
+    def typed(prompt):
+        number, line = next(left)
+        if number == before_line:
+            path.write_text(OURS.replace("num_processes: 8", "num_processes: 4"))
+        return line
+
+    left = iter(enumerate(lines))
+    return converse(WizardOptions(), PlainPrompter(read=typed), EIGHT_GPUS)
+
+
+def test_a_file_that_changes_before_its_edit_begins_is_read_again(folder):
+    (folder / "shardkit.yaml").write_text(OURS)
+    assert talk_while_somebody_edits(folder / "shardkit.yaml", 0, ["edit", "save"]) == 0
+    assert saved(folder)["num_processes"] == 4
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_file_that_changes_while_it_is_edited_is_replaced_only_if_asked(folder, capsys, is_there):
+    path = folder / "shardkit.yaml"
+    if is_there:
+        path.write_text(OURS)
+    lines = ["edit"] if is_there else [""] * 6
+    assert talk_while_somebody_edits(path, len(lines), [*lines, "save", "no", "quit"]) == 0
+    assert "./shardkit.yaml was changed meanwhile. Replace it?" in capsys.readouterr().out
+    assert saved(folder)["num_processes"] == 4
+    path.write_text(OURS) if is_there else path.unlink()
+    start = ["edit"] if is_there else ["start over"] + [""] * 6
+    assert talk_while_somebody_edits(path, len(start), [*start, "save", "yes"]) == 0
+    assert saved(folder)["num_processes"] == 8
+    assert "num_processes: 4" in (folder / "shardkit.yaml.bak").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_told_and_another_name_asked_for(folder, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null")
+    assert talk_plainly([""] * 6 + ["save", "another", "other.yaml", "save"], user=True) == 0
+    assert "cannot be written (Not a directory); choose another file" in " ".join(capsys.readouterr().out.split())
+    assert saved(folder, "other.yaml")["num_processes"] == 8
+    assert run(["config", "--defaults", "--user"]) == 2
+    assert "cannot be written (Not a directory); choose another file" in capsys.readouterr().err
+
+
+def test_an_edited_file_keeps_its_comments_under_another_name_and_its_mode(folder):
+    (folder / "shardkit.yaml").write_text(OURS)
+    (folder / "shardkit.yaml").chmod(0o600)
+    assert talk_plainly(["edit", "another", "other.yaml", "save"]) == 0
+    assert (folder / "other.yaml").read_text() == OURS
+    assert talk_plainly(["edit", "change", "sharding", "2", "done", "save"]) == 0
+    assert (folder / "shardkit.yaml").stat().st_mode & 0o777 == 0o600
+
+
 def test_an_accelerate_file_in_the_folder_is_a_beginning(folder):
     (folder / "default_config.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: 'no'\nfsdp_config:\n  fsdp_sharding_strategy: 2\n"
@@ -402,6 +457,8 @@ def test_without_a_terminal_it_never_asks_and_names_the_flags(folder, arguments)
 FIRST_PROMPT = """
 import sys
 import shardkit.cli.config
+from shardkit.wizard.prompter import PlainPrompter
+from shardkit.wizard.run import WizardOptions, converse
 from tests.wizard_talk import talk, ENTER, STOP
 assert talk(STOP) == 130
 assert talk(ENTER * 3 + STOP, model="gpt:layers=4,hidden=256,heads=4") == 130

@@ -7,6 +7,7 @@ Losses are compared with those of plain torch in one process, which the same env
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -147,7 +148,8 @@ def test_every_flag_reaches_the_machines_of_a_pod(tmp_path, capsys, monkeypatch)
     given = f"launch --config pod.yaml {switches} --logs x --show all --dry-run --json -m train a --measure"
     assert command_line(given.split()) == 0
     for line in json.loads(capsys.readouterr().out)["commands"]:
-        assert f"--set shardkit.launch.show=all {switches} -m train a --measure" in line[-1]
+        assert f" {switches} -m train a --measure" in line[-1]
+        assert "--set shardkit.launch.log_dir=x" in line[-1] and "--set shardkit.launch.show=all" in line[-1]
 
 
 @pytest.mark.parametrize("number", ["0", "1"])
@@ -190,6 +192,17 @@ def test_the_commands_of_a_pod_run_at_once_and_end_together(tmp_path, monkeypatc
     assert (tmp_path / "told-a").exists() and (tmp_path / "told-b").exists()
     with pytest.raises(RankFailure, match=r"machine 1 failed \(got exit code 3\)"):
         pod.run([["gcloud", "a", "60", "0"], ["gcloud", "b", "0", "3"]])
+
+
+def test_a_signal_ends_the_commands_of_a_pod(tmp_path):
+    code = "from shardkit.launch import pod\npod.run([['sh', '-c', 'echo $$; exec sleep 60']] * 2)"
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    pids = [int(running.stdout.readline()) for _ in range(2)]
+    running.send_signal(signal.SIGTERM)
+    _, errors = running.communicate(timeout=60)
+    assert "launch: SIGTERM ended the commands of all machines." in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 # ---- training on four devices ----

@@ -41,6 +41,15 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
     return CheckpointError(f"checkpoint: {path}: {what}.")
 
 
+def _with_name(path: Place) -> Place:
+    """The path; the full one of a checkpoint without a name, as in `.` or `..`: files beside a checkpoint are found
+    by its name."""
+    if isinstance(path, Url) or path.name not in ("", ".."):
+        return path
+    full = path.resolve()
+    return full if _is_checkpoint(full) else path
+
+
 def _is_checkpoint(path: Place) -> bool:
     if isinstance(path, Url):
         return manifest.is_here(path)
@@ -53,6 +62,7 @@ def _is_checkpoint(path: Place) -> bool:
 def checkpoint(path: Place) -> Checkpoint:
     """The checkpoint at a path, or the newest complete one in a folder. Raises CheckpointError with the reason."""
     with _as_checkpoint_error(path):
+        path = _with_name(path)
         if _is_checkpoint(path):
             return open_checkpoint(path)
         root = series(path)
@@ -65,6 +75,7 @@ def checkpoint(path: Place) -> Checkpoint:
 def checkpoints(path: Place) -> list[Place]:
     """The checkpoint at a path, or all checkpoints in a folder: those named by step, oldest first, then others."""
     with _as_checkpoint_error(path):
+        path = _with_name(path)
         if _is_checkpoint(path):
             return [path]
         root, steps = _steps_in(path)

@@ -19,7 +19,7 @@ def named(path: Any, caller: str) -> Place:
     place = place_of(path)
     if isinstance(place, Url):
         return place
-    found = Path(os.path.realpath(os.path.expanduser(place)))
+    found = Path(os.path.realpath(place))
     if found.is_symlink():
         raise UsageError(f"{caller}: {path}: is a link to itself; give another path.")
     return found

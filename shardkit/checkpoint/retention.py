@@ -4,8 +4,8 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardkit.checkpoint import disk, folder, in_store, manifest
-from shardkit.checkpoint.folder import FoundCheckpoint, PlaceKind
+from shardkit.checkpoint import disk, folder, in_store, manifest, paths
+from shardkit.checkpoint.folder import FoundCheckpoint
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage import objects
@@ -16,23 +16,28 @@ PIN = "PIN"  # a file `step-00000120.PIN` next to a checkpoint protects it from 
 logger = get_logger(__name__)
 
 
-def _pin_of(path: PlaceKind) -> PlaceKind:
-    return path.with_name(f"{path.name}.{PIN}")
+def _pin_of(path: Place) -> Place:
+    """The file that protects a checkpoint: beside its folder, and for a link beside the folder that it leads to."""
+    place = paths.real(path)
+    return place.with_name(f"{place.name}.{PIN}")
 
 
 def is_pinned(path: Place) -> bool:
     """Whether this checkpoint is pinned."""
-    return objects.look(_pin_of(path)) is not None if isinstance(path, Url) else _pin_of(path).exists()
+    place = _pin_of(path)
+    return objects.look(place) is not None if isinstance(place, Url) else place.exists()
 
 
 def pin(path: Place) -> None:
     """Protect this checkpoint from retention."""
-    objects.put(_pin_of(path), b"{}") if isinstance(path, Url) else _pin_of(path).touch()
+    place = _pin_of(path)
+    objects.put(place, b"{}") if isinstance(place, Url) else place.touch()
 
 
 def unpin(path: Place) -> None:
     """Remove the protection of `pin`."""
-    objects.remove(_pin_of(path)) if isinstance(path, Url) else _pin_of(path).unlink(missing_ok=True)
+    place = _pin_of(path)
+    objects.remove(place) if isinstance(place, Url) else place.unlink(missing_ok=True)
 
 
 def expendable(

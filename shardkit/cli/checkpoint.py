@@ -59,10 +59,10 @@ def checkpoint() -> None:
 @app.command("list")
 def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     """List the checkpoints of a run, oldest first: step, date, size, and whether all their files exist."""
-    from shardkit.checkpoint import folder, locate
+    from shardkit.checkpoint import folder, locate, paths
 
     found = locate.checkpoints(path)
-    root = path if found == [path] else found[0].parent
+    root = found[0] if paths.real(found[0]) == paths.real(path) else found[0].parent
     latest = folder.read_latest(found[0].parent)
     rows = [_row(item) | {"latest": item.name == latest} for item in found]
     if as_json:

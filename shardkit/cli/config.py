@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,11 +27,11 @@ def config(
     defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing; use defaults for this machine.")] = False,
     settings: options.Settings = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Start from a file of shardkit, Accelerate or NeMo.")
+        Path | None, typer.Option("--from", help="Start from a file of shardkit, Accelerate or NeMo.", **options.PATH)
     ] = None,
     template: Annotated[str | None, typer.Option("--template", help="Start from a template, by name or path.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; default: ./shardkit.yaml.")
+        Path | None, typer.Option("--output", "-o", help="The file to write; default: ./shardkit.yaml.", **options.PATH)
     ] = None,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, write nothing.")] = False,
@@ -61,7 +60,9 @@ def config(
 
 @app.command()
 def validate(
-    file: Annotated[Path | None, typer.Argument(help="The file; default: the one that launch would use.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The file; default: the one that launch would use.", **options.PATH)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Validate a file. Prints all problems, with line and column."""
@@ -92,12 +93,14 @@ def validate(
 def show(
     key: Annotated[str | None, typer.Argument(help="One setting or block; default: all.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--config", help="The file; default: the one that launch would use.")
+        Path | None, typer.Option("--config", help="The file; default: the one that launch would use.", **options.PATH)
     ] = None,
     settings: options.Settings = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-    diff: Annotated[Path | None, typer.Option("--diff", help="Show only differences from another file.")] = None,
+    diff: Annotated[
+        Path | None, typer.Option("--diff", help="Show only differences from another file.", **options.PATH)
+    ] = None,
 ) -> int:
     """Show the configuration of a launch in this folder: flags, then environment, then file, then defaults."""
     from shardkit.config.files import read, resolve
@@ -123,9 +126,13 @@ def show(
 
 @app.command()
 def convert(
-    file: Annotated[Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, a shardkit.yaml.")],
+    file: Annotated[
+        Path, typer.Argument(help="A file of Accelerate or NeMo; with --to, a shardkit.yaml.", **options.PATH)
+    ],
     to: Annotated[str | None, typer.Option("--to", help="accelerate: write a file for Accelerate.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write; default: print.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; default: print.", **options.PATH)
+    ] = None,
     force: Force = False,
     drop: Annotated[bool, typer.Option("--drop", help="Drop unsupported settings instead of stopping.")] = False,
 ) -> int:
@@ -225,7 +232,7 @@ def _target(output: Path | None, user: bool) -> Path:
 
 def _save(start: "Config", target: Path, source: Path | None, model: str | None, force: bool, dry_run: bool) -> None:
     from shardkit.config.command import command_for
-    from shardkit.config.files import dump, user_path
+    from shardkit.config.files import dump, make_folder_of, user_path
 
     in_place = source is not None and target.exists() and source.resolve() == target.resolve()
     text = _edited(target, start) if in_place else dump(start, path=target)
@@ -237,7 +244,7 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
         print(text, end="")
         return
     if target == user_path():
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(target)
     write_target(text, target, force)
     print(target)
     again = f"{command_for(start, None if target == user_path() else target)} --force"
@@ -265,14 +272,12 @@ def target_problem(target: Path, force: bool) -> str | None:
 
 def write_target(text: str, target: Path, force: bool) -> None:
     """Write a file. An existing one is kept as .bak. Raises UsageError for a `target_problem`."""
-    from shardkit.config.files import write_text
+    from shardkit.config.files import replace_text
 
     problem = target_problem(target, force)
     if problem is not None:
         raise UsageError(problem)
-    if target.exists():
-        shutil.copy2(target, f"{target}.bak")
-    write_text(text, target)
+    replace_text(text, target)
 
 
 def _for_accelerate(file: Path) -> str:

@@ -36,7 +36,7 @@ def doctor(
     cpu: Annotated[bool, typer.Option("--cpu", help="Test the CPU and gloo.")] = False,
     settings: options.Settings = None,
     folder: Annotated[
-        Path, typer.Option("--folder", help="Folder of checkpoints and logs, whose disk is tested.")
+        Path, typer.Option("--folder", help="Folder of checkpoints and logs, whose disk is tested.", **options.PATH)
     ] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:

@@ -69,14 +69,9 @@ def launch(
     from shardkit.launch import flags
 
     given = {
-        "num_processes": processes,
+        **options.plain_settings(processes, cpu, mixed_precision, resume, restarts, show),
         "machine_rank": machine_rank,
-        "use_cpu": "true" if cpu else None,
-        "mixed_precision": mixed_precision,
-        "shardkit.checkpoint.resume": resume,
-        "shardkit.launch.max_restarts": restarts,
         "shardkit.launch.log_dir": logs,
-        "shardkit.launch.show": show,
         "shardkit.launch.start": start_by,
     }
     chosen, problems = flags.read_all(

@@ -1,14 +1,25 @@
 """Options that several commands share."""
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+def path_of(given: str) -> Path:
+    """The path, with `~` expanded: shells leave it in `--flag=~/file`."""
+    return Path(os.path.expanduser(given))
+
+
+PATH: Any = {"parser": path_of, "metavar": "PATH"}
+"""For typer: a file or folder."""
 
 Script = Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGUMENTS", show_default=False)]
 Module = Annotated[str | None, typer.Option("-m", "--module", help="Run a module instead of a script.")]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="The YAML file; default: shardkit.yaml here or in a parent folder.")
+    Path | None,
+    typer.Option("--config", help="The YAML file; default: shardkit.yaml here or in a parent folder.", **PATH),
 ]
 Processes = Annotated[
     str | None, typer.Option("-n", "--num-processes", metavar="N", help="Total number of ranks, on all machines.")
@@ -27,7 +38,8 @@ Fsdp = Annotated[
     str | None, typer.Option("--fsdp", help='FSDP options in the Trainer\'s syntax: "full shard auto_wrap".')
 ]
 FsdpConfig = Annotated[
-    Path | None, typer.Option("--fsdp-config", help="JSON or YAML file with FSDP settings in the Trainer's syntax.")
+    Path | None,
+    typer.Option("--fsdp-config", help="JSON or YAML file with FSDP settings in the Trainer's syntax.", **PATH),
 ]
 Resume = Annotated[
     str | None, typer.Option("--resume", help="auto (the newest valid checkpoint), or the path or URL of one.")
@@ -54,3 +66,22 @@ AcceleratesMeaning = Annotated[
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]
+
+
+def plain_settings(
+    processes: str | None,
+    cpu: bool,
+    mixed_precision: str | None,
+    resume: str | None,
+    restarts: str | None,
+    show: str | None,
+) -> dict[str, str | None]:
+    """The settings of these flags; None: not given."""
+    return {
+        "num_processes": processes,
+        "use_cpu": "true" if cpu else None,
+        "mixed_precision": mixed_precision,
+        "shardkit.checkpoint.resume": resume,
+        "shardkit.launch.max_restarts": restarts,
+        "shardkit.launch.show": show,
+    }

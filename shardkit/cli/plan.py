@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from shardkit.cli import HELP
+from shardkit.cli import HELP, options
 
 if TYPE_CHECKING:
     from shardkit.config.schema import Config
@@ -27,7 +27,9 @@ def plan(
         str | None,
         typer.Option(help="module:function, config.json, .safetensors, gpt-175b, gpt-1t, gpt:layers=..,hidden=.."),
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Total number of ranks; by default from the file.")] = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="Total number of ranks; by default from the file.")
+    ] = None,
     per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks per machine; by default 8.")] = None,
     device: Annotated[
         str | None,
@@ -68,12 +70,13 @@ def plan(
         str, typer.Option(help="Weight averages (EMA) in the script: no, trained (parameters, fp32), model (a copy).")
     ] = "no",
     find: Annotated[str | None, typer.Option(help="max-batch, min-gpus or strategy.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a chart: FILE.svg, .html or .png.", **options.PATH)] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.")
+        Path | None,
+        typer.Option(help="Log folder of a run with launch --measure: compare plan and measurement.", **options.PATH),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Configuration file; by default found from the current folder.")
+        Path | None, typer.Option(help="Configuration file; by default found from the current folder.", **options.PATH)
     ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as in the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -83,6 +86,7 @@ def plan(
 
     from shardkit.errors import UsageError
     from shardkit.plan import measured as measured_memory
+    from shardkit.plan import picture
     from shardkit.plan.activations import Loss
     from shardkit.plan.averages import Ema
     from shardkit.plan.report import render
@@ -90,6 +94,8 @@ def plan(
     path = _config_path(config)
     everything = (strategy or "").strip().lower() == "all"
     _check_simulation(simulate, exact, batch, closed_form, optimizer, everything)
+    if plot is not None:
+        picture.check(plot)
     found = None if measured is None else measured_memory.read(measured)
     given = _settings(path, settings or [], None if everything else strategy)
     resolved = _configuration(path, given, world, per_machine)
@@ -103,7 +109,8 @@ def plan(
         request = _with_network(request, network)
     answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
     if plot is not None:
-        _save_plot(answer, plot)
+        picture.save(answer, plot)
+        typer.echo(f"wrote {plot}", err=True)
     typer.echo(_json(answer, found) if as_json else render(answer))
     if found is not None and not as_json:
         typer.echo(f"\n{_comparison(answer, found)}")
@@ -193,6 +200,8 @@ def _comparison(answer: "Answer", found: "Measured") -> str:
     from shardkit.plan import measured
 
     text = measured.table(answer.chosen_row, found)
+    if not measured.is_of_the_same(answer.chosen_row, found):
+        text += "\n  The parameters differ: the run had another model, other settings or another number of ranks."
     if found.ranks != answer.request.world_size:
         text += f"\n  The plan is for {answer.request.world_size} ranks: add --world {found.ranks}."
     return text
@@ -281,11 +290,13 @@ def _request(
     seq_len: int | None,
 ) -> "PlanRequest":
     from shardkit.model.sources import describe
-    from shardkit.plan import optimizers, tpu
+    from shardkit.plan import devices, optimizers, tpu
     from shardkit.plan.answer import PlanRequest
     from shardkit.spinner import waiting
 
     found = _device(config, device, memory)
+    if device is not None and found != devices.find("cpu", found.memory_bytes):
+        config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
     optimizer = optimizers.check(optimizer)
     ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
     with waiting(f"reading the model {model}"):
@@ -376,13 +387,6 @@ def _answer(request: "PlanRequest", question: str | None, how: Simulated | None 
             *notes,
         ),
     )
-
-
-def _save_plot(answer: "Answer", path: Path) -> None:
-    from shardkit.plan import picture
-
-    picture.save(answer, path)
-    typer.echo(f"wrote {path}", err=True)
 
 
 def _json(answer: "Answer", found: "Measured | None") -> str:

@@ -50,7 +50,7 @@ def submit(
         list[str] | None,
         typer.Option(metavar="SOURCE:FOLDER", help="Storage for checkpoints: CLAIM:/data, or s3://bucket:/data."),
     ] = None,
-    hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with one host per line.")] = None,
+    hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with one host per line.", **options.PATH)] = None,
     ssh: Annotated[
         str | None, typer.Option(help="For ssh: the ssh program with its options; default: `ssh -tt ...`.")
     ] = None,
@@ -70,7 +70,9 @@ def submit(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Optimizer steps of the run; sets the time limit from the plan.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the job to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the job to this file.", **options.PATH)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Validate the job for the engine; start nothing.")] = False,
     start: Annotated[bool, typer.Option("--submit", help="Start the job with the engine's program.")] = False,
@@ -82,13 +84,8 @@ def submit(
     from shardkit.submit.making import Asked, Problems, made
 
     given = {
-        "num_processes": processes,
+        **options.plain_settings(processes, cpu, mixed_precision, resume, restarts, show),
         "num_machines": machines,
-        "use_cpu": "true" if cpu else None,
-        "mixed_precision": mixed_precision,
-        "shardkit.checkpoint.resume": resume,
-        "shardkit.launch.max_restarts": restarts,
-        "shardkit.launch.show": show,
     }
     chosen, flag_problems = flags.read_all(
         given,

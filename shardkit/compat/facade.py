@@ -225,10 +225,14 @@ class Accelerator(own.Accelerator):
     def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> Path | Url:
-        """As shardkit's. Collective."""
+        """As shardkit's. From a save at the last batch of an epoch the next loop runs the next epoch, since scripts for
+        Accelerate count epochs in steps. Collective."""
         if load_kwargs:
             raise UsageError(f"load_state: load_kwargs is not supported (got {load_kwargs!r}); remove it.")
-        return super().load_state(input_dir, **load_model_func_kwargs)
+        folder = super().load_state(input_dir, **load_model_func_kwargs)
+        for loader in self._run.loaders:
+            loader.pass_finished_epoch()
+        return folder
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Rank 0 writes a dict of tensors as safetensors, or JSON-serializable values as JSON. With

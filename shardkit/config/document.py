@@ -177,7 +177,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, name: str) -> str:
     where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
     problem = error.problem or "is not YAML"
     if "'\\t'" in problem:
-        return f"{where}: indented with a tab; indent with spaces."
+        is_indent = mark is not None and mark.column == 0
+        return f"{where}: {'indented with a tab; indent with spaces' if is_indent else 'a tab; write spaces'}."
     if "expected a single document" in (error.context or ""):
         return f"{where}: a second document begins here (got ---); a configuration is one document."
     context = f", {error.context}" if error.context else ""

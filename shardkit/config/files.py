@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shlex
+import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -136,22 +138,51 @@ def write(config: Config, path: Path | str, comments: bool = True) -> None:
     write_text(dump(config, comments), Path(path))
 
 
+_ANOTHER = "choose another file with --output."
+
+
 def write_text(text: str, path: Path) -> None:
-    """Writes a text to a file atomically; the old content stays until then. A symlink is kept."""
+    """Writes a text to a file atomically; the old content stays until then. A symlink and the file's mode are kept."""
     path = Path(os.path.realpath(path))
     try:
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --output.") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {_ANOTHER}") from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --output.") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {_ANOTHER}") from None
+
+
+def replace_text(text: str, path: Path) -> None:
+    """`write_text`; an existing file is kept as .bak. Raises ConfigError."""
+    try:
+        if path.exists():
+            shutil.copy2(path, f"{path}.bak")
+    except OSError as error:
+        raise ConfigError(f"{path}.bak: cannot be written ({error.strerror}); {_ANOTHER}") from None
+    write_text(text, path)
+
+
+def make_folder_of(path: Path) -> None:
+    """Creates the folder of a file. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {_ANOTHER}") from None
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 def digest(config: Config) -> str:

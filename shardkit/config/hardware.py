@@ -77,13 +77,16 @@ def _nvidia() -> list[Device]:
 
 
 def parse_nvidia_smi(text: str) -> list[Device]:
-    """Devices from lines such as `NVIDIA H200, 143771 MiB, 9.0`; other lines are ignored."""
-    pattern = r"\s*(?P<name>[^,]+?)\s*,\s*(?P<memory>\d+)\s*MiB\s*(?:,\s*(?P<capability>[\d.]+|\[?N/A\]?))?\s*"
+    """Devices from lines such as `NVIDIA H200, 143771 MiB, 9.0`; other lines are ignored. A GPU that shares the host's
+    memory has none of its own: `NVIDIA GB10, [N/A], 12.1`."""
+    unknown = r"\[[^\]]*\]|N/A"
+    memory, capability = rf"(?:(?P<memory>\d+)\s*MiB|{unknown})", rf"(?P<capability>[\d.]+|{unknown})"
+    pattern = rf"\s*(?P<name>[^,]+?)\s*,\s*{memory}\s*(?:,\s*{capability})?\s*"
     devices = []
     for match in filter(None, (re.fullmatch(pattern, line) for line in text.splitlines())):
         capability = match["capability"]
         number = float(capability) if capability and capability[0].isdigit() else None
-        devices.append(Device(match["name"], int(match["memory"]) * 2**20, "cuda", number))
+        devices.append(Device(match["name"], int(match["memory"] or 0) * 2**20, "cuda", number))
     return devices
 
 

@@ -214,12 +214,17 @@ def _words(detail: Any, field: FieldInfo, path: Path, value: Any) -> str:
         case "bool_parsing" | "bool_type":
             return f"is not yes or no {got}; write true or false."
         case "greater_than_equal":
-            return f"is too small {got}; write {limit['ge']:g} or more."
+            return f"is too small {got}; write {_number(limit['ge'])} or more."
         case "less_than_equal":
-            return f"is too large {got}; write {limit['le']:g} or less."
+            return f"is too large {got}; write {_number(limit['le'])} or less."
         case "greater_than":
-            return f"is too small {got}; write more than {limit['gt']:g}."
+            return f"is too small {got}; write more than {_number(limit['gt'])}."
     return f"is not {_kind_in_words(detail['type'])} {got}; {_example(field)}"
+
+
+def _number(limit: float) -> str:
+    """The number as it is written in a file: 1000000, not 1e+06."""
+    return str(int(limit)) if limit == int(limit) else f"{limit:g}"
 
 
 def _choices_in_words(field: FieldInfo, path: Path, value: Any) -> str:

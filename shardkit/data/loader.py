@@ -7,76 +7,25 @@ skip_first_batches(loader, n)                     the next iteration starts afte
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
-from weakref import ReferenceType, WeakMethod, ref
+from weakref import WeakMethod
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
-from shardkit.data.position import Position, facts_of, misfit, saved_position
-from shardkit.data.sources import Piece, Source, batch_size_of, layout_of, source_of
+from shardkit.data.loop import Loop
+from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position
+from shardkit.data.sources import Source, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
 
 Purpose = Literal["training", "evaluation"]
-
-_yields = count(1)
-
-
-@dataclass
-class Loop:
-    """One iteration over a prepared loader. The current batch is the one that was yielded last."""
-
-    position: Position
-    outer: "Loop | None" = None
-    """The enclosing loop over the same loader."""
-    batch_samples: int = 0
-    """Samples in the current global batch, without padding."""
-    is_last: bool = False
-    is_padded: bool = False
-    last_yield: int = 0
-    began: int = field(default_factory=lambda: next(_yields))
-    """The value of the yield counter, shared by all loaders, when the loop began."""
-    local_samples: int | None = None
-    """Samples in this rank's current batch; None where its tensors have different lengths."""
-    tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
-    """The tensors of this rank's current batch."""
-    is_open: bool = True
-    is_finished: bool = False
-    """Whether it reached the end of its epoch; its position is then the start of the next one."""
-    is_unused: bool = False
-    """Whether no optimizer step has used the current batch."""
-    steps: int = 0
-    """Optimizer steps that used its batches."""
-    newest_at_step: int = 0
-    """`last_yield` of the newest batch of any loader at the last step that used a batch of this loop."""
-    inner: int = 0
-    """Number of loops over the same loader begun inside this one."""
-    has_inner_ended: bool = False
-    """Whether one of them finished after the current batch was yielded."""
-
-    def take(self, piece: Piece) -> None:
-        """Makes this the current batch."""
-        before = self.position
-        self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
-        self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
-        self.is_unused, self.has_inner_ended = True, False
-        self.last_yield = next(_yields)
-
-    def given(self, batch: Any) -> Any:
-        """The batch, with its tensors and length noted."""
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        self.tensors = [ref(tensor) for tensor in tensors]
-        lengths = {len(tensor) for tensor in tensors if tensor.dim()}
-        self.local_samples = lengths.pop() if len(lengths) == 1 else None
-        return batch
 
 
 def prepare_loader(
@@ -132,6 +81,7 @@ class PreparedLoader:
         self._next = self._used = Position()
         self._is_positioned = False
         self._is_restored = False
+        self._passes_finished_epoch = False
         self._purpose: Purpose | None = None
         self._facts = facts_of(source.dataset, source.dataset_length, source.split)
 
@@ -154,7 +104,9 @@ class PreparedLoader:
         """A loop from the current position."""
         outer, start = self._loop, self._next
         if self._is_positioned:
-            self._is_positioned = self._is_restored = False
+            if self._is_restored and self._is_over(start):
+                start = self._after(start)
+            self._is_positioned = self._is_restored = self._passes_finished_epoch = False
         elif outer is not None:
             outer.inner += 1
             start = Position(outer.position.epoch + outer.inner)
@@ -165,6 +117,25 @@ class PreparedLoader:
         if outer is None:
             self._next = self._used = start
         return Loop(start, outer)
+
+    def _is_over(self, position: Position) -> bool:
+        """Whether the position's epoch has no batches left."""
+        if position.dataset == EPOCH_IS_OVER:
+            return True
+        if not position.samples or self._source.units is None:
+            return False
+        start = Position(position.epoch, order=position.order)
+        return position.samples >= self._source.samples_in(self._seed, start, len(self))
+
+    def _after(self, position: Position) -> Position:
+        """Where to start from a restored position whose epoch is over."""
+        if self._passes_finished_epoch:
+            return Position(position.epoch + 1)
+        log.info(
+            f"data: the restored position is the end of epoch {position.epoch}, so this loop has no batches; the next "
+            f"one runs epoch {position.epoch + 1}."
+        )
+        return position
 
     def _end(self, loop: Loop) -> None:
         """The loop finished or was left. A nested loop without an optimizer step restores the outer one."""
@@ -264,8 +235,15 @@ class PreparedLoader:
     def set_epoch(self, epoch: int) -> None:
         """The next iteration runs this epoch. A restored position within the same epoch is kept."""
         if self._is_positioned and epoch == self._next.epoch:
+            self._passes_finished_epoch = False
             return
-        if self._is_restored and (self._next.samples or self._purpose == "training") and self._rank == 0:
+        is_next = epoch == self._next.epoch + 1 and self._is_over(self._next)
+        if (
+            self._is_restored
+            and not is_next
+            and (self._next.samples or self._purpose == "training")
+            and self._rank == 0
+        ):
             log.warning(
                 f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
                 f"{self._next.samples:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."
@@ -273,9 +251,22 @@ class PreparedLoader:
         self._move_to(Position(epoch))
 
     def skip_to(self, batches: int) -> None:
-        """The next iteration starts after this many batches of the epoch, regardless of the position."""
+        """The next iteration starts after this many batches of the epoch, regardless of the position in it.
+
+        If the restored epoch is over, fewer batches than it has are those of the next epoch, since a script that counts
+        its steps is in the next one.
+        """
         start = Position(self.epoch, order=self._now.order)
-        self._move_to(replace(start, samples=self._source.samples_in(self._seed, start, batches)))
+        samples = self._source.samples_in(self._seed, start, batches)
+        if self._is_restored and samples < self._next.samples and self._is_over(self._next):
+            start = Position(start.epoch + 1)
+            samples = self._source.samples_in(self._seed, start, batches)
+        self._move_to(replace(start, samples=samples))
+
+    def pass_finished_epoch(self) -> None:
+        """If the restored position is the end of an epoch, the next iteration runs the next epoch. Without this call it
+        has no batches, so that a script whose epochs begin at `epoch` runs what follows its loop."""
+        self._passes_finished_epoch = self._is_restored
 
     def _move_to(self, position: Position) -> None:
         self._next, self._is_positioned, self._is_restored = position, True, False

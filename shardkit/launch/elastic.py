@@ -12,9 +12,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit import __version__, env
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import diagnosis, folders, hangs, names, rank_files, start_methods
+from shardkit.launch import diagnosis, folders, hangs, names, rank_files, signals, start_methods
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import HangRow
 from shardkit.launch.monitor import CTRL_C_S, Monitor
@@ -304,24 +303,8 @@ def signals_to(watch: Monitor) -> Iterator[None]:
             say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now")
         watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    with handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), tell):
+    with signals.handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), tell):
         yield
-
-
-@contextlib.contextmanager
-def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Inside, these signals go to the handler; a SIGHUP that is ignored (nohup) stays so. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    taken = [number for number in numbers if number != signal.SIGHUP or not is_under_nohup]
-    found = {number: signal.signal(number, handler) for number in taken}
-    try:
-        yield
-    finally:
-        for number, before in found.items():
-            signal.signal(number, before)
 
 
 def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.RankError]) -> tuple[RankOutcome, ...]:

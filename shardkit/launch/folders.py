@@ -25,7 +25,7 @@ PRIVATE = 0o700
 def make_log_dir(configured: str | None) -> Path:
     """Create the log folder; with a new name under runs/ if none is configured. Raises MachineError."""
     if configured:
-        path = Path(configured)
+        path = Path(os.path.expanduser(configured))
         with writable(path):
             path.mkdir(PRIVATE, parents=True, exist_ok=True)
         return path

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.errors import MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import addresses, connectivity, diagnosis, elastic, membership
+from shardkit.launch import addresses, connectivity, diagnosis, elastic, membership, signals
 from shardkit.launch.elastic import LostMachines, say
 from shardkit.launch.membership import Generation, Member
 from shardkit.launch.restarts import WITHOUT_CHECKPOINT, Restarts
@@ -374,5 +374,5 @@ def signals_that_end_it() -> Iterator[None]:
     def end_it(number: int, frame: object) -> None:
         raise RankFailure(f"launch: {diagnosis.signal_name(number)} while no ranks ran here.", 128 + number)
 
-    with elastic.handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), end_it):
+    with signals.handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), end_it):
         yield

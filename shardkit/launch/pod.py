@@ -7,8 +7,10 @@ Every machine runs `shardkit launch` with its number, in a folder with the same 
 configuration. `main_process_ip` is the address of machine 0 inside the pod.
 """
 
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from shardkit.config.schema import Config
 from shardkit.errors import MachineError, RankFailure
+from shardkit.launch import signals
 
 POLL_S = 0.2
 STOP_S = 30.0
@@ -34,7 +37,7 @@ def problems(config: Config) -> list[str]:
     wrong = [line for line in config.tpu_env if "=" not in line]
     if wrong:
         found.append(f"launch: tpu_env: not NAME=value (got {wrong[0]}); correct it.")
-    if config.command_file and not Path(config.command_file).is_file():
+    if config.command_file and not Path(os.path.expanduser(config.command_file)).is_file():
         found.append(f"launch: command_file: does not exist (got {config.command_file}); correct the path.")
     return found
 
@@ -55,7 +58,7 @@ def _command(config: Config, number: int, there: str) -> list[str]:
 
 def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> str:
     """The shell command of one machine: variables and commands of the configuration, then its `shardkit launch`."""
-    from_file = Path(config.command_file).read_text().splitlines() if config.command_file else []
+    from_file = Path(os.path.expanduser(config.command_file)).read_text().splitlines() if config.command_file else []
     before = [line.strip() for line in [*from_file, *config.commands] if line.strip()]
     own = ["--set", "tpu_use_cluster=false", "--machine-rank", str(number)]
     training = shlex.join(["python3", "-m", "shardkit", "launch", *own, *launch])
@@ -64,27 +67,39 @@ def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> 
     return " && ".join([f"cd {shlex.quote(str(folder))}", *exports, *before, *sudo])
 
 
+def end(running: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ends those that still run."""
+    for one in running:
+        if one.poll() is None:
+            one.terminate()
+    for one in running:
+        try:
+            one.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            one.kill()
+
+
 def run(lines: Sequence[Sequence[str]]) -> None:
     """Runs all commands, and returns when all have succeeded. Raises MachineError if gcloud is missing, RankFailure if
-    a command failed, after ending the others."""
+    a command failed or this process got a signal, after ending the others."""
     if shutil.which(lines[0][0]) is None:
         raise MachineError(
             f"launch: tpu_use_cluster needs {lines[0][0]}, which is not installed; install it, or run "
             "`shardkit launch` with tpu_use_cluster: false on each machine of the pod (--dry-run shows the commands)."
         )
-    running = [subprocess.Popen(line) for line in lines]
-    try:
-        while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
-            time.sleep(POLL_S)
-    finally:
-        for one in running:
-            if one.poll() is None:
-                one.terminate()
-        for one in running:
-            try:
-                one.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                one.kill()
+    running: list[subprocess.Popen[bytes]] = []
+
+    def end_it(number: int, frame: object) -> None:
+        raise RankFailure(f"launch: {signal.Signals(number).name} ended the commands of all machines.", 128 + number)
+
+    with signals.handled((signal.SIGTERM, signal.SIGHUP), end_it):
+        try:
+            for line in lines:
+                running.append(subprocess.Popen(line))
+            while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
+                time.sleep(POLL_S)
+        finally:
+            end(running)
     failed = [(number, one.returncode) for number, one in enumerate(running) if one.returncode]
     if failed:
         number, code = next(((n, c) for n, c in failed if c > 0), failed[0])

@@ -142,9 +142,9 @@ def _patches(config: Any) -> int | None:
 
 
 def error_text(error: BaseException) -> str:
-    """`TypeError: message`, one line only."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[0].strip()}"
+    """`TypeError: message`, one line only; two where the first announces the second by a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {' '.join(lines[: 2 if lines[0].endswith(':') else 1])}"
 
 
 def where(error: BaseException) -> str | None:

@@ -8,6 +8,7 @@ gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]   sizes; gpt:NA
 """
 
 import json
+import os
 import tempfile
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,7 +27,7 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
 
     Raises ModelError for a model that does not exist, fails to build or takes too long.
     """
-    folder = Path.cwd() if folder is None else folder
+    folder, spec = Path.cwd() if folder is None else folder, os.path.expanduser(spec)
     if is_by_sizes(spec):
         return _by_formula(spec)
     path = folder / spec
@@ -46,7 +47,7 @@ def is_by_sizes(spec: str) -> bool:
 
 def has_form(spec: str, folder: Path) -> bool:
     """Whether the spec has a valid form. Checks names only."""
-    return is_by_sizes(spec) or (folder / spec).exists() or _looks_like_factory(spec)
+    return is_by_sizes(spec) or (folder / os.path.expanduser(spec)).exists() or _looks_like_factory(spec)
 
 
 def _by_formula(spec: str) -> ModelDescription:
@@ -57,13 +58,24 @@ def _by_formula(spec: str) -> ModelDescription:
 
 def _looks_like_factory(spec: str) -> bool:
     module, colon, attribute = spec.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+    names = [*module.split("."), *attribute.split(".")]
+    return bool(colon) and not module.endswith(".py") and all(name.isidentifier() for name in names)
 
 
 def _unknown(spec: str, path: Path) -> str:
     near = get_close_matches(spec, BUILTIN, 1)
     if near:
         return f"--model {spec}: unknown; did you mean {near[0]}?"
+    file, _, attribute = spec.partition(":")
+    if file.endswith(".py"):
+        *parents, module = Path(file.removesuffix(".py")).parts
+        if not all(parent.isidentifier() for parent in parents):
+            module, where = f"{module}:{attribute or 'FUNCTION'}", f", in the folder {Path(file).parent}"
+        else:
+            module, where = ".".join([*parents, f"{module}:{attribute or 'FUNCTION'}"]), ""
+        return f"--model {spec}: a file is not a model; give module:function, as {module}{where}."
+    if path.is_file():
+        return f"--model {spec}: not a file that describes a model; give {FORMS}."
     if path.suffix in {".json", ".safetensors"} or "/" in spec:
         return f"--model {spec}: no such file or folder; check the path."
     return f"--model {spec}: not a model; give {FORMS}, or gpt:layers=..,hidden=..,heads=.."
@@ -86,14 +98,21 @@ def _in_child(kind: str, spec: str, timeout_s: float, folder: Path) -> ModelDesc
             )
         answer = json.loads(result.read_text())
     if "error" in answer:
-        raise ModelError(_not_built(spec, answer["error"], child.relative_place(answer["where"], folder)))
-    return from_json(answer["description"])
+        raise ModelError(_not_built(kind, spec, answer["error"], child.relative_place(answer["where"], folder)))
+    description = from_json(answer["description"])
+    if not description.tree.numel:
+        raise ModelError(f"--model {spec}: {description.name} has no parameters (got 0); give a model to train.")
+    return description
 
 
-def _not_built(spec: str, error: str, place: str | None) -> str:
+def _not_built(kind: str, spec: str, error: str, place: str | None) -> str:
     """The error text for a model whose code failed, with the place in the user's files if known."""
     if place is None:
-        what = "check both names, and that it needs no arguments"
+        what = (
+            "check both names, and that it needs no arguments"
+            if kind == "factory"
+            else "correct the file, or install a version of Transformers that knows this model"
+        )
         return f"--model {spec}: cannot be built on the meta device ({error}); {what}, {CLOSED_FORM_HINT}."
     return (
         f"{place}: the model {spec} cannot be built on the meta device ({error}); "

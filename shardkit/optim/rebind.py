@@ -27,15 +27,21 @@ class ParameterNames:
         return cls({id(p): fqn for fqn, p in parameters.items()}, tuple(parameters.values()))
 
 
+def present_parameters(names_before: ParameterNames, model_after: nn.Module) -> dict[int, nn.Parameter]:
+    """The model's present parameters, by the ids of those that they have replaced."""
+    now = dict(unwrapped(model_after).named_parameters(remove_duplicate=False))
+    return {identity: now[fqn] for identity, fqn in names_before.names.items() if fqn in now}
+
+
 def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model_after: nn.Module) -> None:
     """Rebinds the optimizer to the model's current parameters. Param groups and state are changed in place.
 
     Existing state is moved along, each rank keeping its part. Parameters of other models are not touched. Raises
     ModelError, with the optimizer unchanged, where a state tensor is neither a number nor of its parameter's shape.
     """
-    now = dict(unwrapped(model_after).named_parameters(remove_duplicate=False))
+    present = present_parameters(names_before, model_after)
     old = [p for group in optimizer.param_groups for p in group["params"]]
-    new = {id(p): now[names_before.names[id(p)]] for p in old if id(p) in names_before.names}
+    new = {id(p): present[id(p)] for p in old if id(p) in present}
     changed = [p for p in old if id(p) in new and new[id(p)] is not p]
     states = {
         id(p): _moved_state(optimizer, names_before.names[id(p)], optimizer.state[p], new[id(p)])

@@ -149,11 +149,11 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
 
 
 def of_hardware(name: str, memory_bytes: int | None) -> Device:
-    """The device with this driver name ("NVIDIA H100 80GB HBM3"), with the memory that the driver shows."""
+    """The device with this driver name ("NVIDIA H100 80GB HBM3"), with the memory that the driver shows, if it does."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     found = [key for key in DEVICES if key.split("-")[0] in words]
     if not found:
-        return Device(name, memory_bytes, {})
+        return Device(name, memory_bytes or None, {})
     closest = min(found, key=lambda key: abs((DEVICES[key].memory_bytes or 0) - (memory_bytes or 0)))
     return replace(DEVICES[closest], memory_bytes=memory_bytes or DEVICES[closest].memory_bytes)
 

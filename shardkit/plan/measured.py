@@ -8,6 +8,7 @@ from shardkit.errors import UsageError
 from shardkit.plan.answer import Row
 
 MIB = 2**20
+_ADVICE = "give the log folder of a run that was started with shardkit launch --measure and finished."
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,24 @@ def read(folder: Path) -> Measured:
     """The measurement in the run's folder. Raises UsageError if there is none that can be read."""
     try:
         found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.memory.json"))]
+        if not found:
+            raise UsageError(f"--measured {folder}: no measurement found (no rank*.memory.json); {_ADVICE}")
         most = max(found, key=lambda each: each["peak_bytes"])
         return Measured(
             **{name: most[name] for name in Measured.__dataclass_fields__ if name != "ranks"}, ranks=len(found)
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--measured {folder}: no measurement found ({type(error).__name__}); "
-            "give the log folder of a run that was started with shardkit launch --measure and finished."
-        ) from None
+        raise UsageError(f"--measured {folder}: no measurement found (unreadable: {error!r}); {_ADVICE}") from None
+
+
+# The parameters of a rank that shards unevenly differ by its share of the padding.
+_SAME = 0.1
+
+
+def is_of_the_same(row: Row, measured: Measured) -> bool:
+    """Whether the plan and the run have parameters of about the same size on a rank."""
+    planned = row.memory.host.parameters or row.memory.peak.parameters
+    return abs(planned - measured.parameter_bytes) <= _SAME * max(planned, measured.parameter_bytes)
 
 
 def table(row: Row, measured: Measured) -> str:

@@ -74,15 +74,15 @@ def changes(request: PlanRequest) -> tuple[Change, ...]:
     """
     if not row(request).memory.activations_known:
         return ()
-    found = sorted((change for _, change in _tried(request)), key=lambda change: change.peak_bytes)
+    found = sorted((change for _, change in _tried(request, request)), key=lambda change: change.peak_bytes)
     together = None if any(change.fits for change in found) else _together(request)
     return (*found, together) if together else tuple(found)
 
 
-def _tried(request: PlanRequest) -> Iterator[tuple[PlanRequest, Change]]:
-    """Every single change that lowers the peak, and the request with it."""
+def _tried(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[PlanRequest, Change]]:
+    """Every single change that lowers the peak, and the request with it. Texts compare with `given`."""
     peak = row(request).memory.peak.total
-    for text, changed in _candidates(request):
+    for text, changed in _candidates(request, given):
         try:
             other = row(changed)
         except ShardkitError:
@@ -96,10 +96,10 @@ def _together(request: PlanRequest, most: int = 6) -> Change | None:
 
     The optimizer is not changed, because that changes the training.
     """
-    texts: list[str] = []
+    texts, given = list[str](), request
     before = row(request).memory.peak.total
     for _ in range(most):
-        possible = [(r, c) for r, c in _tried(request) if r.optimizer == request.optimizer]
+        possible = [(r, c) for r, c in _tried(request, given) if r.optimizer == request.optimizer]
         if not possible:
             return None
         request, change = min(possible, key=lambda each: each[1].peak_bytes)
@@ -116,10 +116,10 @@ def _last_of_each(texts: list[str]) -> list[str]:
     return [text for text in texts if by_key[text.split()[0]] is text]
 
 
-def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _candidates(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     config = request.config
     yield from _other_layouts(request)
-    yield from _other_loads(request)
+    yield from _other_loads(request, given)
     if not config.fsdp.activation_checkpointing:
         text = "fsdp_activation_checkpointing: true (a third more compute)"
         yield text, request.with_config(_fsdp(config, activation_checkpointing=True))
@@ -148,15 +148,15 @@ def _other_layouts(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         yield text, request.with_config(_fsdp(config, **update))
 
 
-def _other_loads(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     from dataclasses import replace
 
     for factor in (2, 4):
         size = request.world_size * factor
-        yield f"--world {size} ({factor} x the ranks)", replace(request, world_size=size)
+        yield f"--world {size} ({size // given.world_size} x the ranks)", replace(request, world_size=size)
     if request.batch_size and request.batch_size > 1:
         half = request.batch_size // 2
-        text = f"--batch-size {half}, accumulating twice as often"
+        text = f"--batch-size {half}, accumulating more micro-batches"
         yield text, replace(request, batch_size=half)
     if request.loss is not Loss.FUSED:
         yield "--loss fused (a fused or chunked loss in the script)", replace(request, loss=Loss.FUSED)

@@ -88,17 +88,34 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def own_parameters(run: Run, parameters: Any) -> list[torch.Tensor]:
-    """The parameters as a list. Raises UsageError where they are not parameters of a prepared model."""
+    """The parameters as a list, those taken from a model before `prepare` as its present ones. Raises UsageError where
+    they are not parameters of a prepared model."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not chosen:
+        _warn_of_nothing_to_clip(run)
+        return chosen
+    if any(isinstance(parameter, ReleasedParameter) for parameter in chosen):
+        present: dict[int, torch.Tensor] = {}
+        for one in run.taken:
+            present |= rebind.present_parameters(one.names_before, one.model)
+        chosen = [present.get(id(parameter), parameter) for parameter in chosen]
     if not run.models or any(parameter.grad is not None for parameter in chosen):
         return chosen
     own = {id(parameter) for model in run.models for parameter in model.parameters()}
     if any(id(parameter) in own for parameter in chosen):
         return chosen
     raise UsageError(
-        f"clip: not parameters of a prepared model (got {len(chosen)}, perhaps from before prepare); use "
-        "model.parameters() of the prepared model."
+        f"clip: not parameters of a prepared model (got {len(chosen)}); use model.parameters() of the prepared model."
     )
+
+
+def _warn_of_nothing_to_clip(run: Run) -> None:
+    if run.process.is_main and not run.has_warned_of_empty_clip:
+        run.has_warned_of_empty_clip = True
+        log.warning(
+            "clip: no parameters are given, so no gradients are clipped (got an empty list, or an iterator such as "
+            "filter(...) that the optimizer has read); give a list."
+        )
 
 
 def optimizers_of(run: Run, parameters: Sequence[torch.Tensor]) -> list[AcceleratedOptimizer]:

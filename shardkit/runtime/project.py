@@ -1,5 +1,6 @@
 """The project folder of a run: checkpoints and logs."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,19 @@ class ProjectConfiguration:
             raise UsageError(
                 f"ProjectConfiguration(logging_dir=...): trackers write files (got {self.logging_dir}); name a folder."
             )
-        if self.logging_dir is None:
-            self.logging_dir = _folder_for_logs(self.project_dir)
+        self.logging_dir = _expanded(self.logging_dir)
+        self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Sets the project folder, and the log folder where none is set."""
-        self.project_dir = project_dir
+        self.project_dir = _expanded(project_dir)
         if self.logging_dir is None:
-            self.logging_dir = _folder_for_logs(project_dir)
+            self.logging_dir = _folder_for_logs(self.project_dir)
+
+
+def _expanded(path: str | None) -> str | None:
+    """The path, with `~` expanded."""
+    return os.path.expanduser(path) if path is not None and str(path).startswith("~") else path
 
 
 def _folder_for_logs(project_dir: str | None) -> str | None:

@@ -79,6 +79,7 @@ class Run:
     is_resumed: bool = False
     is_announced: bool = False
     is_triggered: bool = False
+    has_warned_of_empty_clip: bool = False
     models: list[nn.Module] = field(init=False)
     evaluated: dict[nn.Module, rebind.ParameterNames] = field(init=False)
     """Models prepared for evaluation, with the names of their parameters before."""

@@ -269,8 +269,7 @@ def root_of(run: Run) -> Place:
             "checkpoint: no folder is given (got None); give one, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
-    place = place_of(project.project_dir)
-    return (place.expanduser() if isinstance(place, Path) else place) / locate.SERIES
+    return place_of(project.project_dir) / locate.SERIES
 
 
 def _warn_of_open_window(run: Run) -> None:

@@ -54,7 +54,7 @@ def is_url(given: Any) -> bool:
 
 
 def place_of(given: Any) -> Place:
-    """The place for a path or URL. Raises UsageError for an invalid URL."""
+    """The place for a path, with `~` expanded, or URL. Raises UsageError for an invalid URL."""
     if isinstance(given, Url):
         return given
     text = os.fspath(given)
@@ -62,7 +62,7 @@ def place_of(given: Any) -> Place:
         raise UsageError(f"{text}: chained URLs are not supported (got ::); give the URL of the store.")
     found = _URL.match(text)
     if found is None:
-        return Path(text)
+        return Path(os.path.expanduser(text))
     scheme, slashes, rest = found[1].lower(), found[2], found[3]
     if len(slashes) == 1 and not _is_known(scheme):
         return Path(text)  # a folder whose name ends with a colon

@@ -4,7 +4,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from shardkit.errors import MachineError, RankFailure
+from shardkit.launch import signals
 from shardkit.submit.engines import Engine
 
 CHECK_S = 60
@@ -92,18 +92,23 @@ def submit(engine: Engine, text: str, path: Path | None) -> None:
 def _code_of(words: list[str], text: str | None = None) -> int:
     """Run a program and return its exit code. Signals are forwarded, and its end is awaited, since ranks may be
     saving."""
-    process = subprocess.Popen(words, stdin=None if text is None else subprocess.PIPE, text=True)
-    passed: dict[int, Callable[[int, Any], object]] = {
-        signal.SIGINT: lambda number, frame: None,  # the terminal has sent it to the program, too
-        signal.SIGTERM: lambda number, frame: process.send_signal(number),
-        signal.SIGHUP: lambda number, frame: process.send_signal(number),
-    }
-    found = {number: signal.signal(number, handler) for number, handler in passed.items()}
-    try:
+    started: list[subprocess.Popen[str]] = []
+    early: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        if number == signal.SIGINT:  # the terminal has sent it to the program, too
+            return
+        if started:
+            started[0].send_signal(number)
+        else:
+            early.append(number)
+
+    with signals.handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), pass_on):
+        process = subprocess.Popen(words, stdin=None if text is None else subprocess.PIPE, text=True)
+        started.append(process)
+        for number in early:
+            process.send_signal(number)
         process.communicate(text)
-    finally:
-        for number, before in found.items():
-            signal.signal(number, before)
     return process.returncode
 
 

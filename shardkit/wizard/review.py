@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,6 +28,13 @@ class Target:
     path: Path
     former: str | None = None
     dry_run: bool = False
+    seen: bytes | None = None
+    """The content that the file had when the user chose to write it; None: there was no file."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something else has written the file since then."""
+        return not self.dry_run and content_of(self.path) not in (self.seen, None)
 
     @property
     def shown(self) -> str:
@@ -48,8 +54,11 @@ def review(session: Conversation, target: Target) -> Target | None:
         choice = _choose(session, config, target)
         match choice:
             case "save":
-                save(text, target)
-                return target
+                if target.is_changed and not _overwrites(session, target.shown, "was changed meanwhile"):
+                    continue
+                if not (problem := save(text, target)):
+                    return target
+                session.prompter.say(f"! {problem}")
             case "change":
                 _menu(session, "Which answer?", advanced=False)
             case "advanced":
@@ -67,15 +76,17 @@ def file_text(config: Config, session: Conversation, target: Target) -> str:
     return text if spec is None else comment.write(text, spec)
 
 
-def save(text: str, target: Target) -> None:
-    """Writes the file; an existing one is kept as .bak. A dry run prints it instead."""
+def save(text: str, target: Target) -> str:
+    """Writes the file; an existing one is kept as .bak. A dry run prints it instead. Returns the problem, or ""."""
     if target.dry_run:
         print(text, end="")
-        return
-    target.path.parent.mkdir(parents=True, exist_ok=True)
-    if target.path.exists():
-        shutil.copy2(target.path, target.path.with_name(target.path.name + ".bak"))
-    files.write_text(text, target.path)
+        return ""
+    try:
+        files.make_folder_of(target.path)
+        files.replace_text(text, target.path)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _show(session: Conversation, config: Config, text: str, target: Target) -> None:
@@ -181,15 +192,27 @@ def _elsewhere(session: Conversation, target: Target) -> Target:
             problem = why_not_writable(path)
             if problem:
                 prompt = Prompt(prompt.title, problem=problem, help=prompt.help)
-            elif not path.exists() or _overwrites(session, path):
-                return Target(path, None, target.dry_run)
+            elif not path.exists() or _overwrites(session, str(path), "exists"):
+                return Target(path, target.former, target.dry_run, content_of(path))
         except Back:
             return target
 
 
-def _overwrites(session: Conversation, path: Path) -> bool:
-    options = (Option(False, "no", "give another name"), Option(True, "yes", f"the old one is kept as {path.name}.bak"))
-    return session.prompter.choose(Prompt(f"{path} exists. Replace it?"), options, False)
+def _overwrites(session: Conversation, shown: str, why: str) -> bool:
+    kept = f"the old one is kept as {Path(shown).name}.bak"
+    options = (Option(False, "no", "leave it as it is"), Option(True, "yes", kept))
+    try:
+        return bool(session.prompter.choose(Prompt(f"{shown} {why}. Replace it?"), options, False))
+    except Back:
+        return False
+
+
+def content_of(path: Path) -> bytes | None:
+    """The content of the file; None if there is none, or it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def why_not_writable(path: Path) -> str:

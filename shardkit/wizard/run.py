@@ -18,7 +18,7 @@ from shardkit.wizard.answers import from_config, to_config
 from shardkit.wizard.loop import Conversation, ask_all, read_model
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Option, PlainPrompter, Prompt, Prompter
-from shardkit.wizard.review import Target, check_writable, review
+from shardkit.wizard.review import Target, check_writable, content_of, review
 from shardkit.wizard.situation import Situation
 
 
@@ -139,7 +139,7 @@ def _begin(options: WizardOptions, prompter: Prompter, path: Path, hardware: Har
     session.model_is_asked = options.model is None
     session.on_answer = lambda answers: draft.keep(path, dict(answers))
     _read_named_model(session, is_edited=known is not None)
-    return _Begun(session, Target(path, former, options.dry_run), bool(resumed), known is not None)
+    return _Begun(session, Target(path, former, options.dry_run, content_of(path)), bool(resumed), known is not None)
 
 
 def _read_named_model(session: Conversation, is_edited: bool) -> None:
@@ -192,7 +192,9 @@ def _former(prompter: Prompter, path: Path, options: WizardOptions) -> tuple[str
     chosen = _choose(prompter, Prompt(title), choices, choices[0].value)
     if chosen == "stop":
         raise _Left
-    return (files.text_of_file(path), config) if chosen == "edit" else (None, None)
+    if chosen != "edit":
+        return None, None
+    return files.text_of_file(path), files.read(path).config  # again: the question may have waited for long
 
 
 def _from_accelerate(prompter: Prompter, path: Path, options: WizardOptions) -> Config | None:

@@ -1,0 +1,74 @@
+"""Paths as people type them: `.`, `..`, links, `~`."""
+
+import json
+
+import pytest
+
+from shardkit import ProjectConfiguration
+from shardkit.checkpoint import retention
+from shardkit.cli.main import run
+from shardkit.launch import folders
+from shardkit.storage.url import place_of
+from tests.checkpoints import build, save, train
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory):
+    root = tmp_path_factory.mktemp("project") / "checkpoints"
+    live = build("single")
+    for step in (1, 2):
+        train(live, 1, first=step)
+        save(live, root / f"step-{step:08}", step, "sharded", in_series=True)
+    return root
+
+
+def answer(capsys, *arguments, code=0):
+    """What the command printed on stdout and stderr."""
+    assert run([*map(str, arguments)]) == code, capsys.readouterr()
+    return "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("inner", ["", "model"])
+def test_a_checkpoint_that_is_the_working_folder_or_its_parent(of_one_rank, capsys, monkeypatch, inner):
+    step = of_one_rank / "step-00000001"
+    monkeypatch.chdir(step / inner)
+    typed = ".." if inner else "."
+    assert answer(capsys, "checkpoint", "list", typed).startswith(f"{step}: 1 checkpoint\n")
+    assert answer(capsys, "checkpoint", "inspect", typed).startswith(f"{step}\n")
+    assert answer(capsys, "checkpoint", "verify", typed).startswith(f"{step}: valid")
+    answer(capsys, "checkpoint", "pin", typed)
+    assert retention.is_pinned(step), "and no file of another name was left"
+    assert "pinned" in answer(capsys, "checkpoint", "list", of_one_rank)
+    answer(capsys, "checkpoint", "pin", typed, "--undo")
+    assert not retention.is_pinned(step)
+    assert "give another folder" in answer(capsys, "checkpoint", "merge", typed, "-o", ".", code=3)
+
+
+def test_a_link_to_a_checkpoint_is_pinned_at_the_checkpoint(of_one_rank, tmp_path, capsys):
+    best = tmp_path / "best"
+    best.symlink_to(of_one_rank / "step-00000001")
+    answer(capsys, "checkpoint", "pin", best)
+    assert retention.is_pinned(best) and retention.is_pinned(of_one_rank / "step-00000001")
+    assert "0 checkpoints" in answer(capsys, "checkpoint", "prune", of_one_rank, "--keep-last", 1)
+    answer(capsys, "checkpoint", "pin", best, "--undo")
+    assert not retention.is_pinned(of_one_rank / "step-00000001")
+
+
+def test_the_home_folder_is_meant_by_a_tilde(of_one_rank, tmp_path, capsys, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    (home / "run").symlink_to(of_one_rank.parent)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    assert json.loads(answer(capsys, "checkpoint", "list", "~/run", "--json"))["checkpoints"][0]["step"] == 1
+    answer(capsys, "checkpoint", "merge", "~/run", "--output=~/export")
+    answer(capsys, "config", "--defaults", "--set", "use_cpu=true", "--output=~/a.yaml")
+    answer(capsys, "config", "validate", "~/a.yaml")
+    sizes = "gpt:layers=2,hidden=8,heads=2"
+    answer(capsys, "plan", "--model", sizes, "--batch-size", 1, "--config=~/a.yaml", "--plot=~/a.svg")
+    logs = folders.make_log_dir("~/logs")
+    assert {"export", "a.yaml", "a.svg", "logs"} <= {path.name for path in home.iterdir()} and logs == home / "logs"
+    project = ProjectConfiguration("~/project")
+    assert (project.project_dir, project.logging_dir) == (str(home / "project"), str(home / "project"))
+    assert place_of("~/a") == home / "a" and not [*here.iterdir()]
