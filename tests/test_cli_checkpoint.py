@@ -347,6 +347,9 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path, capsys):
     assert "no such folder; give a project folder or a folder of checkpoints." in capsys.readouterr().err
     assert run(["checkpoint", "inspect", str(tmp_path)]) == EXIT_CHECKPOINT
     assert "no step-* folder, and neither does its folder checkpoints; give the folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run(["checkpoint", "list", str(tmp_path / "file")]) == EXIT_CHECKPOINT
+    assert "is a file; give a project folder or a folder of checkpoints." in capsys.readouterr().err
     (tmp_path / "step-00000001").mkdir()
     assert run(["checkpoint", "inspect", str(tmp_path)]) == EXIT_CHECKPOINT
     assert "none of its 1 checkpoints is complete" in capsys.readouterr().err

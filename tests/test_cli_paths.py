@@ -44,6 +44,13 @@ def test_a_checkpoint_that_is_the_working_folder_or_its_parent(of_one_rank, caps
     assert "give another folder" in answer(capsys, "checkpoint", "merge", typed, "-o", ".", code=3)
 
 
+def test_the_folder_of_several_runs_names_them(of_one_rank, tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(of_one_rank.parent)
+    text = answer(capsys, "checkpoint", "list", tmp_path, code=3)
+    assert text.endswith(f"give the folder of a run, such as {tmp_path / 'a'}, {tmp_path / 'b'}.\n")
+
+
 def test_a_link_to_a_checkpoint_is_pinned_at_the_checkpoint(of_one_rank, tmp_path, capsys):
     best = tmp_path / "best"
     best.symlink_to(of_one_rank / "step-00000001")
@@ -52,6 +59,17 @@ def test_a_link_to_a_checkpoint_is_pinned_at_the_checkpoint(of_one_rank, tmp_pat
     assert "0 checkpoints" in answer(capsys, "checkpoint", "prune", of_one_rank, "--keep-last", 1)
     answer(capsys, "checkpoint", "pin", best, "--undo")
     assert not retention.is_pinned(of_one_rank / "step-00000001")
+    (tmp_path / "best.PIN").touch()
+    assert retention.is_pinned(best), "a file that somebody put beside the link"
+
+
+def test_a_difference_of_every_tensor_is_a_few_lines(of_one_rank, capsys):
+    steps = (of_one_rank / "step-00000001", of_one_rank / "step-00000002")
+    everything = json.loads(answer(capsys, "checkpoint", "diff", *steps, "--json", code=1))["other_values"]
+    lines = answer(capsys, "checkpoint", "diff", *steps, code=1).splitlines()
+    left = sum(name.startswith("optim") for name in everything) - 20
+    assert left > 0 and f"optim: {left} more (--json lists all)" in lines
+    assert lines[-1].endswith(f"{len(everything)} not.") and len(lines) < len(everything)
 
 
 def test_the_home_folder_is_meant_by_a_tilde(of_one_rank, tmp_path, capsys, monkeypatch):

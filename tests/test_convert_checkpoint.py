@@ -403,3 +403,11 @@ def test_a_step_that_exists_is_not_written_again(tmp_path):
     assert str(raised.value) == f"convert: {done.path}: {text}"
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: a file, not a folder; give the folder that"):
         convert.convert(tmp_path / "source/pytorch_model.bin", tmp_path / "out")
+
+
+def test_a_checkpoint_of_shardkit_needs_no_conversion(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000001" / "MANIFEST.json").write_text("{}")
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000001"):
+        assert run(["checkpoint", "convert", str(place), "-o", str(tmp_path / "to")]) == EXIT_CHECKPOINT
+        assert f"{place}: is shardkit's own; load it with resume() or load_state()." in capsys.readouterr().err

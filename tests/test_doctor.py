@@ -130,7 +130,12 @@ def test_all_wrong_flags_are_told_at_once(capsys):
 @pytest.mark.slow
 def test_one_machine_with_two_ranks(tmp_path):
     done = subprocess.run(
-        [*COMMAND, "-n", "2", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+        [*COMMAND, "-n", "2", "--json", "--folder", "not/there"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

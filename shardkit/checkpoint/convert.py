@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint import dcp, folder, optimizers, tensors, values, write
+from shardkit.checkpoint import dcp, folder, locate, manifest, optimizers, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
 from shardkit.checkpoint.layout import Index, Mesh, TensorEntry
 from shardkit.checkpoint.save_request import SaveRequest
@@ -92,6 +92,9 @@ def _find(source: Path, weights_only: bool) -> _Found:
         found = _Found(_models(source), [], {}, [_NO_POSITION])
     else:
         found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION])
+    manifests = (source.glob(f"{below}{manifest.NAME}") for below in ("", "step-*/", f"{locate.SERIES}/step-*/"))
+    if not found.models and any(any(found) for found in manifests):
+        raise CheckpointError(f"convert: {source}: is shardkit's own; load it with resume() or load_state().")
     if not found.models:
         raise CheckpointError(
             f"convert: {source}: is not a checkpoint of Accelerate or torch.distributed.checkpoint (no "

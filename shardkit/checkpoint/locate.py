@@ -34,11 +34,20 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
         what = "is a single checkpoint; give the folder that contains the checkpoints of a run"
     elif not (objects.is_there(path) if isinstance(path, Url) else path.exists()):
         what = "no such folder; give a project folder or a folder of checkpoints"
+    elif not isinstance(path, Url) and path.is_file():
+        what = "is a file; give a project folder or a folder of checkpoints"
     elif others:
         what = f"its checkpoints are not named by step ({', '.join(other.name for other in others)}); give one of them"
     else:
         what = f"contains no step-* folder, and neither does its folder {SERIES}; give the folder of a run"
+        what += f", such as {', '.join(runs)}" if (runs := _runs_in(path)) else ""
     return CheckpointError(f"checkpoint: {path}: {what}.")
+
+
+def _runs_in(path: Place, most: int = 3) -> list[str]:
+    """Some project folders in this one."""
+    found = [] if isinstance(path, Url) else sorted({steps.parents[1] for steps in path.glob(f"*/{SERIES}/step-*")})
+    return [str(run) for run in found[:most]]
 
 
 def _with_name(path: Place) -> Place:

@@ -16,28 +16,27 @@ PIN = "PIN"  # a file `step-00000120.PIN` next to a checkpoint protects it from 
 logger = get_logger(__name__)
 
 
-def _pin_of(path: Place) -> Place:
-    """The file that protects a checkpoint: beside its folder, and for a link beside the folder that it leads to."""
+def _pins_of(path: Place) -> tuple[Place, Place]:
+    """The files that protect a checkpoint: beside its folder; for a link also beside the link."""
     place = paths.real(path)
-    return place.with_name(f"{place.name}.{PIN}")
+    return place.with_name(f"{place.name}.{PIN}"), path.with_name(f"{path.name}.{PIN}")
 
 
 def is_pinned(path: Place) -> bool:
     """Whether this checkpoint is pinned."""
-    place = _pin_of(path)
-    return objects.look(place) is not None if isinstance(place, Url) else place.exists()
+    return any(objects.look(file) is not None if isinstance(file, Url) else file.exists() for file in {*_pins_of(path)})
 
 
 def pin(path: Place) -> None:
-    """Protect this checkpoint from retention."""
-    place = _pin_of(path)
-    objects.put(place, b"{}") if isinstance(place, Url) else place.touch()
+    """Protect this checkpoint from retention, at the folder that a link leads to."""
+    file, _ = _pins_of(path)
+    objects.put(file, b"{}") if isinstance(file, Url) else file.touch()
 
 
 def unpin(path: Place) -> None:
     """Remove the protection of `pin`."""
-    place = _pin_of(path)
-    objects.remove(place) if isinstance(place, Url) else place.unlink(missing_ok=True)
+    for file in {*_pins_of(path)}:
+        objects.remove(file) if isinstance(file, Url) else file.unlink(missing_ok=True)
 
 
 def expendable(

@@ -46,13 +46,27 @@ def facts(facts: dict[str, Any]) -> list[str]:
 
 def difference(found: "CheckpointDifference") -> list[str]:
     lines = [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.facts.items()]
-    lines += [f"only in the first: {name}" for name in found.only_first]
-    lines += [f"only in the second: {name}" for name in found.only_second]
-    lines += [f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.other_shape.items()]
-    lines += [f"{name}: {magnitude(found.magnitudes[name])}" for name in found.other_values]
+    lines += _some([f"only in the first: {name}" for name in found.only_first])
+    lines += _some([f"only in the second: {name}" for name in found.only_second])
+    lines += _some([f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.other_shape.items()])
+    lines += _some([f"{name}: {magnitude(found.magnitudes[name])}" for name in found.other_values])
     lines += [f"state: {name} differs" for name in found.other_state]
     counted = len(found.other_values) + len(found.other_shape)
     return [*lines, f"{count(found.equal, 'tensor')} equal, {counted} not."]
+
+
+# Two steps of a run differ in every tensor: a model has hundreds, its optimizer thousands.
+_SHOWN = 20
+
+
+def _some(lines: list[str]) -> list[str]:
+    """The first lines of each section (`model: ...`), and how many are left out."""
+    shown = list[str]()
+    for section in dict.fromkeys(line.partition(":")[0] for line in lines):
+        own = [line for line in lines if line.partition(":")[0] == section]
+        shown += own[:_SHOWN]
+        shown += [f"{section}: {len(own) - _SHOWN:,} more (--json lists all)"] if len(own) > _SHOWN else []
+    return shown
 
 
 def pruned(result: dict[str, Any]) -> list[str]:

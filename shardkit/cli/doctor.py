@@ -4,6 +4,8 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,20 +85,35 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
     found = hardware.detect()
     here = Machine(tuple(device.name for device in found.devices), found.cores, found.memory_bytes)
     say("testing this machine")
-    own = [
-        replace(finding, machine=config.machine_rank) for finding in machine.findings(config, here, folder, env.copy())
-    ]
-    if findings.has_error(own):
-        say("a run would not start here, so the ranks are not tested")
-        result: dict[str, Any] = {"machines": {}, "findings": findings.as_json(own), "measured": []}
-    else:
-        result = together(config, config_name, folder, here, own)
+    with nullcontext() if config.num_machines > 1 else left_as_it_was(folder):
+        own = [
+            replace(finding, machine=config.machine_rank)
+            for finding in machine.findings(config, here, folder, env.copy())
+        ]
+        if findings.has_error(own):
+            say("a run would not start here, so the ranks are not tested")
+            result: dict[str, Any] = {"machines": {}, "findings": findings.as_json(own), "measured": []}
+        else:
+            result = together(config, config_name, folder, here, own)
     rows = findings.from_json(result["findings"])
     if as_json:
         print(json.dumps({"ok": not findings.has_error(rows), **result}, indent=2))
     else:
         print(findings.render(rows, config.num_machines))
     return EXIT_MACHINE if findings.has_error(rows) else 0
+
+
+@contextmanager
+def left_as_it_was(folder: Path) -> Iterator[None]:
+    """Removes the folder and its parents afterwards, as far as they were not there before and are empty. For one
+    machine: another one may still use them."""
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for place in new:
+                place.rmdir()
 
 
 def together(config: "Config", config_name: str, folder: Path, here: "Machine", own: list["Finding"]) -> dict[str, Any]:

@@ -207,15 +207,23 @@ def run_once(
     except OSError as error:
         raise MachineError(f"launch: the ranks could not be started: {error}") from error
     except Lost as lost:
-        names = " and ".join(map(machines.name_of, lost.machines))
         raise LostMachines(
-            f"launch: lost {names}: no sign of life from the launcher there; the ranks here were ended. Look at that "
-            "machine and at the network, and start again with --resume auto.",
-            lost.machines,
-            newest_step(watch),
-            stop_of(watch),
+            text_of_loss(machines, lost.machines), lost.machines, newest_step(watch), stop_of(watch)
         ) from None
     return together(reports, machines, started_s)
+
+
+def text_of_loss(machines: "Meeting", lost: list[int]) -> str:
+    """The error on this machine where the machines with these numbers are lost, which may include this one."""
+    if machines.machine in lost:
+        return (
+            "launch: this machine counts as lost: machine 0 had no sign of life from its launcher (it was suspended or "
+            "its network cut); the ranks here were ended. Start it again with --resume auto."
+        )
+    return (
+        f"launch: lost {' and '.join(map(machines.name_of, lost))}: no sign of life from the launcher there; the ranks "
+        "here were ended. Look at that machine and at the network, and start again with --resume auto."
+    )
 
 
 def report_of(
