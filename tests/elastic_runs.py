@@ -1,7 +1,9 @@
 """Elastic runs for tests: machines as launchers on this machine's loopback, that come and go."""
 
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,12 @@ class ElasticRun:
         self.machines[name].process.kill()
         self.machines[name].process.wait()
         self.wait_until_gone(name)
+
+    def suspend(self, name: str) -> None:
+        """The machine stands still, with its ranks, as one that the network has lost."""
+        launcher = self.machines[name].process.pid
+        for pid in (launcher, *map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())):
+            os.kill(pid, signal.SIGSTOP)
 
     def hold(self) -> None:
         """Keep the ranks after their present step, until `go_on`."""

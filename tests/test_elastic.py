@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import time
 from itertools import groupby
 
 import pytest
@@ -191,6 +192,21 @@ def test_machines_that_are_killed_in_a_step_and_in_a_save_are_named_and_replaced
 
 @pytest.mark.faults
 @pytest.mark.fault_row(46)
+def test_a_machine_that_stands_still_is_replaced_without_waiting_for_ranks_that_wait_for_it(tmp_path):
+    with ElasticRun(tmp_path, steps=18) as run:
+        run.start("first", "--machine-rank", "0", lost_timeout_s=8)
+        run.start("second", "--machine-rank", "1", lost_timeout_s=8)
+        run.wait_for_steps(3)
+        run.suspend("second")
+        began_s = time.monotonic()
+        run.wait_for("first", "world 1: 1 of 2 machines")
+        assert time.monotonic() - began_s < 8 + 20  # the ranks would have 30 s after SIGTERM if nothing were lost
+        assert run.end("first") == 0, run.text()
+        check_losses(run.lines(), 18)
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
     with ElasticRun(tmp_path, steps=6, machines="1:3", most=3) as run:
         run.start("first", "--machine-rank", "0", join_timeout_s=30, lost_timeout_s=10)
@@ -261,7 +277,7 @@ def test_the_loss_of_machine_0_ends_the_run_in_words(tmp_path):
 def test_too_few_machines_are_said_and_the_run_is_given_up(tmp_path):
     with ElasticRun(tmp_path, steps=60, machines="2:2") as run:
         run.start("first", "--machine-rank", "0", "--set", "shardkit.launch.meet_timeout_s=20")
-        run.wait_for("first", "launch: waiting for machines, 1 are here, a world needs 2, ")
+        run.wait_for("first", "launch: waiting for machines, 1 is here, a world needs 2, ")
         assert run.end("first") == 4, run.text()
         words = "launch: 1 of 2 machines that a world needs came within 20 s; start the same command there."
         assert words in run.machines["first"].text()

@@ -168,7 +168,8 @@ class Leader:
                         f"launch: {len(members)} of {needed} machines that a world needs came within "
                         f"{limits.meet_timeout_s:g} s; start the same command there."
                     )
-                announcement.make(f"waiting for machines, {len(members)} are here, a world needs {needed}")
+                here = f"{len(members)} {'is' if len(members) == 1 else 'are'} here"
+                announcement.make(f"waiting for machines, {here}, a world needs {needed}")
             time.sleep(POLL_S)
 
     def _goes_on(self, generation: Generation) -> bool:
@@ -290,7 +291,8 @@ def next_decision(roster: "RosterClient", index: int, training: int) -> "Decisio
         elif not training:
             announcement.make("waiting for machine 0 to start the ranks")
         else:
-            now = f"{training} machines train; this one takes part once they make way for more, or one is lost"
+            who = "1 machine trains" if training == 1 else f"{training} machines train"
+            now = f"{who}; this one takes part once they make way for more, or one is lost"
         if now and now != note:
             note = now
             say(f"launch: {now}")

@@ -22,6 +22,8 @@ BEGIN_S = 60.0
 """How long ranks may take to reach their Accelerator before they are told to make way for a new world all the same."""
 TERM_S = 30.0
 """How long ranks have between SIGTERM and SIGKILL, after another one has failed."""
+LOST_TERM_S = 5.0
+"""As TERM_S, after a machine is lost: ranks that wait for its ranks in a barrier do not end by SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
     own = [variables_of(spec, meeting, folder, restart, local_rank) for local_rank in range(spec.ranks_here)]
     attempt = name_of(restart)
     processes = start(own)
+    alarm = None
     try:
-        alarm = None
         while alarm is None and not over(processes):
             time.sleep(POLL_S)
             if watch.is_hung:
@@ -55,7 +57,7 @@ def run(spec: LaunchSpec, start: Start, meeting: Meeting, folder: Path, restart:
             wait_for(processes, SURVIVOR_GRACE_S)
         stopped = {spec.first_rank + local for local, process in enumerate(processes) if process.poll() is None}
     finally:
-        end(processes)
+        end(processes, LOST_TERM_S if alarm is Alarm.LOST else TERM_S)
     return Ended(
         {spec.first_rank + local: process.poll() or 0 for local, process in enumerate(processes)}, frozenset(stopped)
     )
@@ -79,12 +81,13 @@ def wait_for(processes: Sequence[RankProcess], timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def end(processes: Sequence[RankProcess]) -> None:
-    """Ends the ranks that still run; after a failure also what the ranks have started and left behind."""
+def end(processes: Sequence[RankProcess], term_s: float) -> None:
+    """Ends the ranks that still run, by SIGKILL after `term_s`; after a failure also what the ranks have started and
+    left behind."""
     has_failed = any(process.poll() != 0 for process in processes)
     if has_failed:
         tell(processes, signal.SIGTERM)
-        wait_for(processes, TERM_S)
+        wait_for(processes, term_s)
         tell(processes, signal.SIGKILL)
         wait_for(processes, float("inf"))
 
