@@ -80,8 +80,8 @@ def parse_nvidia_smi(text: str) -> list[Device]:
     """Devices from lines such as `NVIDIA H200, 143771 MiB, 9.0`; other lines are ignored. A GPU that shares the host's
     memory has none of its own: `NVIDIA GB10, [N/A], 12.1`."""
     unknown = r"\[[^\]]*\]|N/A"
-    memory, capability = rf"(?:(?P<memory>\d+)\s*MiB|{unknown})", rf"(?P<capability>[\d.]+|{unknown})"
-    pattern = rf"\s*(?P<name>[^,]+?)\s*,\s*{memory}\s*(?:,\s*{capability})?\s*"
+    memory, version = rf"(?:(?P<memory>\d+)\s*MiB|{unknown})", rf"(?P<capability>[\d.]+|{unknown})"
+    pattern = rf"\s*(?P<name>[^,]+?)\s*,\s*{memory}\s*(?:,\s*{version})?\s*"
     devices = []
     for match in filter(None, (re.fullmatch(pattern, line) for line in text.splitlines())):
         capability = match["capability"]

@@ -131,10 +131,11 @@ class PreparedLoader:
         """Where to start from a restored position whose epoch is over."""
         if self._passes_finished_epoch:
             return Position(position.epoch + 1)
-        log.info(
-            f"data: the restored position is the end of epoch {position.epoch}, so this loop has no batches; the next "
-            f"one runs epoch {position.epoch + 1}."
-        )
+        if self._rank == 0:
+            log.info(
+                f"data: the restored position is the end of epoch {position.epoch}, so this loop has no batches; the "
+                f"next one runs epoch {position.epoch + 1}."
+            )
         return position
 
     def _end(self, loop: Loop) -> None:
