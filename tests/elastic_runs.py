@@ -45,6 +45,11 @@ class ElasticRun:
         self.machines[name] = Running(self.path / name, *words, *flags, *run)
         return self.machines[name]
 
+    def start_both(self, **limits: float) -> Running:
+        """Machines 0 and 1 come, as "first" and "second"; returns the second."""
+        self.start("first", "--machine-rank", "0", **limits)
+        return self.start("second", "--machine-rank", "1", **limits)
+
     def wait_for(self, name: str, pattern: str) -> None:
         """Until a line of the machine's output matches."""
         self._wait(lambda: re.search(pattern, self.machines[name].text()) is not None, pattern)

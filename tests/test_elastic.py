@@ -124,8 +124,7 @@ def test_a_number_of_micro_batches_that_does_not_fit_is_refused(monkeypatch):
 @pytest.mark.slow
 def test_a_machine_leaves_and_the_other_goes_on_with_the_losses_of_one_process(tmp_path):
     with ElasticRun(tmp_path, steps=12) as run:
-        run.start("first", "--machine-rank", "0")
-        second = run.start("second", "--machine-rank", "1")
+        second = run.start_both()
         run.wait_for_steps(1)
         second.process.send_signal(signal.SIGTERM)
         assert (run.end("second"), run.end("first")) == (75, 0), run.text()
@@ -144,8 +143,7 @@ def test_a_machine_leaves_and_the_other_goes_on_with_the_losses_of_one_process(t
 @pytest.mark.fault_row(46)
 def test_a_run_goes_from_two_machines_to_one_and_back_with_the_losses_of_one_process(tmp_path):
     with ElasticRun(tmp_path, steps=24) as run:
-        run.start("first", "--machine-rank", "0")
-        second = run.start("second", "--machine-rank", "1")
+        second = run.start_both()
         run.wait_for_steps(3)
         second.process.send_signal(signal.SIGTERM)
         assert run.end("second") == 75, run.text()
@@ -168,8 +166,7 @@ def test_a_run_goes_from_two_machines_to_one_and_back_with_the_losses_of_one_pro
 @pytest.mark.fault_row(46)
 def test_machines_that_are_killed_in_a_step_and_in_a_save_are_named_and_replaced(tmp_path):
     with ElasticRun(tmp_path, steps=24) as run:
-        run.start("first", "--machine-rank", "0", lost_timeout_s=15)
-        run.start("second", "--machine-rank", "1", lost_timeout_s=15)
+        run.start_both(lost_timeout_s=15)
         run.wait_for_steps(3)
         run.kill("second")
         run.start("third", "--machine-rank", "1", lost_timeout_s=15)  # before the other one counts as lost
@@ -194,8 +191,7 @@ def test_machines_that_are_killed_in_a_step_and_in_a_save_are_named_and_replaced
 @pytest.mark.fault_row(46)
 def test_a_machine_that_stands_still_is_replaced_without_waiting_for_ranks_that_wait_for_it(tmp_path):
     with ElasticRun(tmp_path, steps=18) as run:
-        run.start("first", "--machine-rank", "0", lost_timeout_s=8)
-        run.start("second", "--machine-rank", "1", lost_timeout_s=8)
+        run.start_both(lost_timeout_s=8)
         run.wait_for_steps(3)
         run.suspend("second")
         began_s = time.monotonic()
@@ -209,8 +205,7 @@ def test_a_machine_that_stands_still_is_replaced_without_waiting_for_ranks_that_
 @pytest.mark.fault_row(46)
 def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
     with ElasticRun(tmp_path, steps=6, machines="1:3", most=3) as run:
-        run.start("first", "--machine-rank", "0", join_timeout_s=30, lost_timeout_s=10)
-        run.start("second", "--machine-rank", "1", join_timeout_s=30, lost_timeout_s=10)
+        run.start_both(join_timeout_s=30, lost_timeout_s=10)
         run.wait_for("first", r"waiting for more machines, 2 of 3 are here; starting with them after 30 s")
         run.kill("second")
         assert run.end("first") == 0, run.text()
@@ -221,8 +216,7 @@ def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
 @pytest.mark.fault_row(46)
 def test_who_starts_otherwise_or_with_a_number_in_use_is_refused_and_the_run_goes_on(tmp_path):
     with ElasticRun(tmp_path, steps=18) as run:
-        run.start("first", "--machine-rank", "0")
-        run.start("second", "--machine-rank", "1")
+        run.start_both()
         run.wait_for_steps(1)
         run.hold()
         run.start("another", "--mixed-precision", "bf16")
@@ -243,8 +237,7 @@ def test_who_starts_otherwise_or_with_a_number_in_use_is_refused_and_the_run_goe
 @pytest.mark.fault_row(46)
 def test_a_spare_waits_and_replaces_a_machine_that_leaves_by_ctrl_c(tmp_path):
     with ElasticRun(tmp_path, steps=18) as run:
-        run.start("first", "--machine-rank", "0")
-        second = run.start("second", "--machine-rank", "1")
+        second = run.start_both()
         run.wait_for_steps(1)
         run.hold()
         run.start("spare")
@@ -261,8 +254,7 @@ def test_a_spare_waits_and_replaces_a_machine_that_leaves_by_ctrl_c(tmp_path):
 @pytest.mark.fault_row(46)
 def test_the_loss_of_machine_0_ends_the_run_in_words(tmp_path):
     with ElasticRun(tmp_path, steps=60) as run:
-        run.start("first", "--machine-rank", "0", lost_timeout_s=10)
-        run.start("second", "--machine-rank", "1", lost_timeout_s=10)
+        run.start_both(lost_timeout_s=10)
         run.wait_for_steps(3)
         run.kill("first")
         assert run.end("second") == 4, run.text()

@@ -82,6 +82,12 @@ def convert(
     return Converted(final, step, len(found.models), len(named), found.notes)
 
 
+def _is_own(source: Path) -> bool:
+    """Whether the folder is a checkpoint of shardkit, or contains some."""
+    below = ("", "step-*/", f"{locate.SERIES}/step-*/")
+    return any(True for folder in below for _ in source.glob(f"{folder}{manifest.NAME}"))
+
+
 def _find(source: Path, weights_only: bool) -> _Found:
     if not source.is_dir():
         wrong = "a file, not a folder" if source.exists() else "no such folder"
@@ -92,10 +98,9 @@ def _find(source: Path, weights_only: bool) -> _Found:
         found = _Found(_models(source), [], {}, [_NO_POSITION])
     else:
         found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION])
-    manifests = (source.glob(f"{below}{manifest.NAME}") for below in ("", "step-*/", f"{locate.SERIES}/step-*/"))
-    if not found.models and any(any(found) for found in manifests):
-        raise CheckpointError(f"convert: {source}: is shardkit's own; load it with resume() or load_state().")
     if not found.models:
+        if _is_own(source):
+            raise CheckpointError(f"convert: {source}: is shardkit's own; load it with resume() or load_state().")
         raise CheckpointError(
             f"convert: {source}: is not a checkpoint of Accelerate or torch.distributed.checkpoint (no "
             f"pytorch_model_fsdp_0, pytorch_model_fsdp.bin, model.safetensors or .metadata); give the folder of one."

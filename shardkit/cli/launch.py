@@ -251,7 +251,7 @@ def checked(
     """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes."""
     from shardkit import env
     from shardkit.config import files, hardware
-    from shardkit.launch import environment, preflight, spec
+    from shardkit.launch import environment, pod, preflight, spec
     from shardkit.launch.preflight import Machine, Problem
 
     problems = [Problem(text) for text in flag_problems]
@@ -269,13 +269,8 @@ def checked(
     memory = None if switches.force else found.memory_bytes
     machine = Machine(tuple(device.name for device in found.devices), found.cores, memory)
     found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
-    if preflight.is_on_pod(loaded.config) and ("machine_rank" in settings or loaded.config.machine_rank):
-        found_problems.append(
-            Problem(
-                "launch: machine_rank: with tpu_use_cluster each machine of the pod gets its number (got "
-                f"{loaded.config.machine_rank}); leave it out, or start this machine alone with tpu_use_cluster=false."
-            )
-        )
+    if preflight.is_on_pod(loaded.config):
+        found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
     preflight.raise_all([*problems, *found_problems])
     device = spec.device_of(loaded.config)
     is_read = not is_module and not switches.as_accelerate and Path(command[0]).is_file()

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,44 +138,46 @@ def write(config: Config, path: Path | str, comments: bool = True) -> None:
     write_text(dump(config, comments), Path(path))
 
 
-_ANOTHER = "choose another file with --output."
-
-
 def write_text(text: str, path: Path) -> None:
     """Writes a text to a file atomically; the old content stays until then. A symlink and the file's mode are kept."""
     path = Path(os.path.realpath(path))
-    try:
+    with _writing(path):
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {_ANOTHER}") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {_ANOTHER}") from None
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
 
 def replace_text(text: str, path: Path) -> None:
     """`write_text`; an existing file is kept as .bak. Raises ConfigError."""
-    try:
+    kept = Path(f"{path}.bak")
+    with _writing(kept):
         if path.exists():
-            shutil.copy2(path, f"{path}.bak")
-    except OSError as error:
-        raise ConfigError(f"{path}.bak: cannot be written ({error.strerror}); {_ANOTHER}") from None
+            shutil.copy2(path, kept)
     write_text(text, path)
 
 
 def make_folder_of(path: Path) -> None:
     """Creates the folder of a file. Raises ConfigError."""
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises ConfigError where the file cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {_ANOTHER}") from None
+        text = f"{path}: cannot be written ({error.strerror}); choose another file with --output."
+        raise ConfigError(text) from None
 
 
 def _umask() -> int:

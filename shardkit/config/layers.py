@@ -47,6 +47,11 @@ class SettingEntry:
     node: yaml.Node | None = None
     direct: bool = True
 
+    @property
+    def place(self) -> str:
+        """Where it is written, and its name."""
+        return self.origin.of(self.name)
+
 
 @dataclass
 class Layer:

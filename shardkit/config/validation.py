@@ -84,14 +84,12 @@ def _settle_reshard(layer: Layer, reshard: SettingEntry) -> None:
     meant = _meaning(reshard.value, base)
     if meant is None:
         got = shortened(reshard.value)
-        layer.problems.append(
-            f"{reshard.origin.of(reshard.name)}: is not yes or no (got {got!r}); write true or false."
-        )
+        layer.problems.append(f"{reshard.place}: is not yes or no (got {got!r}); write true or false.")
     elif strategy is None or _stronger(reshard, strategy):
         layer.entries[_STRATEGY] = with_value(reshard, meant)
         if not isinstance(read_bool(reshard.value), bool):
             text = f"is read as fsdp_sharding_strategy: {meant.value}; Accelerate ignores it and runs FULL_SHARD."
-            layer.notes.append(f"{reshard.origin.of(reshard.name)}: {text}")
+            layer.notes.append(f"{reshard.place}: {text}")
     elif meant != base and not _stronger(strategy, reshard):
         _settle_contradiction(layer, reshard, strategy, meant)
 
@@ -100,10 +98,10 @@ def _settle_contradiction(layer: Layer, reshard: SettingEntry, strategy: Setting
     version = layer.entries.get(_VERSION)
     if version is not None and str(version.value).strip() == "1":
         text = f"is not used with fsdp_version 1; {strategy.name} says {shortened(strategy.value)}."
-        layer.notes.append(f"{reshard.origin.of(reshard.name)}: {text}")
+        layer.notes.append(f"{reshard.place}: {text}")
         return
     text = f"means {meant.value}, but {strategy.name} in {strategy.origin} says {shortened(strategy.value)}"
-    layer.problems.append(f"{reshard.origin.of(reshard.name)}: {text}; keep one of them.")
+    layer.problems.append(f"{reshard.place}: {text}; keep one of them.")
 
 
 def _meaning(value: Any, base: Any) -> ShardingStrategy | None:
@@ -135,7 +133,7 @@ def _settle_mesh(layer: Layer) -> None:
         keeps = base in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
         hybrid = ShardingStrategy.HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
     layer.entries[_STRATEGY] = with_value(mesh, hybrid)
-    layer.notes.append(f"{mesh.origin.of(mesh.name)}: these sizes make fsdp_sharding_strategy {hybrid.value}.")
+    layer.notes.append(f"{mesh.place}: these sizes make fsdp_sharding_strategy {hybrid.value}.")
 
 
 def _stronger(entry: SettingEntry, other: SettingEntry) -> bool:
@@ -156,7 +154,7 @@ def _validated(entries: Mapping[Path, SettingEntry], layer: Layer) -> tuple[Conf
     for path in [path for path in entries if path in wrong]:
         entry = entries[path]
         words = _words(wrong[path], all_keys()[path].field, path, entry.value)
-        layer.problems.append(f"{entry.origin.of(entry.name)}: {words}")
+        layer.problems.append(f"{entry.place}: {words}")
     config = Config.model_validate(_nested({path: entry for path, entry in entries.items() if path not in wrong}))
     return config, {".".join(path) for path in wrong}
 

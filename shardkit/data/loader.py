@@ -238,13 +238,9 @@ class PreparedLoader:
         if self._is_positioned and epoch == self._next.epoch:
             self._passes_finished_epoch = False
             return
+        has_place = self._is_restored and (self._next.samples or self._purpose == "training")
         is_next = epoch == self._next.epoch + 1 and self._is_over(self._next)
-        if (
-            self._is_restored
-            and not is_next
-            and (self._next.samples or self._purpose == "training")
-            and self._rank == 0
-        ):
+        if has_place and not is_next and self._rank == 0:
             log.warning(
                 f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
                 f"{self._next.samples:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."

@@ -139,9 +139,11 @@ def run_attempt(
     spec: LaunchSpec, start: Start, machines: "Meeting", log_dir: Path, restarts: Restarts
 ) -> ShardkitError | None:
     """Runs the ranks once. Returns None after success and the error if the ranks may be restarted; else raises it."""
-    resume = restarts.resume(spec.config.shardkit.checkpoint.resume)
-    resumed = replace(spec, config=files.overlaid(spec.config, {"shardkit.checkpoint.resume": resume}))
-    attempt, error = attempted(resumed, start, machines, log_dir, restarts.number)
+    configured = spec.config.shardkit.checkpoint.resume
+    resume = restarts.resume(configured)
+    if resume != configured:
+        spec = replace(spec, config=files.overlaid(spec.config, {"shardkit.checkpoint.resume": resume}))
+    attempt, error = attempted(spec, start, machines, log_dir, restarts.number)
     restarts.saw_checkpoint(attempt.committed_step)
     if error is not None and not restarts.allows(error):
         raise restarts.final(error)
@@ -221,8 +223,8 @@ def text_of_loss(machines: "Meeting", lost: list[int]) -> str:
             "its network cut); the ranks here were ended. Start it again with --resume auto."
         )
     return (
-        f"launch: lost {' and '.join(map(machines.name_of, lost))}: no sign of life from the launcher there; the ranks "
-        "here were ended. Look at that machine and at the network, and start again with --resume auto."
+        f"launch: lost {machines.names_of(lost)}: no sign of life from the launcher there; the ranks here were ended. "
+        "Look at that machine and at the network, and start again with --resume auto."
     )
 
 

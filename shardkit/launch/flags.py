@@ -70,7 +70,7 @@ class Switches:
 
 def words_in(text: str | None) -> tuple[str, ...]:
     """The words of a flag with a list, `a,b`."""
-    return tuple((text or "").replace(" ", "").split(",")) if text else ()
+    return tuple(text.replace(" ", "").split(",")) if text else ()
 
 
 def read_all(

@@ -99,6 +99,10 @@ class Meeting:
         number = self.numbers[machine] if self.numbers else machine
         return f"machine {number}{f' ({self.hosts[machine]})' if self.hosts else ''}"
 
+    def names_of(self, machines: list[int]) -> str:
+        """The names of several machines."""
+        return " and ".join(map(self.name_of, machines))
+
 
 @contextlib.contextmanager
 def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Meeting]:
@@ -131,8 +135,8 @@ def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: fl
             refuse_who_is_not_reached(meeting, say)
     except Lost as lost:
         raise MachineError(
-            f"launch: lost {' and '.join(map(meeting.name_of, lost.machines))} before the ranks started: the launcher "
-            "there has ended, or gives no sign of life; start the same command again on all machines."
+            f"launch: lost {meeting.names_of(lost.machines)} before the ranks started: the launcher there has ended, "
+            "or gives no sign of life; start the same command again on all machines."
         ) from None
 
 

@@ -97,13 +97,15 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
     config = config_for(spec.config, machines, place, generation.resume)
     world = machines * spec.ranks_here
     steps = spec.config.shardkit.gradient_accumulation_steps
-    kept = kept_accumulation(steps, config.shardkit.data.split_batches, spec.num_machines, machines)
-    counted = files.overlaid(config, {"shardkit.gradient_accumulation_steps": kept})
+    counted = config
+    if steps > 1:
+        kept = kept_accumulation(steps, config.shardkit.data.split_batches, spec.num_machines, machines)
+        counted = files.overlaid(config, {"shardkit.gradient_accumulation_steps": kept})
     variables = {
         **spec.environment,
         names.NUM_PROCESSES: str(world),
         names.FULL_WORLD_SIZE: str(spec.world_size),
-        **accelerate_variables(counted if steps > 1 else config, spec.device),
+        **accelerate_variables(counted, spec.device),
     }
     return replace(
         spec, world_size=world, num_machines=machines, machine_rank=place, environment=variables, config=config

@@ -37,9 +37,23 @@ def problems(config: Config) -> list[str]:
     wrong = [line for line in config.tpu_env if "=" not in line]
     if wrong:
         found.append(f"launch: tpu_env: not NAME=value (got {wrong[0]}); correct it.")
-    if config.command_file and not Path(os.path.expanduser(config.command_file)).is_file():
+    if config.command_file and not _command_file(config.command_file).is_file():
         found.append(f"launch: command_file: does not exist (got {config.command_file}); correct the path.")
     return found
+
+
+def problem_of_number(config: Config, is_given: bool) -> list[str]:
+    """`is_given`: whether a flag gives this machine's number; the commands give each machine its own."""
+    if not (is_given or config.machine_rank):
+        return []
+    return [
+        f"launch: machine_rank: with tpu_use_cluster each machine of the pod gets its number (got {config.machine_rank}"
+        "); leave it out, or start this machine alone with tpu_use_cluster=false."
+    ]
+
+
+def _command_file(text: str) -> Path:
+    return Path(os.path.expanduser(text))
 
 
 def commands(config: Config, launch: Sequence[str], folder: Path) -> list[list[str]]:
@@ -58,7 +72,7 @@ def _command(config: Config, number: int, there: str) -> list[str]:
 
 def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> str:
     """The shell command of one machine: variables and commands of the configuration, then its `shardkit launch`."""
-    from_file = Path(os.path.expanduser(config.command_file)).read_text().splitlines() if config.command_file else []
+    from_file = _command_file(config.command_file).read_text().splitlines() if config.command_file else []
     before = [line.strip() for line in [*from_file, *config.commands] if line.strip()]
     own = ["--set", "tpu_use_cluster=false", "--machine-rank", str(number)]
     training = shlex.join(["python3", "-m", "shardkit", "launch", *own, *launch])
