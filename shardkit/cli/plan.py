@@ -105,6 +105,8 @@ def plan(
         resolved, _model(model, path), per_machine, device, memory, _known(optimizer), batch_size, seq_len
     )
     request = replace(request, loss=_member("--loss", loss, Loss), ema=_member("--ema", ema, Ema))
+    if ":" in optimizer:
+        request = replace(request, own_optimizer=optimizer.strip())
     if network is not None:
         request = _with_network(request, network)
     answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
