@@ -107,8 +107,18 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
         names.FULL_WORLD_SIZE: str(spec.world_size),
         **accelerate_variables(counted, spec.device),
     }
+    origins = dict(spec.origins)
+    if machines < spec.num_machines:
+        where = f"shardkit launch ({machines} of {spec.num_machines} machines)"
+        origins |= {"num_machines": where, "num_processes": where}
     return replace(
-        spec, world_size=world, num_machines=machines, machine_rank=place, environment=variables, config=config
+        spec,
+        world_size=world,
+        num_machines=machines,
+        machine_rank=place,
+        environment=variables,
+        config=config,
+        origins=origins,
     )
 
 
