@@ -98,7 +98,7 @@ def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monk
     assert membership.announcement(spec, generation, membership.usable_sizes(spec.config)).splitlines() == [
         "launch: machine 1 (d): lost",
         "launch: world 2: 2 of 4 machines, 4 ranks: machine 0 (a), machine 3 (b)",
-        "launch: the global batch stays that of 4 machines: 2 times the micro-batches a step",
+        "launch: the global batch stays that of 4 machines: 2 times the samples of each rank",
         "launch: machine 2 (c): a spare; worlds that keep the global batch have 1, 2, 3 or 4 machines",
     ]
 
@@ -134,7 +134,7 @@ def test_a_machine_leaves_and_the_other_goes_on_with_the_losses_of_one_process(t
         lines, first = run.lines(), run.machines["first"].text()
     assert f"launch: machine 1 ({HOST}): stopped by a signal; going on from step" in first
     assert "launch: world 1: 1 of 2 machines, 1 rank:" in first
-    assert "the global batch stays that of 2 machines: 2 times the micro-batches a step" in first
+    assert "the global batch stays that of 2 machines: 2 times the samples of each rank" in first
     assert "4 x 1 rank x 4 micro-batches = 16 samples a step" in first
     check_losses(lines, 12)
     assert len(lines) == 12  # it was saved: no step was trained twice

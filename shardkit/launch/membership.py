@@ -133,7 +133,8 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
     )
     if machines < spec.num_machines:
         lines.append(
-            f"launch: the global batch stays that of {spec.num_machines} machines: {_how_kept(spec, machines)}"
+            f"launch: the global batch stays that of {spec.num_machines} machines: "
+            f"{Fraction(spec.num_machines, machines)} times the samples of each rank"
         )
     if generation.spares:
         spares = ", ".join(map(str, generation.spares))
@@ -143,13 +144,6 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
-
-
-def _how_kept(spec: LaunchSpec, machines: int) -> str:
-    times = Fraction(spec.num_machines, machines)
-    if spec.config.shardkit.data.split_batches:
-        return f"each rank's batches are {times} times as large"
-    return f"{times} times the micro-batches a step"
 
 
 def _sizes(sizes: dict[int, str | None]) -> str:
