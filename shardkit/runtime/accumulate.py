@@ -15,8 +15,11 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.sharding.gradient_sync import deferred, finish_deferred
 from shardkit.sharding.mixed_losses import keep_plain
+
+log = get_logger(__name__)
 
 NEVER = ("never", -1)
 
@@ -46,10 +49,15 @@ class Accumulation:
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
         ends_with_data: bool = True,
+        keeps_batch: bool = False,
+        is_main: bool = True,
     ) -> None:
         self.steps = steps
         self.ends_with_data = ends_with_data
         """Whether the last batch of a loader ends a window early; else the window continues in the next loop."""
+        self.keeps_batch = keeps_batch
+        """Whether the micro-batches of a window make up for absent machines of an elastic run."""
+        self._is_main = is_main
         self.models = models
         self.counters = counters
         self.backward_calls = 0
@@ -68,6 +76,8 @@ class Accumulation:
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self._is_own_backward = False
         self._has_foreign_backward = False
+        self._backwards_since_step = 0
+        self._has_warned_of_early_step = False
         self._own_calls = self._own_calls_before_window = 0
         self._calls_at_boundary = 0
         self._scaler = scaler
@@ -144,6 +154,7 @@ class Accumulation:
         if not self.is_inside:
             self._window = 0
         self.backward_calls += 1
+        self._backwards_since_step += 1
         self._own_calls += 1
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
@@ -158,6 +169,7 @@ class Accumulation:
     def note_backward(self) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
         self.backward_calls += 1
+        self._backwards_since_step += not self._is_own_backward
         self._has_foreign_backward |= not self._is_own_backward
 
     @property
@@ -195,7 +207,30 @@ class Accumulation:
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
+        self._check_micro_batches()
         self.before_step()
+
+    def _check_micro_batches(self) -> None:
+        """Warns once of a step after fewer backwards than the window's micro-batches, in a loop without `accumulate()`.
+        Raises UsageError in a world of an elastic run whose micro-batches make up for absent machines."""
+        backwards = self._backwards_since_step
+        if self._window or self._has_warned_of_early_step or not 0 < backwards < self.steps:
+            return
+        loader = active_loader(self._loaders)
+        if loader is None or loader.end_of_loader:
+            return
+        what = f"(got an optimizer step after {backwards} of {self.steps} micro-batches, outside of accumulate())"
+        if self.keeps_batch:
+            raise UsageError(
+                f"elastic: the global batch of all machines is not kept {what}; put forward, backward and step into "
+                "`with accelerator.accumulate(model):`, or give batches of all ranks: Accelerator(split_batches=True)."
+            )
+        self._has_warned_of_early_step = True
+        if self._is_main:
+            log.warning(
+                f"accumulate: gradient_accumulation_steps only divides losses {what}; put forward, backward and step "
+                "into `with accelerator.accumulate(model):`."
+            )
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -222,7 +257,7 @@ class Accumulation:
         xla.flush()
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
-        self._samples_since_step = 0
+        self._samples_since_step = self._backwards_since_step = 0
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
         self._has_foreign_backward = False
