@@ -64,6 +64,12 @@ class Accumulation:
         self.at_boundary: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
         """Called before each optimizer step to check the gradients."""
+        self.on_loss: Callable[[torch.Tensor], None] = lambda loss: None
+        """Called with the loss of each micro-batch before its backward."""
+        self.on_new_group: Callable[[], None] = lambda: None
+        """Called after a param group was added to a prepared optimizer."""
+        self.refuse_late: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        """Called before the first step of an optimizer that was not prepared."""
         self.on_batch: Callable[[], None] = lambda: None
         """Called once for each batch that is trained on, while it is the current one."""
         self.on_step: Callable[[], None] = lambda: None
@@ -78,7 +84,7 @@ class Accumulation:
         self._has_foreign_backward = False
         self._backwards_since_step = 0
         self._has_warned_of_early_step = False
-        self._own_calls = self._own_calls_before_window = 0
+        self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
         self._calls_at_boundary = 0
         self._scaler = scaler
         self._scaler_is_behind = False
@@ -156,6 +162,7 @@ class Accumulation:
         self.backward_calls += 1
         self._backwards_since_step += 1
         self._own_calls += 1
+        self.on_loss(loss)
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
@@ -232,6 +239,27 @@ class Accumulation:
                 "into `with accelerator.accumulate(model):`."
             )
 
+    def check_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError where the step of an optimizer that is not prepared, or of the torch optimizer inside of a
+        prepared one, would use gradients that are not final."""
+        name = type(optimizer).__name__
+        if self.is_inside and self.is_gathering() and self._is_deferred(optimizer):
+            raise UsageError(
+                f"optimizer step: {name} is not a prepared optimizer, so it steps in the middle of an accumulation "
+                "window, on gradients that are not reduced over ranks yet; step with the optimizer that "
+                "accelerator.prepare returned, or only where accelerator.sync_gradients is true."
+            )
+        if self._scaler is not None and self._own_calls > self._own_calls_at_step and not self._has_foreign_backward:
+            raise UsageError(
+                f"optimizer step: {name} is not a prepared optimizer, and the gradients still have fp16's loss scale; "
+                "step with the optimizer that accelerator.prepare returned."
+            )
+
+    def _is_deferred(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it trains a model of this micro-batch; not so another model that takes turns with it."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(id(p) in trained for model in self._deferred_models for p in model.parameters())
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, a prepared optimizer steps; steps of inner optimizers do not count."""
@@ -261,6 +289,7 @@ class Accumulation:
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
         self._has_foreign_backward = False
+        self._own_calls_at_step = self._own_calls
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
         if self._boundary_loader is not None:

@@ -23,6 +23,7 @@ from shardkit.runtime.hooks import StateHooks
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
+from shardkit.runtime.same_data import SameData
 from shardkit.runtime.same_modules import SameModules
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
@@ -95,6 +96,7 @@ class Run:
     taken: list[Taken] = field(init=False)
     accumulation: Accumulation = field(init=False)
     same_modules: SameModules = field(init=False)
+    same_data: SameData = field(init=False)
 
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
@@ -119,8 +121,14 @@ class Run:
             is_main=self.process.is_main,
         )
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
-        self.accumulation.before_step = self.same_modules.check
+        self.same_data = SameData(self.loaders, self.process.control)
+        self.accumulation.before_step = self._check_step
+        self.accumulation.on_loss = self.same_data.note_loss
         foreign_steps.watch(self.accumulation)
+
+    def _check_step(self) -> None:
+        self.same_modules.check()
+        self.same_data.check()
 
     @property
     def device(self) -> torch.device:
