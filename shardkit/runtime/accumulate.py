@@ -99,7 +99,6 @@ class Accumulation:
         self._calls_before_micro_batch = 0
         self.micro_batches = 0
         """Micro-batches begun in this process."""
-        self._batch_counted = 0
         self._samples_since_step = 0
         self._have_ranks_met = False
         self._boundary_is_due = False
@@ -284,7 +283,9 @@ class Accumulation:
         """Counts steps: the first optimizer that steps begins a step, and one that steps again begins the next."""
         xla.flush()
         self._scaler_is_behind = self._scaler is not None
-        self._note_batch()
+        micro_batches = max(1, self._backwards_since_step)
+        for _ in range(micro_batches):  # those of a loop without accumulate()
+            self._note_batch(micro_batches)
         self._samples_since_step = self._backwards_since_step = 0
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
@@ -372,15 +373,16 @@ class Accumulation:
         self._is_full = is_last or self.counters.micro_step >= self._divisor
         self._window = self.counters.micro_step if self._is_full else 0
         self._windows += self._is_full
-        self._note_batch()
+        self._note_batch(self._divisor)
 
-    def _note_batch(self) -> None:
-        """Counts the samples of the current batch as trained on, once."""
+    def _note_batch(self, micro_batches: int) -> None:
+        """Counts the samples of a micro-batch as trained on. `micro_batches`: of the step, which may have been read
+        ahead."""
         loader = active_loader(self._loaders)
-        if loader is not None and loader.last_yield != self._batch_counted:
-            self._batch_counted = loader.last_yield
-            self.counters.samples_seen += loader.batch_samples
-            self._samples_since_step += loader.batch_samples
+        samples = None if loader is None else loader.take_trained(micro_batches)
+        if samples is not None:
+            self.counters.samples_seen += samples
+            self._samples_since_step += samples
             self.on_batch()
 
     def _update_scaler(self) -> None:
