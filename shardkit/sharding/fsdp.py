@@ -20,6 +20,7 @@ from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, s
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
+    copied_parts,
     fsdp_unit,
     hooks,
     numbers_of_tensors,
@@ -125,6 +126,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
             hooks.hook_whether_trained(parameter, hook)
     random_values.install()
     numbers_of_tensors.install()
+    copied_parts.install()
     pickled_parts.install()
     vars(model)["__deepcopy__"] = _refuse_copies
     vars(model)["_apply"] = partial(_apply_in_place, model)

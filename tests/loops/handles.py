@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.loops.net import Net, adam, loss_of, started, train
-from tests.loops.run import Run, loop
+from tests.loops.run import Run, loop, whole
 
 SHARDED = (1, 2, 4, 5)
 
@@ -158,3 +160,41 @@ def the_optimizer_from_before_in_windows(run: Run) -> None:
         with run.accumulate(model):
             run.backward(loss_of(model, run.batch(micro)))
             run.step(optimizer)
+
+
+@loop(refused=dict.fromkeys(SHARDED, "a part along its sharded dim is a copy"), refused_alone=True)
+def rows_written(run: Run) -> None:
+    """The padding's row is kept at zero."""
+    model, optimizer = started(run)
+    for step in range(2):
+        run.backward(loss_of(model, run.batch(step)))
+        run.step(optimizer)
+        with torch.no_grad():
+            run.unwrap(model).embed.weight[0].zero_()
+
+
+@loop()
+def rows_written_by_way_of_the_whole(run: Run) -> None:
+    """As the error of the loop above says."""
+    model, optimizer = started(run)
+    for step in range(3):
+        run.backward(loss_of(model, run.batch(step)))
+        weight = run.unwrap(model).embed.weight
+        gradient = whole(weight.grad).clone()
+        gradient[1:3] = 0
+        if isinstance(weight, DTensor):
+            gradient = distribute_tensor(gradient, weight.device_mesh, weight.placements)
+        weight.grad = gradient
+        run.step(optimizer)
+        values = whole(weight).clone()
+        values[0] = 0.0
+        weight.data = values
+
+
+@loop()
+def state_replaced_by_hand(run: Run) -> None:
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = [{**group, "lr": 0.02} for group in optimizer.param_groups]
+    train(run, model, optimizer, 10)
