@@ -15,7 +15,7 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
-from shardkit.sharding.gradient_sync import deferred, finish_deferred
+from shardkit.sharding.gradient_sync import deferred, finish_deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
 
 NEVER = ("never", -1)
@@ -74,6 +74,7 @@ class Accumulation:
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self._is_own_backward = False
         self._has_foreign_backward = False
+        self._model_calls = self._model_calls_before_window = 0
         self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
         self._calls_at_boundary = 0
         self._scaler = scaler
@@ -165,6 +166,7 @@ class Accumulation:
     def note_backward(self) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
         self.backward_calls += 1
+        self._model_calls += 1
         self._has_foreign_backward |= not self._is_own_backward
 
     @property
@@ -327,6 +329,9 @@ class Accumulation:
             self._divisor = self.steps
             self._calls_before_window = self.backward_calls
             self._own_calls_before_window = self._own_calls
+            self._model_calls_before_window = self._model_calls
+        else:
+            self._check_kept()
         self._calls_before_micro_batch = self.backward_calls
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
@@ -338,6 +343,15 @@ class Accumulation:
         self._window = self.counters.micro_step if self._is_full else 0
         self._windows += self._is_full
         self._note_batch()
+
+    def _check_kept(self) -> None:
+        """Raises UsageError where the gradients of this window's earlier micro-batches are gone."""
+        had_gradients = self._model_calls > self._model_calls_before_window and not self._has_stepped_in_micro_batch
+        if had_gradients and not any(map(has_gradients, self.models)):
+            raise UsageError(
+                "accumulate: the gradients of the window's earlier micro-batches are gone (got maybe a call of "
+                "model.zero_grad()); call zero_grad() of the prepared optimizer, which waits for the end of the window."
+            )
 
     def _note_batch(self) -> None:
         """Counts the samples of the current batch as trained on, once."""
