@@ -117,7 +117,7 @@ class Replica(DistributedDataParallel):
             missing = list(dict.fromkeys(names.get(identity, "those no longer in it") for identity in self._missing))
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ModelError(
-                f"DDP: the gradients are not reduced, since some parameters of the model have no gradient (got none for "
+                f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
                 f"{', '.join(missing[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
                 "change and tie modules before prepare."
             )
