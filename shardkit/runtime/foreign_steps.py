@@ -37,6 +37,8 @@ def _install() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _is_inside_prepared():
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(isinstance(parameter, ReleasedParameter) for parameter in parameters):
         raise UsageError(
@@ -44,12 +46,11 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "itself, so it holds parameters that the model no longer has; prepare both: "
             "model, optimizer = accelerator.prepare(model, optimizer)."
         )
-    if not _is_inside_prepared():
-        for accumulation in _owners(optimizer):
-            _refuse_early(accumulation, type(optimizer).__name__, parameters)
-            if optimizer not in _checked:
-                accumulation.refuse_late(optimizer)
-        _checked.add(optimizer)
+    for accumulation in _owners(optimizer):
+        _refuse_early(accumulation, type(optimizer).__name__, parameters)
+        if optimizer not in _checked:
+            accumulation.refuse_late(optimizer)
+    _checked.add(optimizer)
 
 
 def _refuse_early(accumulation: Accumulation, name: str, parameters: list[torch.Tensor]) -> None:

@@ -45,8 +45,9 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on sharded tensors without the handler that was installed for it."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operator)
+    handler = handlers.pop(operator, None)  # None where another thread is doing the same
     try:
         return operator(*args, **kwargs)
     finally:
-        handlers[operator] = handler
+        if handler is not None:
+            handlers[operator] = handler
