@@ -4,7 +4,7 @@ A window is the micro-batches of one optimizer step: the configured number, or f
 is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
-from shardkit.sharding.gradient_sync import deferred, finish_deferred
+from shardkit.sharding.gradient_sync import deferred, finish_deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
 
 log = get_logger(__name__)
@@ -82,6 +82,7 @@ class Accumulation:
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self._is_own_backward = False
         self._has_foreign_backward = False
+        self._model_calls = self._model_calls_before_window = 0
         self._backwards_since_step = 0
         self._has_warned_of_early_step = False
         self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
@@ -89,14 +90,12 @@ class Accumulation:
         self._scaler = scaler
         self._scaler_is_behind = False
         self._divisor = steps
-        self._window = 0
-        self._windows = 0
+        self._window = self._windows = 0
         self.is_inside = False
         """Whether the script is inside `accumulate()`."""
         self._stepped: set[int] = set()
         self._has_stepped_in_micro_batch = False
-        self._calls_before_window = 0
-        self._calls_before_micro_batch = 0
+        self._calls_before_window = self._calls_before_micro_batch = 0
         self.micro_batches = 0
         """Micro-batches begun in this process."""
         self._samples_since_step = 0
@@ -175,6 +174,7 @@ class Accumulation:
     def note_backward(self) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
         self.backward_calls += 1
+        self._model_calls += 1
         self._backwards_since_step += not self._is_own_backward
         self._has_foreign_backward |= not self._is_own_backward
 
@@ -238,25 +238,17 @@ class Accumulation:
                 "into `with accelerator.accumulate(model):`."
             )
 
-    def check_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError where the step of an optimizer that is not prepared, or of the torch optimizer inside of a
-        prepared one, would use gradients that are not final."""
-        name = type(optimizer).__name__
-        if self.is_inside and self.is_gathering() and self._is_deferred(optimizer):
-            raise UsageError(
-                f"optimizer step: {name} is not a prepared optimizer, so it steps in the middle of an accumulation "
-                "window, on gradients that are not reduced over ranks yet; step with the optimizer that "
-                "accelerator.prepare returned, or only where accelerator.sync_gradients is true."
-            )
-        if self._scaler is not None and self._own_calls > self._own_calls_at_step and not self._has_foreign_backward:
-            raise UsageError(
-                f"optimizer step: {name} is not a prepared optimizer, and the gradients still have fp16's loss scale; "
-                "step with the optimizer that accelerator.prepare returned."
-            )
+    @property
+    def has_scaled_gradients(self) -> bool:
+        """Whether the gradients still have fp16's loss scale, since no prepared optimizer has stepped on them."""
+        is_scaled = self._own_calls > self._own_calls_at_step and not self._has_foreign_backward
+        return self._scaler is not None and is_scaled
 
-    def _is_deferred(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it trains a model of this micro-batch; not so another model that takes turns with it."""
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    def defers(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether this is no last micro-batch, so that gradients of any of the parameters are not final."""
+        if not (self.is_inside and self.is_gathering()):
+            return False
+        trained = {id(parameter) for parameter in parameters}
         return any(id(p) in trained for model in self._deferred_models for p in model.parameters())
 
     @contextmanager
@@ -363,6 +355,9 @@ class Accumulation:
             self._divisor = self.steps
             self._calls_before_window = self.backward_calls
             self._own_calls_before_window = self._own_calls
+            self._model_calls_before_window = self._model_calls
+        else:
+            self._check_kept()
         self._calls_before_micro_batch = self.backward_calls
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
@@ -374,6 +369,15 @@ class Accumulation:
         self._window = self.counters.micro_step if self._is_full else 0
         self._windows += self._is_full
         self._note_batch(self._divisor)
+
+    def _check_kept(self) -> None:
+        """Raises UsageError where the gradients of this window's earlier micro-batches are gone."""
+        had_gradients = self._model_calls > self._model_calls_before_window and not self._has_stepped_in_micro_batch
+        if had_gradients and not any(map(has_gradients, self.models)):
+            raise UsageError(
+                "accumulate: the gradients of the window's earlier micro-batches are gone (got maybe a call of "
+                "model.zero_grad()); call zero_grad() of the prepared optimizer, which waits for the end of the window."
+            )
 
     def _note_batch(self, micro_batches: int) -> None:
         """Counts the samples of a micro-batch as trained on. `micro_batches`: of the step, which may have been read
