@@ -173,6 +173,27 @@ def test_accelerates_spelling_and_the_documents_own_example_file(tmp_path, capsy
     assert launched["config"]["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks", "machines", "machine"),
+    [
+        (("--nproc_per_node", "2"), 2, 1, 0),
+        (("--standalone", "--nproc-per-node=3"), 3, 1, 0),
+        (("--nproc_per_node=2", "--nnodes=2", "--node_rank=1", "--rdzv_endpoint=127.0.0.1:29511"), 4, 2, 1),
+        (("--nnodes", "3", "--master_addr", "127.0.0.1", "--master_port", "29511", "--nproc_per_node", "1"), 3, 3, 0),
+    ],
+)
+def test_torchruns_spelling(tmp_path, capsys, monkeypatch, words, ranks, machines, machine):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "shardkit.yaml").write_text("num_machines: 4\nnum_processes: 8\nuse_cpu: true\n")
+    monkeypatch.chdir(tmp_path)
+    launched = dry_run(capsys, *words, "train.py", "--nproc_per_node", "9")
+    assert launched["arguments"] == ["--nproc_per_node", "9"]
+    config = launched["config"]
+    found = (launched["world_size"], config["num_machines"], config["machine_rank"])
+    assert found == (ranks, machines, machine)
+    assert machines == 1 or (config["main_process_ip"], config["main_process_port"]) == ("127.0.0.1", 29511)
+
+
 def test_a_dry_run_shows_what_every_rank_would_run(tmp_path, capsys, monkeypatch):
     (tmp_path / "train.py").touch()
     (tmp_path / "shardkit.yaml").write_text("use_cpu: true\n")

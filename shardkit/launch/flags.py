@@ -15,20 +15,28 @@ STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op
 
 
 def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[str]:
-    """A launch command line with `accelerate launch`'s flags translated to shardkit's, up to the script.
+    """A launch command line with the flags of `accelerate launch` and torchrun translated to shardkit's, up to the
+    script.
 
     `--` ends our flags after `-m module`, so that options of the module are not read as shardkit's. `with_value`: the
     flags of shardkit that take a value.
     """
     ours: list[str] = []
     rest = list(arguments)
+    machines = ranks_of_each = None
     while rest and rest[0].startswith("-") and rest[0] != "--":
         name, is_joined, value = rest.pop(0).partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         name = SAME.get(name, name)
         key = f"fsdp_config.fsdp_{name[7:].replace('-', '_')}" if name.startswith("--fsdp-") else KEYS.get(name)
-        if name in SWITCHES:
-            ours += ["--set", SWITCHES[name]]
+        if name in {RANKS_OF_EACH, "--num-machines"}:
+            value = value if is_joined else rest.pop(0) if rest else ""
+        if name == RANKS_OF_EACH:
+            ranks_of_each = value
+        elif name == "--num-machines":
+            machines, ours = value, [*ours, name, value]
+        elif name in SWITCHES:
+            ours += ["--set", SWITCHES[name]] if SWITCHES[name] else []
         elif key is not None and name not in with_value:
             ours += ["--set", f"{key}={value if is_joined else rest.pop(0) if rest else ''}"]
         elif name in with_value and not is_joined:
@@ -37,8 +45,19 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
         else:
             ours.append(f"{name}={value}" if is_joined else name)
         if name in {"-m", "--module"}:
-            return [*ours, "--", *rest]
-    return [*ours, *rest]
+            rest = ["--", *rest]
+            break
+    return [*_total(ranks_of_each, machines), *ours, *rest]
+
+
+def _total(ranks_of_each: str | None, machines: str | None) -> list[str]:
+    """torchrun's number of ranks on each machine, on one machine by default, as flags with the total number."""
+    if ranks_of_each is None:
+        return []
+    most = (machines or "1").rpartition(":")[2]
+    is_number = ranks_of_each.isdigit() and most.isdigit()
+    total = str(int(ranks_of_each) * int(most)) if is_number else ranks_of_each
+    return ["-n", total, *([] if machines else ["--num-machines", "1"])]
 
 
 @dataclass(frozen=True)
@@ -195,8 +214,14 @@ SAME = {
     "--log-dir": "--logs",
     "--main-process-address": "--main",
     "--nnodes": "--num-machines",
+    "--node-rank": "--machine-rank",
+    "--rdzv-endpoint": "--main",
+    "--nproc": "--nproc-per-node",
 }
-"""Other names of our flags."""
+"""Other names of our flags, of Accelerate and torchrun."""
+
+RANKS_OF_EACH = "--nproc-per-node"
+"""torchrun's flag for what `_total` computes with."""
 
 SWITCHES = {
     "--use-fsdp": "distributed_type=FSDP",
@@ -206,12 +231,15 @@ SWITCHES = {
     "--same-network": "same_network=true",
     "--downcast-bf16": "downcast_bf16=true",
     "--enable-cpu-affinity": "enable_cpu_affinity=true",
+    "--standalone": "",
 }
-"""Accelerate's flags without a value, as settings."""
+"""Flags without a value of Accelerate and torchrun, as settings; "": what it says is the default."""
 
 KEYS = {
     "--main-process-ip": "main_process_ip",
     "--main-process-port": "main_process_port",
+    "--master-addr": "main_process_ip",
+    "--master-port": "main_process_port",
     "--rdzv-backend": "rdzv_backend",
     "--gpu-ids": "gpu_ids",
     "--num-cpu-threads-per-process": "shardkit.launch.threads_per_rank",
@@ -219,7 +247,8 @@ KEYS = {
     "--main-training-function": "main_training_function",
     "--timeout": "shardkit.launch.process_group_timeout_s",
 }
-"""Accelerate's flags with a value, and the settings that they are; every --fsdp_KEY is one of fsdp_config."""
+"""Flags with a value of Accelerate and torchrun, and the settings that they are; every --fsdp_KEY is one of
+fsdp_config."""
 
 _PARTS: dict[str, dict[str, str]] = {
     **{name: {"fsdp_config.fsdp_sharding_strategy": name.upper()} for name in STRATEGIES},
