@@ -124,7 +124,7 @@ def test_all_wrong_flags_are_told_at_once(capsys):
     wrong = ["--main", "x:99999", "--set", "foo", "--set", "mixed_precision=bf17", "--num-machines", "two"]
     assert command_line.run(["doctor", *wrong]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["--main", "--set", "--set mixed_precision", "--set num_machines"]
+    assert [line.split(":")[0] for line in lines] == ["--main", "--set", "--set mixed_precision", "--num-machines"]
 
 
 @pytest.mark.slow

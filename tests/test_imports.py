@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "shardkit"
 PLAN_WITHOUT_TORCH = [
     f"shardkit.plan.{name}"
     for name in (
-        *("activations", "answer", "closed_form", "devices", "optimizers", "unit_sizes"),
+        *("activations", "answer", "closed_form", "devices", "optimizers", "request", "unit_sizes"),
         *("averages", "roofline", "search", "suggest", "tpu", "traffic"),
     )
 ]
@@ -22,7 +22,7 @@ PLAN_WITHOUT_TORCH = [
 # The lowest layer first. A package imports from itself and from those in the rows above its own, from no other.
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
-    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "sizes", "templates", "spinner")],
+    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "problems", "sizes", "templates", "spinner")],
     ["shardkit.storage"],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],

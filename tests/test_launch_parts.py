@@ -196,6 +196,17 @@ def test_all_problems_come_at_once_and_nothing_starts(tmp_path, capsys, monkeypa
     assert "4 errors. Nothing was started." in said
 
 
+def test_errors_name_the_flag_that_was_typed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "trainer.json").write_text('{"min_num_params": "many"}')
+    monkeypatch.chdir(tmp_path)
+    wrong = ["-n", "x", "--num-machines", "0", "--mixed-precision", "half", "--restarts=-1", "--main", "a:99999"]
+    assert command_line.run(["launch", *wrong, "--fsdp-config", "trainer.json", "--set", "debug=7", "train.py"]) == 2
+    *said, _ = capsys.readouterr().err.splitlines()
+    flags = ["--main", "--num-processes", "--num-machines", "--mixed-precision", "--restarts", "--set debug"]
+    assert sorted(line.split(": ")[0] for line in said) == sorted([*flags, "--fsdp-config trainer.json"])
+
+
 # checks before the start
 
 

@@ -20,7 +20,7 @@ from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.report import render
-from shardkit.plan.search import find
+from shardkit.plan.search import Question, find
 from shardkit.plan.suggest import changes, suggest_from
 
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=32"
@@ -201,7 +201,7 @@ def make_request(
 
 def test_the_largest_batch_fits_and_the_next_one_does_not():
     request = make_request("gpt:layers=24,hidden=1024,heads=16", world_size=8)
-    found = find("max-batch", request)
+    found = find(Question.MAX_BATCH, request)
     assert isinstance(found.value, int)
     assert row(_with(request, batch_size=found.value)).fits
     assert not row(_with(request, batch_size=found.value + 1)).fits
@@ -216,7 +216,7 @@ def _with(request: PlanRequest, **changed: object) -> PlanRequest:
 
 def test_the_fewest_gpus_fit_and_fewer_do_not():
     request = make_request("gpt:layers=32,hidden=4096,heads=32", world_size=8, device="a100-80")
-    found = find("min-gpus", request)
+    found = find(Question.MIN_GPUS, request)
     assert isinstance(found.value, int)
     assert row(_with(request, world_size=found.value)).fits
     fewer = found.value - (8 if found.value > 8 else 1)
@@ -225,7 +225,7 @@ def test_the_fewest_gpus_fit_and_fewer_do_not():
 
 def test_nothing_fits_is_said():
     request = make_request("gpt:layers=8,hidden=25600,heads=160", device="l4")
-    fewest, largest = find("min-gpus", request), find("max-batch", request)
+    fewest, largest = find(Question.MIN_GPUS, request), find(Question.MAX_BATCH, request)
     assert (fewest.value, largest.value) == (None, None)
     assert fewest.text.startswith("FULL_SHARD does not fit on any number up to 65,536; the smallest peak is on 1,024: ")
     assert (
@@ -235,7 +235,7 @@ def test_nothing_fits_is_said():
 
 
 def test_find_strategy():
-    found = find("strategy", make_request(world_size=16))
+    found = find(Question.STRATEGY, make_request(world_size=16))
     assert found.value in {strategy.value for strategy in ShardingStrategy}
     assert "least traffic over the slowest link" in found.text
 
@@ -243,14 +243,13 @@ def test_find_strategy():
 @pytest.mark.parametrize(
     ("question", "changed", "text"),
     [
-        ("cheapest", {}, r"--find: unknown \(got 'cheapest'\); use one of max-batch, min-gpus, strategy"),
-        ("min-gpus", {"device": devices.find("cpu")}, "memory is unknown; add --memory"),
+        (Question.MIN_GPUS, {"device": devices.find("cpu")}, "memory is unknown; add --memory"),
         (
-            "min-gpus",
+            Question.MIN_GPUS,
             {"batch_size": None},
             "would be too low, because it does not count all activations: add --batch-size",
         ),
-        ("strategy", {"batch_size": None}, "no strategy can be suggested .*: all activations: add --batch-size"),
+        (Question.STRATEGY, {"batch_size": None}, "no strategy can be suggested .*: all activations: add --batch-size"),
     ],
 )
 def test_a_question_that_cannot_be_answered(question, changed, text):
@@ -296,6 +295,7 @@ def test_no_model_is_refused_with_the_forms(capsys):
         (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
         (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
         (("--optimizer", "lion8bit"), "only adam8bit, adamw8bit, adam4bit, adamw4bit, adamfp8, adamwfp8 are known by"),
+        (("--find", "cheapest"), "--find: unknown (got 'cheapest'); use one of max-batch, min-gpus, strategy."),
         (("--ema", "half"), "--ema: unknown (got 'half'); use one of no, trained, model."),
         (("--set", "mixed_precision"), "--set: is not KEY=VALUE (got 'mixed_precision')"),
         (("--plot", "picture.bmp"), "--plot: unknown file type (got 'picture.bmp'); use .svg, .html or .png."),
@@ -305,6 +305,17 @@ def test_wrong_flags_say_what_to_do(capsys, arguments, text):
     code, err = refused(capsys, "--model", SMALL, "--world", "2", *arguments)
     assert code == 2
     assert text in err
+
+
+def test_all_wrong_flags_are_reported_at_once_before_the_model_is_read(capsys):
+    wrong = {"--find": "cheapest", "--loss": "lost", "--ema": "half", "--optimizer": "adamq", "--plot": "a.bmp"}
+    wrong |= {"--device": "abacus", "--memory": "much", "--strategy": "9", "--measured": "nothing"}
+    arguments = [word for pair in wrong.items() for word in pair]
+    code, err = refused(capsys, "--model", "missing:model", "--world", "2", "--exact", *arguments)
+    assert code == 2
+    unreported = [flag for flag in (*wrong, "--exact") if f"{flag}:" not in err and f"{flag} " not in err]
+    assert not unreported, err
+    assert "missing:model" not in err
 
 
 @pytest.mark.parametrize(
@@ -597,7 +608,7 @@ def plan_json(capsys, *arguments):
 
 
 def test_a_png_without_matplotlib_says_what_to_do(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, err = refused(capsys, "--model", SMALL, "--world", "2", "--device", "l4", "--plot", "plan.png")
     assert code == 4
     assert "pip install matplotlib, or use .svg or .html" in err
@@ -610,3 +621,10 @@ def test_the_closed_form_loads_no_torch():
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+
+
+def test_an_optimizer_of_ones_own_is_named():
+    asked = replace(make_request(), own_optimizer="mine:optimizer")
+    answer = Answer(asked, (row(asked),), row(asked).strategy, None, "")
+    assert ", bf16, mine:optimizer, micro-batch 1 x" in render(answer)
+    assert to_json(answer)["optimizer"] == "mine:optimizer"

@@ -1,5 +1,7 @@
 """How a model is cut into units."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardkit.config.schema import FsdpConfig
@@ -27,6 +29,25 @@ def transformer(layers: int = 3) -> ModuleNode:
 def test_blocks_are_found_without_a_name():
     assert repeated_classes(transformer()) == ["Block"]
     assert select_units(transformer(), FsdpConfig()) == ["layers.0", "layers.1", "layers.2"]
+
+
+def unet(stages: int = 3) -> ModuleNode:
+    """Each stage is a ModuleList of a block, an attention and a linear layer, as in published UNets."""
+
+    def stage(fqn: str) -> ModuleNode:
+        block = ModuleNode(f"{fqn}.0", "ResBlock", children=(linear(f"{fqn}.0.conv", 8, 8),))
+        attention = ModuleNode(f"{fqn}.1", "Attention", children=(linear(f"{fqn}.1.qkv", 8, 24),))
+        down = linear(f"{fqn}.2", 8, 8)
+        return ModuleNode(fqn, "ModuleList", children=(block, attention, down), is_container=True)
+
+    downs = ModuleNode("downs", "ModuleList", children=tuple(stage(f"downs.{i}") for i in range(stages)))
+    return ModuleNode("", "Unet", children=(replace(downs, is_container=True), linear("head", 8, 8)))
+
+
+def test_blocks_in_lists_of_lists_are_found_and_the_inner_lists_are_no_blocks():
+    assert repeated_classes(unet()) == ["ResBlock", "Attention"]
+    units = select_units(unet(), FsdpConfig())
+    assert units == [f"downs.{stage}.{part}" for stage in range(3) for part in range(2)]
 
 
 def test_size_never_takes_a_container():

@@ -48,10 +48,10 @@ def doctor(
     from shardkit.launch import flags
 
     given = {
-        "num_processes": processes,
-        "num_machines": machines,
-        "machine_rank": machine_rank,
-        "use_cpu": "true" if cpu else None,
+        "num_processes": options.by("--num-processes", processes),
+        "num_machines": options.by("--num-machines", machines),
+        "machine_rank": options.by("--machine-rank", machine_rank),
+        "use_cpu": options.by("--cpu", "true" if cpu else None),
     }
     chosen, problems = flags.read_all(
         given, (flags.main_settings, main), *((settings_from, [setting]) for setting in settings or [])

@@ -70,9 +70,9 @@ def launch(
 
     given = {
         **options.plain_settings(processes, cpu, mixed_precision, resume, restarts, show),
-        "machine_rank": machine_rank,
-        "shardkit.launch.log_dir": logs,
-        "shardkit.launch.start": start_by,
+        "machine_rank": options.by("--machine-rank", machine_rank),
+        "shardkit.launch.log_dir": options.by("--logs", logs),
+        "shardkit.launch.start": options.by("--start", start_by),
     }
     chosen, problems = flags.read_all(
         given,
@@ -192,7 +192,7 @@ def start(
         return
     folder = elastic.run(launched) if launched.launch.min_machines is None else generations.run(launched)
     if switches.measure:
-        from shardkit.cli.plan import beside_the_plan
+        from shardkit.plan.measured import beside_the_plan
 
         typer.echo(beside_the_plan(loaded.config, loaded.path, folder))
 

@@ -78,10 +78,17 @@ def plain_settings(
 ) -> dict[str, str | None]:
     """The settings of these flags; None: not given."""
     return {
-        "num_processes": processes,
-        "use_cpu": "true" if cpu else None,
-        "mixed_precision": mixed_precision,
-        "shardkit.checkpoint.resume": resume,
-        "shardkit.launch.max_restarts": restarts,
-        "shardkit.launch.show": show,
+        "num_processes": by("--num-processes", processes),
+        "use_cpu": by("--cpu", "true" if cpu else None),
+        "mixed_precision": by("--mixed-precision", mixed_precision),
+        "shardkit.checkpoint.resume": by("--resume", resume),
+        "shardkit.launch.max_restarts": by("--restarts", restarts),
+        "shardkit.launch.show": by("--show", show),
     }
+
+
+def by(flag: str, value: str | None) -> str | None:
+    """The value of a setting, with the name of its flag for error messages; None: not given."""
+    from shardkit.config.layers import FlagValue
+
+    return None if value is None else FlagValue(value, flag)

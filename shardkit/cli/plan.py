@@ -1,7 +1,5 @@
 """`shardkit plan`: memory and traffic of every rank, for any number of GPUs, without a GPU."""
 
-import shlex
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -11,9 +9,8 @@ import typer
 from shardkit.cli import HELP, options
 
 if TYPE_CHECKING:
-    from shardkit.config.schema import Config
-    from shardkit.plan.answer import Answer, Finding, PlanRequest, Row
-    from shardkit.plan.devices import Device
+    from shardkit.plan.answer import Answer
+    from shardkit.plan.answering import SimulationOptions
     from shardkit.plan.measured import Measured
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -82,38 +79,51 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate memory and traffic of training for every strategy, what fits, and what to change."""
-    from dataclasses import replace
-
-    from shardkit.errors import UsageError
-    from shardkit.plan import measured as measured_memory
-    from shardkit.plan import picture
+    from shardkit.config.files import find as find_file
+    from shardkit.config.schema import Config
+    from shardkit.plan import measured as measurement
+    from shardkit.plan import picture, request
     from shardkit.plan.activations import Loss
+    from shardkit.plan.answering import answer
     from shardkit.plan.averages import Ema
     from shardkit.plan.report import render
+    from shardkit.plan.search import Question
+    from shardkit.problems import Problems
 
-    path = _config_path(config)
-    everything = (strategy or "").strip().lower() == "all"
-    _check_simulation(simulate, exact, batch, closed_form, optimizer, everything)
+    path = config or find_file(Path.cwd())
+    problems = Problems()
+    simulation = problems.of(_simulation, simulate, exact, batch, closed_form, optimizer, strategy)
+    question = None if find is None else problems.of(_member, "--find", find, Question)
+    logits, averages = problems.of(_member, "--loss", loss, Loss), problems.of(_member, "--ema", ema, Ema)
+    optimizer_name = problems.of(request.optimizer_name, optimizer)
+    found = None if measured is None else problems.of(measurement.read, measured)
     if plot is not None:
-        picture.check(plot)
-    found = None if measured is None else measured_memory.read(measured)
-    given = _settings(path, settings or [], None if everything else strategy)
-    resolved = _configuration(path, given, world, per_machine)
-    if simulate and resolved.mode == "xla" and resolved.downcast_bf16:
-        raise UsageError("--simulate: downcast_bf16 is not simulated (got true); leave --simulate out.")
-    request = _request(
-        resolved, _model(model, path), per_machine, device, memory, _known(optimizer), batch_size, seq_len
+        problems.of(picture.check, plot)
+    name = problems.of(request.model_name, model, path)
+    one_strategy = None if _is_every(strategy) else strategy
+    resolved = problems.of(request.configuration, path, settings or [], one_strategy, world, per_machine)
+    planned_device = problems.of(request.device_of, resolved or Config(), device, memory)
+    problems.raise_all()
+    assert name and resolved and planned_device and optimizer_name and logits and averages
+    asked = request.build(
+        resolved,
+        name,
+        planned_device,
+        per_machine=per_machine,
+        optimizer=optimizer_name,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        loss=logits,
+        ema=averages,
+        network=network,
     )
-    request = replace(request, loss=_member("--loss", loss, Loss), ema=_member("--ema", ema, Ema))
-    if network is not None:
-        request = _with_network(request, network)
-    answer = _answer(request, find, Simulated(everything, exact, batch, optimizer.strip()) if simulate else None)
+    result = answer(asked, question, simulation)
     if plot is not None:
-        picture.save(answer, plot)
+        picture.save(result, plot)
         typer.echo(f"wrote {plot}", err=True)
-    typer.echo(_json(answer, found) if as_json else render(answer))
+    typer.echo(_json(result, found) if as_json else render(result))
     if found is not None and not as_json:
-        typer.echo(f"\n{_comparison(answer, found)}")
+        typer.echo(f"\n{measurement.comparison(result, found)}")
 
 
 def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
@@ -127,266 +137,30 @@ def _member(flag: str, name: str, kind: "type[Choice]") -> "Choice":
         raise UsageError(f"{flag}: unknown (got {name!r}); use one of {known}.") from None
 
 
-def _check_simulation(
-    simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str, everything: bool
-) -> None:
-    from shardkit.errors import UsageError
+def _is_every(strategy: str | None) -> bool:
+    return (strategy or "").strip().lower() == "all"
 
-    flags = {"--exact": exact, "--batch": bool(batch), f"--optimizer {optimizer}": ":" in optimizer}
-    flags["--strategy all"] = everything
+
+def _simulation(
+    simulate: bool, exact: bool, batch: str | None, closed_form: bool, optimizer: str, strategy: str | None
+) -> "SimulationOptions | None":
+    """What the flags say about a simulation; None: without one. UsageError, with all problems, if they disagree."""
+    from shardkit.errors import UsageError
+    from shardkit.plan.answering import SimulationOptions
+
+    flags = {
+        "--exact": exact,
+        "--batch": bool(batch),
+        f"--optimizer {optimizer}": ":" in optimizer,
+        "--strategy all": _is_every(strategy),
+    }
     given = [name for name, is_given in flags.items() if is_given and not simulate]
     problems = [f"{name}: only used in simulations (got no --simulate); add --simulate." for name in given]
     if simulate and closed_form:
         problems.append("--closed-form: excludes --simulate (got both); use one of them.")
     if problems:
         raise UsageError("\n".join(problems))
-
-
-def _known(optimizer: str) -> str:
-    """The optimizer that the closed form uses; AdamW in place of a module:function."""
-    return "adamw" if ":" in optimizer else optimizer
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """Options of a simulation: all strategies or the configured one, all layers or a few, batch, optimizer."""
-
-    everything: bool
-    is_exact: bool
-    batch: str | None
-    optimizer: str
-
-
-def _refined(request: "PlanRequest", rows: "list[Row]", how: Simulated) -> "tuple[list[Row], tuple[str, ...]]":
-    """The rows, the configured one (or all) with simulated memory, and notes about the simulation."""
-    from shardkit.plan.answer import configured_strategy
-    from shardkit.plan.simulation import refine
-    from shardkit.spinner import waiting
-
-    chosen = configured_strategy(request.config)
-    strategies = [row.strategy for row in rows if how.everything or row.strategy is chosen]
-    with waiting(
-        "simulating one training step" if len(strategies) == 1 else "simulating one training step per strategy"
-    ):
-        refined, notes = refine(
-            request, tuple(rows), strategies, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer
-        )
-    if ":" in how.optimizer:
-        notes += (f"The closed form uses AdamW in place of {how.optimizer}.",)
-    return list(refined), notes
-
-
-def _found(question: str, request: "PlanRequest", how: Simulated | None) -> "Finding":
-    """The answer to --find, by simulation if requested."""
-    from functools import partial
-
-    from shardkit.errors import UsageError
-    from shardkit.plan import search
-    from shardkit.plan.simulation import simulated_row
-    from shardkit.spinner import waiting
-
-    if how is None:
-        return search.find(question, request)
-    if how.batch is not None and question == "max-batch":
-        raise UsageError("--find max-batch: --batch fixes the batch size (got both); leave --batch out.")
-    if request.batch_size is None and how.batch is None and question != "max-batch":
-        raise UsageError(f"--find {question}: needs the micro-batch size (got no --batch-size); add --batch-size.")
-    simulated = partial(simulated_row, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer)
-    with waiting("simulating training steps"):
-        return search.find(question, request, simulated)
-
-
-def _comparison(answer: "Answer", found: "Measured") -> str:
-    from shardkit.plan import measured
-
-    text = measured.table(answer.chosen_row, found)
-    if not measured.is_of_the_same(answer.chosen_row, found):
-        text += "\n  The parameters differ: the run had another model, other settings or another number of ranks."
-    if found.ranks != answer.request.world_size:
-        text += f"\n  The plan is for {answer.request.world_size} ranks: add --world {found.ranks}."
-    return text
-
-
-def beside_the_plan(config: "Config", path: Path | None, folder: Path) -> str:
-    """Measurements that a run left in `folder`, compared with the plan for the model named in the file.
-
-    The file has neither batch nor optimizer: the plan is for AdamW without activations, and a line says how to
-    include them.
-    """
-    from shardkit.model import comment
-    from shardkit.plan import measured
-
-    named = comment.read(path.read_text(encoding="utf-8")) if path else None
-    if not any(folder.glob("rank*.memory.json")):
-        return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
-    model, where = shlex.quote(named or "MODULE:FUNCTION"), shlex.quote(str(folder))
-    more = "--batch-size counts activations too, --simulate --batch a step"
-    hint = f"{more}: shardkit plan --model {model} --measured {where}"
-    if named is None:
-        found = measured.read(folder)
-        return (
-            f"measured: peak {found.peak_bytes / measured.MIB:,.1f} MiB on rank {found.rank}\nbeside the plan; {hint}"
-        )
-    request = _request(config, named, None, None, None, "adamw", None, None)
-    return f"{_comparison(_answer(request, None), measured.read(folder))}\n{hint}"
-
-
-def _config_path(config: Path | None) -> Path | None:
-    from shardkit.config.files import find
-
-    return config or find(Path.cwd())
-
-
-def _settings(path: Path | None, pairs: list[str], strategy: str | None) -> dict[str, str]:
-    """Settings from --set and --strategy, by key. A strategy implies FSDP, or PyTorch/XLA if that is configured."""
-    from shardkit.config.command import settings_from
-    from shardkit.config.files import resolve
-
-    given = settings_from(pairs)
-    if strategy is None:
-        return given
-    is_on_tpu = resolve(path, given, defaults_for_hardware=False).config.mode == "xla"
-    kind = {"distributed_type": "XLA", "xla": "true"} if is_on_tpu else {"distributed_type": "FSDP"}
-    return given | kind | {"fsdp_config.fsdp_sharding_strategy": strategy}
-
-
-def _configuration(path: Path | None, given: dict[str, str], world: int | None, per_machine: int | None) -> "Config":
-    """The file's configuration, or the defaults, for the requested ranks; without a file bf16 is assumed."""
-    from shardkit.config.files import resolve
-
-    if path is None:
-        given = {"mixed_precision": "bf16", **given}
-    if world is not None:
-        ranks = min(per_machine or 8, world)
-        machines = world // ranks if world % ranks == 0 else 1
-        given = {"num_processes": str(world), "num_machines": str(machines), **given}
-        if machines > 1:
-            given = {"main_process_ip": "machine-0", **given}
-    return resolve(path, given, defaults_for_hardware=False).config
-
-
-def _model(model: str | None, path: Path | None) -> str:
-    from shardkit.errors import UsageError
-    from shardkit.model import comment
-    from shardkit.model.sources import FORMS
-
-    if model:
-        return model
-    named = comment.read(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else None
-    if named is None:
-        place = f"{path} names none" if path else "no configuration here names one"
-        raise UsageError(f"--model: no model ({place}); give {FORMS}, or gpt:layers=..,hidden=..,heads=..")
-    return named
-
-
-def _request(
-    config: "Config",
-    model: str,
-    per_machine: int | None,
-    device: str | None,
-    memory: str | None,
-    optimizer: str,
-    batch_size: int | None,
-    seq_len: int | None,
-) -> "PlanRequest":
-    from shardkit.model.sources import describe
-    from shardkit.plan import devices, optimizers, tpu
-    from shardkit.plan.answer import PlanRequest
-    from shardkit.spinner import waiting
-
-    found = _device(config, device, memory)
-    if device is not None and found != devices.find("cpu", found.memory_bytes):
-        config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
-    optimizer = optimizers.check(optimizer)
-    ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
-    with waiting(f"reading the model {model}"):
-        description = describe(model)
-    request = PlanRequest(
-        description=description,
-        config=config if description.has_class_names else _without_class_names(config),
-        world_size=config.num_processes,
-        ranks_per_machine=min(ranks, config.num_processes),
-        device=found,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        seq_len=seq_len,
-    )
-    return tpu.as_planned(request)
-
-
-def _with_network(request: "PlanRequest", gigabits_per_s: float) -> "PlanRequest":
-    """The request with the machine's bandwidth divided evenly among its ranks."""
-    from dataclasses import replace
-
-    bytes_per_s = gigabits_per_s * 1e9 / 8 / request.ranks_per_machine
-    return replace(request, device=replace(request.device, network_bytes_per_s=bytes_per_s))
-
-
-def _without_class_names(config: "Config") -> "Config":
-    """Without the file's class names: weights have none, so units are the repeated blocks."""
-    fsdp = config.fsdp.model_copy(update={"transformer_layer_cls_to_wrap": []})
-    return config.model_copy(update={"fsdp": fsdp})
-
-
-def _device(config: "Config", device: str | None, memory: str | None) -> "Device":
-    """The named device, else this machine's, else an H100."""
-    from shardkit.config.hardware import detect
-    from shardkit.config.schema import DistributedType
-    from shardkit.errors import UsageError
-    from shardkit.plan import devices
-
-    size = devices.read_bytes(memory) if memory else None
-    if memory and size is None:
-        raise UsageError(f"--memory: not a size (got {memory!r}); write 80GiB.")
-    if device is not None:
-        return devices.find(device, size)
-    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
-        return devices.find("cpu", size)
-    here = detect().devices
-    return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
-
-
-def _answer(request: "PlanRequest", question: str | None, how: Simulated | None = None) -> "Answer":
-    """All possible strategies, the suggestion, and what to change if the configured one does not fit."""
-    from dataclasses import replace
-
-    from shardkit.model.cut import missing_blocks
-    from shardkit.plan.answer import (
-        Answer,
-        check_seq_len,
-        configured_strategy,
-        notes_on,
-        possible_strategies,
-        row,
-        undivided,
-    )
-    from shardkit.plan.suggest import changes, suggest_from
-
-    beyond = check_seq_len(request)
-    rows = [row(request, strategy) for strategy in possible_strategies(request)]
-    notes: tuple[str, ...] = ()
-    if how is not None:
-        rows, notes = _refined(request, rows, how)
-    suggested, reason = suggest_from(rows, request.device)
-    chosen = configured_strategy(request.config)
-    is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
-    changed = changes(request) if is_too_large else ()
-    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond, undivided(request)]
-    return Answer(
-        request=request,
-        rows=tuple(rows),
-        chosen=chosen,
-        suggested=suggested if request.world_size > 1 else None,
-        reason=reason if request.world_size > 1 else "",
-        changes=tuple(replace(change, fits=None) for change in changed) if how else changed,
-        finding=_found(question, request, how) if question else None,
-        notes=(
-            *request.description.notes,
-            *(remark for remark in remarks if remark),
-            *notes_on(request.config),
-            *notes,
-        ),
-    )
+    return SimulationOptions(_is_every(strategy), exact, batch, optimizer.strip()) if simulate else None
 
 
 def _json(answer: "Answer", found: "Measured | None") -> str:

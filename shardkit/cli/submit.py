@@ -81,11 +81,12 @@ def submit(
     from shardkit.cli.config import target_problem, write_target
     from shardkit.config.command import settings_from
     from shardkit.launch import flags
-    from shardkit.submit.making import Asked, Problems, made
+    from shardkit.problems import Problems
+    from shardkit.submit.making import Asked, made
 
     given = {
         **options.plain_settings(processes, cpu, mixed_precision, resume, restarts, show),
-        "num_machines": machines,
+        "num_machines": options.by("--num-machines", machines),
     }
     chosen, flag_problems = flags.read_all(
         given,
@@ -124,7 +125,7 @@ def submit(
         problems.add(
             f"--submit: {engine.name} uploads the folder, and the job must be a file in it; add --output FILE."
         )
-    problems.raise_all()
+    problems.raise_all("Nothing was written or submitted.")
     assert engine is not None and job is not None
     text = engine.render(job)
     for note in notes:

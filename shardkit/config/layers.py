@@ -30,10 +30,21 @@ class Origin:
 
     def of(self, name: str) -> str:
         """The place of a setting: `shardkit.yaml:24:3: num_machines`; a flag names it already: `--set num_machines`."""
-        return self.where if self.where.endswith(f" {name}") else f"{self.where}: {name}"
+        return self.where if self.kind == "flag" else f"{self.where}: {name}"
 
 
 DEFAULT = Origin("default", "default")
+
+
+class FlagValue(str):
+    """The value of a setting that has a flag of its own. `flag`: how errors name it, such as `--num-processes`."""
+
+    flag: str
+
+    def __new__(cls, value: str, flag: str) -> "FlagValue":
+        given = super().__new__(cls, value)
+        given.flag = flag
+        return given
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,10 @@ def environment_layer() -> Layer:
 
 
 def flag_layer(settings: Mapping[str, str]) -> Layer:
-    """The settings given on the command line or in Python."""
-    return _settings_layer(settings, "flag", {name: f"--set {name}" for name in settings})
+    """The settings given on the command line or in Python. A FlagValue is named by its flag, others by --set."""
+    flags = {name: value.flag for name, value in settings.items() if isinstance(value, FlagValue)}
+    values = {name: str(value) if name in flags else value for name, value in settings.items()}
+    return _settings_layer(values, "flag", {name: flags.get(name, f"--set {name}") for name in settings})
 
 
 def combine(layers: Iterable[Layer]) -> Layer:

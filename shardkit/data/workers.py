@@ -1,14 +1,27 @@
 """DataLoader workers: they ignore stop signals, end with their rank, and seed the random draws of each batch."""
 
+import atexit
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from shardkit.distributed.seed import set_seed
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_ITERATORS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+@atexit.register  # runs before multiprocessing's function, which was registered earlier and kills the workers
+def _expect_the_end_of_workers() -> None:
+    """For loops that end before their epoch: torch would report the workers that Python ends at exit as failed."""
+    for iterator in _ITERATORS:
+        if iterator._worker_pids_set:
+            _remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
 
 
 class StartWorker:
@@ -37,6 +50,7 @@ def batches_of(loader: DataLoader) -> Iterator[Any]:
     for worker in iterator._workers:
         # torch (for workers that do not answer) and Python (at exit) send SIGTERM and wait; the workers ignore it.
         worker._popen.terminate = worker._popen.kill
+    _ITERATORS.add(iterator)
     return iterator
 
 

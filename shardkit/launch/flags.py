@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardkit.config.layers import FlagValue
 from shardkit.config.scheduler import machine_range
 from shardkit.errors import ConfigError, UsageError
 
@@ -105,7 +106,7 @@ def fsdp_settings(text: str) -> dict[str, str]:
             f"--fsdp: is a strategy and options (got {text!r}, of which {left!r} is unknown); "
             f"use {', '.join(reversed(STRATEGIES))}, with auto_wrap, offload."
         )
-    return found
+    return _given_by("--fsdp", found)
 
 
 def fsdp_file_settings(path: Path) -> dict[str, str]:
@@ -118,12 +119,11 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
     block = content.get("fsdp_config", content)
     if not isinstance(block, Mapping):
         raise ConfigError(f"--fsdp-config: {file}: fsdp_config is a block of keys (got {block!r}).")
-    settings = {}
+    settings: dict[str, str] = {}
     for key, value in block.items():
-        if key == "xla" or key.startswith("xla_"):
-            settings[key] = _as_text(value)
-        else:
-            settings[f"fsdp_config.{key if key.startswith('fsdp_') else f'fsdp_{key}'}"] = _as_text(value)
+        is_xla = key == "xla" or key.startswith("xla_")
+        name = key if is_xla else f"fsdp_config.{key if key.startswith('fsdp_') else f'fsdp_{key}'}"
+        settings |= _given_by(f"--fsdp-config {file}: {key}", {name: _as_text(value)})
     return settings
 
 
@@ -133,18 +133,22 @@ def main_settings(address: str) -> dict[str, str]:
     if port and not (port.isdigit() and int(port) <= 65535):
         raise UsageError(f"--main: is HOST:PORT with a port up to 65535 (got {address!r}).")
     settings = {"main_process_ip": host} if host else {}
-    return settings | ({"main_process_port": port} if port else {})
+    return _given_by("--main", settings | ({"main_process_port": port} if port else {}))
 
 
 def machines_settings(text: str) -> dict[str, str]:
     """`--num-machines N`, or MIN:MAX for an elastic run."""
     if ":" not in text:
-        return {"num_machines": text}
+        return _given_by("--num-machines", {"num_machines": text})
     found = machine_range(text)
     if found is None:
         raise UsageError(f"--num-machines: is a number, or MIN:MAX (got {text!r}).")
     least, most = found
-    return {"num_machines": str(most), "shardkit.launch.min_machines": str(least)}
+    return _given_by("--num-machines", {"num_machines": str(most), "shardkit.launch.min_machines": str(least)})
+
+
+def _given_by(flag: str, settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: FlagValue(value, flag) for name, value in settings.items()}
 
 
 def _the_file_in(path: Path) -> Path:

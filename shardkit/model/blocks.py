@@ -1,6 +1,7 @@
 """Block classes of a model: those that repeat, and those that could be FSDP units."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardkit.model.tree import ModuleNode
@@ -20,16 +21,18 @@ def repeated_classes(root: ModuleNode) -> list[str]:
     """Names of the outermost repeated block classes, such as a Transformer's layers: ["GPT2Block"].
 
     A block is a module with parameters and children that occurs at least twice directly inside a container
-    (ModuleList, Sequential). A class found only inside another block is part of that block.
+    (ModuleList, Sequential); containers inside a container count as one. A class found only inside another block is
+    part of that block.
     """
     names: list[str] = []
 
     def visit(node: ModuleNode) -> None:
         if node.is_container or node.class_name == "Sequential":
-            counts = Counter(child.class_name for child in node.children if child.children and child.numel)
+            members = list(_members(node))
+            counts = Counter(member.class_name for member in members if member.children and member.numel)
             repeated = {name for name, count in counts.items() if count >= 2}
             names.extend(name for name in counts if name in repeated and name not in names)
-            descend = [child for child in node.children if child.class_name not in repeated]
+            descend = [member for member in members if member.class_name not in repeated]
         else:
             descend = list(node.children)
         for child in descend:
@@ -37,6 +40,15 @@ def repeated_classes(root: ModuleNode) -> list[str]:
 
     visit(root)
     return names
+
+
+def _members(container: ModuleNode) -> Iterator[ModuleNode]:
+    """The modules in a container and in the containers directly inside it: these have no forward of their own."""
+    for child in container.children:
+        if child.is_container:
+            yield from _members(child)
+        else:
+            yield child
 
 
 def block_classes(root: ModuleNode) -> list[BlockClass]:

@@ -1,11 +1,16 @@
 """Compares measured memory (`shardkit launch --measure` writes one file per rank) with the plan."""
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardkit.config.schema import Config
 from shardkit.errors import UsageError
-from shardkit.plan.answer import Row
+from shardkit.model import comment
+from shardkit.plan import request
+from shardkit.plan.answer import Answer, Row
+from shardkit.plan.answering import answer
 
 MIB = 2**20
 _ADVICE = "give the log folder of a run that was started with shardkit launch --measure and finished."
@@ -68,3 +73,32 @@ def table(row: Row, measured: Measured) -> str:
 def _line(name: str, planned: int, measured: int) -> str:
     ratio = f"{planned / measured:.3f}" if measured else "-"
     return f"  {name:<24}{planned / MIB:>12,.1f}{measured / MIB:>12,.1f}{ratio:>22}"
+
+
+def comparison(planned: Answer, measured: Measured) -> str:
+    """The table for the planned configuration, and what differs between plan and run."""
+    text = table(planned.chosen_row, measured)
+    if not is_of_the_same(planned.chosen_row, measured):
+        text += "\n  The parameters differ: the run had another model, other settings or another number of ranks."
+    if measured.ranks != planned.request.world_size:
+        text += f"\n  The plan is for {planned.request.world_size} ranks: add --world {measured.ranks}."
+    return text
+
+
+def beside_the_plan(config: Config, path: Path | None, folder: Path) -> str:
+    """Measurements that a run left in `folder`, compared with the plan for the model named in the file `path`.
+
+    The file has neither batch nor optimizer: the plan is for AdamW without activations, and a line says how to
+    include them.
+    """
+    named = comment.read(path.read_text(encoding="utf-8")) if path else None
+    if not any(folder.glob("rank*.memory.json")):
+        return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
+    model, where = shlex.quote(named or "MODULE:FUNCTION"), shlex.quote(str(folder))
+    more = "--batch-size counts activations too, --simulate --batch a step"
+    hint = f"{more}: shardkit plan --model {model} --measured {where}"
+    measured = read(folder)
+    if named is None:
+        return f"measured: peak {measured.peak_bytes / MIB:,.1f} MiB on rank {measured.rank}\nbeside the plan; {hint}"
+    asked = request.build(config, named, request.device_of(config, None, None))
+    return f"{comparison(answer(asked), measured)}\n{hint}"

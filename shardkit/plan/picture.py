@@ -1,17 +1,22 @@
 """Writes the plan as a chart, in the format given by the file name."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
-from shardkit.errors import UsageError
+from shardkit.errors import MachineError, UsageError
 from shardkit.plan.answer import Answer
 from shardkit.plan.page import page
 from shardkit.plan.plot import save_png, svg, title
 
 
 def check(path: Path) -> None:
-    """Raises UsageError if no chart can be written there, before a plan that may take minutes."""
+    """Raises UsageError or MachineError if no chart can be written there, before a plan that may take minutes."""
     if path.suffix.lower() not in {".svg", ".html", ".png"}:
         raise UsageError(f"--plot: unknown file type (got {path.name!r}); use .svg, .html or .png.")
+    if path.suffix.lower() == ".png" and find_spec("matplotlib") is None:
+        raise MachineError(
+            "--plot: a .png needs matplotlib, which is not installed; pip install matplotlib, or use .svg or .html."
+        )
     if path.is_dir():
         raise UsageError(f"--plot: {path} is a folder; give a file.")
     if not path.parent.is_dir():

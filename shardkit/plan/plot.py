@@ -11,7 +11,6 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from shardkit.errors import MachineError
 from shardkit.plan.answer import Answer, Row
 from shardkit.plan.closed_form import Memory
 from shardkit.sizes import in_words
@@ -294,12 +293,8 @@ def _cut_mark(x: float, y: float) -> str:
 
 def save_png(answer: Answer, path: Path) -> None:
     """The same two panels by matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MachineError(
-            "--plot: a .png needs matplotlib, which is not installed; pip install matplotlib, or use .svg or .html."
-        ) from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     over_time, side_by_side = figure.subplots(2, 1)
     figure.suptitle(title(answer))

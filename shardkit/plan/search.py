@@ -3,6 +3,7 @@ times."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 
 from shardkit.errors import ShardkitError, UsageError
@@ -16,21 +17,33 @@ LARGEST_WORLD = 2**16
 Evaluate = Callable[[PlanRequest], Row]
 
 
-def find(question: str, request: PlanRequest, evaluate: Evaluate = row) -> Finding:
-    """The answer to max-batch, min-gpus or strategy. `evaluate` gives the row of a request's own configuration.
+class Question(str, Enum):
+    """What --find looks for."""
 
-    UsageError for any other question, and if the device's memory or the activations are unknown.
+    MAX_BATCH = "max-batch"
+    MIN_GPUS = "min-gpus"
+    STRATEGY = "strategy"
+
+
+def check(question: Question, request: PlanRequest) -> None:
+    """Raises UsageError if the device's memory has to be known, and is not."""
+    if question is not Question.STRATEGY and request.device.memory_bytes is None:
+        raise UsageError(f"--find {question.value}: the device's memory is unknown; add --memory, for example 64GiB.")
+
+
+def find(question: Question, request: PlanRequest, evaluate: Evaluate = row) -> Finding:
+    """The answer. `evaluate` gives the row of a request's own configuration.
+
+    Raises UsageError if the device's memory or the activations are unknown.
     """
-    questions: dict[str, Callable[[PlanRequest, Evaluate], Finding]] = {
-        "max-batch": max_batch,
-        "min-gpus": min_gpus,
-        "strategy": strategy,
-    }
-    if question not in questions:
-        raise UsageError(f"--find: unknown (got {question!r}); use one of {', '.join(questions)}.")
-    if question != "strategy" and request.device.memory_bytes is None:
-        raise UsageError(f"--find {question}: the device's memory is unknown; add --memory, for example 64GiB.")
-    return questions[question](request, evaluate)
+    check(question, request)
+    match question:
+        case Question.MAX_BATCH:
+            return max_batch(request, evaluate)
+        case Question.MIN_GPUS:
+            return min_gpus(request, evaluate)
+        case Question.STRATEGY:
+            return strategy(request, evaluate)
 
 
 def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:

@@ -15,8 +15,11 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.sharding.gradient_sync import deferred, finish_deferred
 from shardkit.sharding.mixed_losses import keep_plain
+
+log = get_logger(__name__)
 
 NEVER = ("never", -1)
 
@@ -46,16 +49,27 @@ class Accumulation:
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
         ends_with_data: bool = True,
+        keeps_batch: bool = False,
+        is_main: bool = True,
     ) -> None:
         self.steps = steps
         self.ends_with_data = ends_with_data
         """Whether the last batch of a loader ends a window early; else the window continues in the next loop."""
+        self.keeps_batch = keeps_batch
+        """Whether the micro-batches of a window make up for absent machines of an elastic run."""
+        self._is_main = is_main
         self.models = models
         self.counters = counters
         self.backward_calls = 0
         self.at_boundary: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
         """Called before each optimizer step to check the gradients."""
+        self.on_loss: Callable[[torch.Tensor], None] = lambda loss: None
+        """Called with the loss of each micro-batch before its backward."""
+        self.on_new_group: Callable[[], None] = lambda: None
+        """Called after a param group was added to a prepared optimizer."""
+        self.refuse_late: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        """Called before the first step of an optimizer that was not prepared."""
         self.on_batch: Callable[[], None] = lambda: None
         """Called once for each batch that is trained on, while it is the current one."""
         self.on_step: Callable[[], None] = lambda: None
@@ -68,7 +82,9 @@ class Accumulation:
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self._is_own_backward = False
         self._has_foreign_backward = False
-        self._own_calls = self._own_calls_before_window = 0
+        self._backwards_since_step = 0
+        self._has_warned_of_early_step = False
+        self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
         self._calls_at_boundary = 0
         self._scaler = scaler
         self._scaler_is_behind = False
@@ -144,7 +160,9 @@ class Accumulation:
         if not self.is_inside:
             self._window = 0
         self.backward_calls += 1
+        self._backwards_since_step += 1
         self._own_calls += 1
+        self.on_loss(loss)
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
@@ -158,6 +176,7 @@ class Accumulation:
     def note_backward(self) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
         self.backward_calls += 1
+        self._backwards_since_step += not self._is_own_backward
         self._has_foreign_backward |= not self._is_own_backward
 
     @property
@@ -195,7 +214,51 @@ class Accumulation:
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
+        self._check_micro_batches()
         self.before_step()
+
+    def _check_micro_batches(self) -> None:
+        """Warns once of a step after fewer backwards than the window's micro-batches, in a loop without `accumulate()`.
+        Raises UsageError in a world of an elastic run whose micro-batches make up for absent machines."""
+        backwards = self._backwards_since_step
+        if self._window or self._has_warned_of_early_step or not 0 < backwards < self.steps:
+            return
+        loader = active_loader(self._loaders)
+        if loader is None or loader.end_of_loader:
+            return
+        what = f"(got an optimizer step after {backwards} of {self.steps} micro-batches, outside of accumulate())"
+        if self.keeps_batch:
+            raise UsageError(
+                f"elastic: the global batch of all machines is not kept {what}; put forward, backward and step into "
+                "`with accelerator.accumulate(model):`, or give batches of all ranks: Accelerator(split_batches=True)."
+            )
+        self._has_warned_of_early_step = True
+        if self._is_main:
+            log.warning(
+                f"accumulate: gradient_accumulation_steps only divides losses {what}; put forward, backward and step "
+                "into `with accelerator.accumulate(model):`."
+            )
+
+    def check_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError where the step of an optimizer that is not prepared, or of the torch optimizer inside of a
+        prepared one, would use gradients that are not final."""
+        name = type(optimizer).__name__
+        if self.is_inside and self.is_gathering() and self._is_deferred(optimizer):
+            raise UsageError(
+                f"optimizer step: {name} is not a prepared optimizer, so it steps in the middle of an accumulation "
+                "window, on gradients that are not reduced over ranks yet; step with the optimizer that "
+                "accelerator.prepare returned, or only where accelerator.sync_gradients is true."
+            )
+        if self._scaler is not None and self._own_calls > self._own_calls_at_step and not self._has_foreign_backward:
+            raise UsageError(
+                f"optimizer step: {name} is not a prepared optimizer, and the gradients still have fp16's loss scale; "
+                "step with the optimizer that accelerator.prepare returned."
+            )
+
+    def _is_deferred(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it trains a model of this micro-batch; not so another model that takes turns with it."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(id(p) in trained for model in self._deferred_models for p in model.parameters())
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -222,10 +285,11 @@ class Accumulation:
         xla.flush()
         self._scaler_is_behind = self._scaler is not None
         self._note_batch()
-        self._samples_since_step = 0
+        self._samples_since_step = self._backwards_since_step = 0
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
         self._has_foreign_backward = False
+        self._own_calls_at_step = self._own_calls
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
         if self._boundary_loader is not None:

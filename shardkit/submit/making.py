@@ -4,24 +4,21 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from shardkit.config import files
 from shardkit.config.layers import Origin
 from shardkit.config.schema import Config
-from shardkit.errors import ConfigError, ShardkitError, UsageError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit.launch import preflight
 from shardkit.launch.flags import Switches
 from shardkit.model import comment
 from shardkit.plan import devices
+from shardkit.problems import Problems
 from shardkit.submit import engines, reading, sizing
 from shardkit.submit.engines import Engine
 from shardkit.submit.job import CPUS_PER_GPU, Job
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,32 +59,6 @@ class Asked:
             "--ssh": self.ssh,
         }
         return {name for name, value in given.items() if value} | {*self.switches.given}
-
-
-@dataclass
-class Problems:
-    """Collects problems, so that all are reported at once."""
-
-    lines: list[str] = field(default_factory=list)
-
-    def add(self, text: str | None) -> None:
-        """Add problems, one per line; None: no problem."""
-        self.lines += (text or "").splitlines()
-
-    def of(self, read: Callable[..., T], *arguments: object) -> T | None:
-        """The result of `read`; None if it raises, and its problems are added."""
-        try:
-            return read(*arguments)
-        except (UsageError, ConfigError) as error:
-            self.add(str(error))
-            return None
-
-    def raise_all(self) -> None:
-        """Raises ConfigError with all problems, if there are any."""
-        if self.lines:
-            count = len(self.lines)
-            end = f"{count} error{'s' if count > 1 else ''}. Nothing was written or submitted."
-            raise ConfigError([*dict.fromkeys(self.lines), end])
 
 
 def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job | None, list[str]]:

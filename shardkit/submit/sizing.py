@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from shardkit.config.schema import Config, ShardingStrategy
-from shardkit.model.sources import describe
-from shardkit.plan.answer import PlanRequest, configured_strategy, row
+from shardkit.plan import request
+from shardkit.plan.answer import configured_strategy, row
 from shardkit.plan.devices import Device
 from shardkit.sizes import in_words
 
@@ -30,17 +30,11 @@ class Sizes:
 def sized(
     config: Config, model: str, device: Device, batch_size: int | None, seq_len: int | None, steps: int | None
 ) -> Sizes:
-    """The sizes for a configuration, from the closed-form plan with AdamW. Raises the errors of `describe`."""
-    request = PlanRequest(
-        description=describe(model),
-        config=config,
-        world_size=config.num_processes,
-        ranks_per_machine=config.processes_per_machine,
-        device=device,
-        batch_size=batch_size,
-        seq_len=seq_len,
+    """The sizes for a configuration, from the closed-form plan with AdamW. Raises the errors of `request.build`."""
+    planned = request.build(
+        config, model, device, per_machine=config.processes_per_machine, batch_size=batch_size, seq_len=seq_len
     )
-    found = row(request, configured_strategy(config))
+    found = row(planned, configured_strategy(planned.config))
     ranks, peak, host = config.processes_per_machine, found.memory.peak, found.memory.host
     writers = 1 if found.strategy is ShardingStrategy.NO_SHARD else ranks  # replicated state is written once
     state = peak.parameters + peak.optimizer_state + host.parameters + host.optimizer_state

@@ -1,0 +1,109 @@
+"""Answers a request: every strategy's row, the suggestion, changes if the configured one does not fit, and --find."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from shardkit.errors import UsageError
+from shardkit.model.cut import missing_blocks
+from shardkit.plan import search
+from shardkit.plan.answer import (
+    Answer,
+    Finding,
+    PlanRequest,
+    Row,
+    check_seq_len,
+    configured_strategy,
+    notes_on,
+    possible_strategies,
+    row,
+    undivided,
+)
+from shardkit.plan.simulation import refine, simulated_row
+from shardkit.plan.suggest import changes, suggest_from
+from shardkit.spinner import waiting
+
+
+@dataclass(frozen=True)
+class SimulationOptions:
+    """What to simulate: every strategy or the configured one, all layers or a few; the batch and the optimizer, as
+    `simulation.simulate` takes them."""
+
+    every_strategy: bool
+    is_exact: bool
+    batch: str | None
+    optimizer: str
+
+
+def answer(
+    request: PlanRequest, question: search.Question | None = None, how: SimulationOptions | None = None
+) -> Answer:
+    """All possible strategies, the suggestion, and what to change if the configured one does not fit.
+
+    `how`: simulate in addition to the closed form. Raises UsageError, before anything is simulated, if the question
+    or the simulation does not go with the request.
+    """
+    if how is not None:
+        _check_simulation(request, question, how)
+        request = replace(request, own_optimizer=how.optimizer if ":" in how.optimizer else None)
+    if question is not None:
+        search.check(question, request)
+    beyond = check_seq_len(request)
+    rows = [row(request, strategy) for strategy in possible_strategies(request)]
+    notes: tuple[str, ...] = ()
+    if how is not None:
+        rows, notes = _refined(request, rows, how)
+    suggested, reason = suggest_from(rows, request.device)
+    chosen = configured_strategy(request.config)
+    is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
+    changed = changes(request) if is_too_large else ()
+    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond, undivided(request)]
+    return Answer(
+        request=request,
+        rows=tuple(rows),
+        chosen=chosen,
+        suggested=suggested if request.world_size > 1 else None,
+        reason=reason if request.world_size > 1 else "",
+        changes=tuple(replace(change, fits=None) for change in changed) if how else changed,
+        finding=_found(question, request, how) if question else None,
+        notes=(
+            *request.description.notes,
+            *(remark for remark in remarks if remark),
+            *notes_on(request.config),
+            *notes,
+        ),
+    )
+
+
+def _check_simulation(request: PlanRequest, question: search.Question | None, how: SimulationOptions) -> None:
+    if request.is_on_tpu and request.config.downcast_bf16:
+        raise UsageError("--simulate: downcast_bf16 is not simulated (got true); leave --simulate out.")
+    if question is search.Question.MAX_BATCH and how.batch is not None:
+        raise UsageError("--find max-batch: --batch fixes the batch size (got both); leave --batch out.")
+    if question not in (None, search.Question.MAX_BATCH) and request.batch_size is None and how.batch is None:
+        raise UsageError(
+            f"--find {question.value}: needs the micro-batch size (got no --batch-size); add --batch-size."
+        )
+
+
+def _refined(request: PlanRequest, rows: list[Row], how: SimulationOptions) -> tuple[list[Row], tuple[str, ...]]:
+    """The rows, the configured one (or all) with simulated memory, and notes about the simulation."""
+    chosen = configured_strategy(request.config)
+    strategies = [row.strategy for row in rows if how.every_strategy or row.strategy is chosen]
+    with waiting(
+        "simulating one training step" if len(strategies) == 1 else "simulating one training step per strategy"
+    ):
+        refined, notes = refine(
+            request, tuple(rows), strategies, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer
+        )
+    if ":" in how.optimizer:
+        notes += (f"The closed form uses AdamW in place of {how.optimizer}.",)
+    return list(refined), notes
+
+
+def _found(question: search.Question, request: PlanRequest, how: SimulationOptions | None) -> Finding:
+    """The answer to --find, by simulation if requested."""
+    if how is None:
+        return search.find(question, request)
+    simulated = partial(simulated_row, is_exact=how.is_exact, batch=how.batch, optimizer=how.optimizer)
+    with waiting("simulating training steps"):
+        return search.find(question, request, simulated)

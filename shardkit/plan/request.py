@@ -1,0 +1,132 @@
+"""The request of a plan, from a configuration file, the flags of `shardkit plan` and this machine's hardware."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from shardkit.config.command import settings_from
+from shardkit.config.files import resolve
+from shardkit.config.hardware import detect
+from shardkit.config.layers import FlagValue
+from shardkit.config.schema import Config, DistributedType
+from shardkit.errors import ConfigError, UsageError
+from shardkit.model import comment
+from shardkit.model.sources import FORMS, describe
+from shardkit.plan import devices, optimizers, tpu
+from shardkit.plan.activations import Loss
+from shardkit.plan.answer import PlanRequest
+from shardkit.plan.averages import Ema
+from shardkit.plan.devices import Device
+from shardkit.problems import Problems
+from shardkit.spinner import waiting
+
+
+def _with_strategy(path: Path | None, given: dict[str, str], strategy: str | None) -> dict[str, str]:
+    """The settings and --strategy, which implies FSDP, or PyTorch/XLA if that is configured."""
+    if strategy is None:
+        return given
+    try:
+        is_on_tpu = resolve(path, given, defaults_for_hardware=False).config.mode == "xla"
+    except ConfigError:
+        is_on_tpu = False  # the caller resolves all settings, and reports all problems
+    kind = {"distributed_type": "XLA", "xla": "true"} if is_on_tpu else {"distributed_type": "FSDP"}
+    return given | kind | {"fsdp_config.fsdp_sharding_strategy": FlagValue(strategy, "--strategy")}
+
+
+def configuration(
+    path: Path | None, pairs: list[str], strategy: str | None, world: int | None, per_machine: int | None
+) -> Config:
+    """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
+    without a file bf16 is assumed. Raises UsageError and ConfigError, with all problems."""
+    given = _with_strategy(path, settings_from(pairs), strategy)
+    if path is None:
+        given = {"mixed_precision": "bf16", **given}
+    if world is not None:
+        ranks = min(per_machine or 8, world)
+        machines = world // ranks if world % ranks == 0 else 1
+        counts = {"num_processes": str(world), "num_machines": str(machines)}
+        given = {**{name: FlagValue(count, "--world") for name, count in counts.items()}, **given}
+        if machines > 1:
+            given = {"main_process_ip": "machine-0", **given}
+    return resolve(path, given, defaults_for_hardware=False).config
+
+
+def model_name(model: str | None, path: Path | None) -> str:
+    """The model as given, else the one that the file names. UsageError if there is none."""
+    if model:
+        return model
+    named = comment.read(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else None
+    if named is None:
+        place = f"{path} names none" if path else "no configuration here names one"
+        raise UsageError(f"--model: no model ({place}); give {FORMS}, or gpt:layers=..,hidden=..,heads=..")
+    return named
+
+
+def optimizer_name(given: str) -> str:
+    """The optimizer that the closed form uses: AdamW in place of a module:function. UsageError if it is unknown."""
+    return optimizers.check("adamw" if ":" in given else given)
+
+
+def build(
+    config: Config,
+    model: str,
+    device: Device,
+    *,
+    per_machine: int | None = None,
+    optimizer: str = "adamw",
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    loss: Loss = Loss.HELD,
+    ema: Ema = Ema.NO,
+    network: float | None = None,
+) -> PlanRequest:
+    """The request for the configuration's ranks. Reads the model, which may take seconds.
+
+    `per_machine`: by default that of the configuration, or 8 where it has one machine. `optimizer`: a name of
+    `optimizer_name`. `network`: Gb/s of one machine's adapters together, by default the device's.
+    Raises the errors of `describe`.
+    """
+    if device != devices.find("cpu", device.memory_bytes):
+        config = config.model_copy(update={"use_cpu": False})  # a file for this CPU, a plan for GPUs elsewhere
+    ranks = per_machine or (config.processes_per_machine if config.num_machines > 1 else 8)
+    with waiting(f"reading the model {model}"):
+        description = describe(model)
+    request = PlanRequest(
+        description=description,
+        config=config if description.has_class_names else _without_class_names(config),
+        world_size=config.num_processes,
+        ranks_per_machine=min(ranks, config.num_processes),
+        device=device,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        loss=loss,
+        ema=ema,
+    )
+    return tpu.as_planned(request if network is None else _with_network(request, network))
+
+
+def _without_class_names(config: Config) -> Config:
+    """Without the file's class names: weights have none, so units are the repeated blocks."""
+    fsdp = config.fsdp.model_copy(update={"transformer_layer_cls_to_wrap": []})
+    return config.model_copy(update={"fsdp": fsdp})
+
+
+def device_of(config: Config, name: str | None, memory: str | None) -> Device:
+    """The device of this name, else the configuration's CPU, else this machine's, else an H100; with this memory."""
+    problems = Problems()
+    size = devices.read_bytes(memory) if memory else None
+    if memory and size is None:
+        problems.add(f"--memory: not a size (got {memory!r}); write 80GiB.")
+    named = None if name is None else problems.of(devices.find, name, size)
+    problems.raise_all()
+    if named is not None:
+        return named
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
+        return devices.find("cpu", size)
+    here = detect().devices
+    return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)
+
+
+def _with_network(request: PlanRequest, gigabits_per_s: float) -> PlanRequest:
+    bytes_per_s = gigabits_per_s * 1e9 / 8 / request.ranks_per_machine
+    return replace(request, device=replace(request.device, network_bytes_per_s=bytes_per_s))
