@@ -496,6 +496,18 @@ def lose_peer():
     )
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "NCCL communicator was aborted on rank 1.",
+        "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.28.9\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+)
+def test_what_nccl_says_of_a_lost_peer_is_no_cause(message):
+    assert failure.is_lost_peer(RuntimeError(message))
+
+
 def lose_peer_after_an_error():
     try:
         raise ValueError("the cause")
