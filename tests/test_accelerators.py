@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardkit import Accelerator
+from shardkit.config import hardware
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, process, random_state
 from shardkit.env import Ranks
@@ -81,6 +82,22 @@ def test_each_rank_takes_the_device_of_its_number(fake):
     assert problem and "no xpu device for local rank 4 (got 4 available)" in problem
     assert device == torch.device("cpu")
     assert process._device(Config(use_cpu=True), Ranks(0, 0, 8, 8)) == (None, torch.device("cpu"))
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch, caplog):
+    """A build of torch for the CPU, or a driver that is too old: a launch is refused, and a script alone is warned."""
+    monkeypatch.setattr(accelerators, "kind", lambda: None)
+    two = (hardware.Device("NVIDIA H100", 1, "cuda"),) * 2
+    monkeypatch.setattr(hardware, "detect", lambda: hardware.Hardware(two, 8, 1))
+    monkeypatch.setattr(process.log, "propagate", True)
+    monkeypatch.setattr(process.log.parent, "propagate", True)
+    assert process._device(Config(), Ranks(0, 0, 1, 1)) == (None, torch.device("cpu"))
+    said = f"this machine: torch cannot use its GPUs (got 2 x NVIDIA H100, torch {torch.__version__}); install a build"
+    assert said in caplog.text
+    monkeypatch.setenv("SHARDKIT_NUM_PROCESSES", "2")
+    problem, _ = process._device(Config(), Ranks(0, 0, 2, 2))
+    assert problem is not None and problem.startswith(said)
+    assert process._device(Config(use_cpu=True), Ranks(0, 0, 2, 2)) == (None, torch.device("cpu"))
 
 
 def with_one_device_each(devices: list[str]) -> str:

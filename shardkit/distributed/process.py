@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from shardkit import env
-from shardkit.config import tasks
+from shardkit.config import hardware, tasks
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import accelerators, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
+from shardkit.launch import names
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -183,8 +184,10 @@ def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]
     if config.mode == "xla":
         return None, xla.devices().device
     cpu, kind = torch.device("cpu"), accelerators.kind()
-    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or kind is None:
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
         return None, cpu
+    if kind is None:
+        return _unusable_gpus(), cpu
     count = 1 if kind in accelerators.ALONE else accelerators.count()
     if count == 1 and kind not in accelerators.ALONE:  # maybe one of its own: `_shared_device`
         return None, accelerators.take(0)
@@ -196,6 +199,22 @@ def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]
             f"has {count} devices; start `shardkit launch` once on each, or set LOCAL_RANK and LOCAL_WORLD_SIZE too."
         ), cpu
     return None, accelerators.take(ranks.local_rank)
+
+
+def _unusable_gpus() -> str | None:
+    """The problem of a launched rank on a machine with GPUs that torch cannot use; only a warning where the script was
+    started without the launcher, which has counted them."""
+    found = hardware.detect()
+    if not found.devices:
+        return None
+    text = (
+        f"this machine: torch cannot use its GPUs (got {found.in_words}, torch {torch.__version__}); install a build "
+        "of torch for them, update their driver, or set use_cpu: true."
+    )
+    if env.get(names.NUM_PROCESSES):
+        return text
+    log.warning("%s", text)
+    return None
 
 
 def _no_device(kind: str, ranks: env.Ranks, count: int) -> str:
