@@ -37,6 +37,8 @@ def _install() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _is_inside_prepared():
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(isinstance(parameter, ReleasedParameter) for parameter in parameters):
         raise UsageError(
@@ -44,12 +46,26 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "itself, so it holds parameters that the model no longer has; prepare both: "
             "model, optimizer = accelerator.prepare(model, optimizer)."
         )
-    if not _is_inside_prepared():
-        for accumulation in _owners(optimizer):
-            accumulation.check_foreign_step(optimizer)
-            if optimizer not in _checked:
-                accumulation.refuse_late(optimizer)
-        _checked.add(optimizer)
+    for accumulation in _owners(optimizer):
+        _refuse_early(accumulation, type(optimizer).__name__, parameters)
+        if optimizer not in _checked:
+            accumulation.events.before_foreign_step(optimizer)
+    _checked.add(optimizer)
+
+
+def _refuse_early(accumulation: Accumulation, name: str, parameters: list[torch.Tensor]) -> None:
+    """UsageError where the gradients of the parameters are not final."""
+    if accumulation.defers(parameters):
+        raise UsageError(
+            f"optimizer step: {name} is not a prepared optimizer, so it steps in the middle of an accumulation "
+            "window, on gradients that are not reduced over ranks yet; step with the optimizer that "
+            "accelerator.prepare returned, or only where accelerator.sync_gradients is true."
+        )
+    if accumulation.has_scaled_gradients:
+        raise UsageError(
+            f"optimizer step: {name} is not a prepared optimizer, and the gradients still have fp16's loss scale; "
+            "step with the optimizer that accelerator.prepare returned."
+        )
 
 
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -67,12 +67,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.__dict__.update(state)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.optimizer.state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -82,7 +90,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Adds a group, of parameters of prepared models; those taken before `prepare` are replaced by the present
         ones. UsageError where they belong to no prepared model."""
         self.optimizer.add_param_group(param_group)
-        self._accumulation.on_new_group()
+        self._accumulation.events.on_new_group()
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -114,10 +114,10 @@ class Replica(DistributedDataParallel):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
         elif self._is_awaited and self._missing:
             names = {id(p): fqn for fqn, p in self.module.named_parameters()}
-            missing = [names.get(identity, "one that is no longer in the model") for identity in self._missing]
+            missing = list(dict.fromkeys(names.get(identity, "those no longer in it") for identity in self._missing))
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ModelError(
-                f"DDP: the gradients are not reduced, since some parameters have no gradient (got none for "
+                f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
                 f"{', '.join(missing[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
                 "change and tie modules before prepare."
             )

@@ -20,6 +20,7 @@ from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, s
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
+    copied_parts,
     fsdp_unit,
     hooks,
     numbers_of_tensors,
@@ -123,9 +124,8 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
-    random_values.install()
-    numbers_of_tensors.install()
-    pickled_parts.install()
+    for behaviour in (random_values, numbers_of_tensors, copied_parts, pickled_parts):
+        behaviour.install()
     vars(model)["__deepcopy__"] = _refuse_copies
     vars(model)["_apply"] = partial(_apply_in_place, model)
     model.register_load_state_dict_pre_hook(_shard_what_is_loaded)

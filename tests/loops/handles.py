@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.loops.net import Net, adam, loss_of, started, train
-from tests.loops.run import Run, loop
+from tests.loops.run import Run, loop, whole
 
 SHARDED = (1, 2, 4, 5)
 
@@ -158,3 +160,78 @@ def the_optimizer_from_before_in_windows(run: Run) -> None:
         with run.accumulate(model):
             run.backward(loss_of(model, run.batch(micro)))
             run.step(optimizer)
+
+
+@loop()
+def rows_written(run: Run) -> None:
+    """The padding's row is kept at zero, some rows are frozen, others are set."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    began = inner.head.weight.detach().clone()
+    for step in range(3):
+        run.backward(loss_of(model, run.batch(step)))
+        inner.embed.weight.grad[1:3].zero_()
+        inner.head.weight.grad[:2] = 0
+        inner.head.bias.grad[-1] *= 0.5
+        run.step(optimizer)
+        with torch.no_grad():
+            inner.embed.weight[0].zero_()
+            inner.embed.weight[-1] = 0.25
+            inner.embed.weight[3:9:2].mul_(0.9).add_(0.01)
+            inner.embed.weight[4].copy_(inner.embed.weight[5] * 2)
+            inner.head.weight[4:6] = began[4:6]
+            inner.head.weight.data[7] = torch.arange(7.0) / 7
+            inner.head.weight[:, 1] = 0.1
+            inner.parts[0].up.weight.split(5)[1].clamp_(-0.1, 0.1)
+            nn.init.constant_(inner.parts[1].up.bias[:3], 0.2)
+            torch.manual_seed(step)
+            inner.parts[1].up.weight[2:5].normal_()
+        row = inner.embed.weight.detach()[2].clone()
+        run.see(row.zero_().sum() + inner.embed.weight.detach()[2].sum())
+
+
+@loop(refused=dict.fromkeys(SHARDED, "a part of it is a copy, so writing to this one"), refused_alone=True)
+def parts_of_rows_written(run: Run) -> None:
+    """Torch's copy of a copy: where it belongs is not known."""
+    model, _ = started(run)
+    with torch.no_grad():
+        run.unwrap(model).embed.weight[2:5][1].zero_()
+
+
+@loop()
+def rows_written_by_way_of_the_whole(run: Run) -> None:
+    """As the error of a part of rows says."""
+    model, optimizer = started(run)
+    for step in range(3):
+        run.backward(loss_of(model, run.batch(step)))
+        weight = run.unwrap(model).embed.weight
+        gradient = whole(weight.grad).clone()
+        gradient[1:3] = 0
+        if isinstance(weight, DTensor):
+            gradient = distribute_tensor(gradient, weight.device_mesh, weight.placements)
+        weight.grad = gradient
+        run.step(optimizer)
+        values = whole(weight).clone()
+        values[0] = 0.0
+        weight.data = values
+
+
+@loop()
+def state_replaced_by_hand(run: Run) -> None:
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = [{**group, "lr": 0.02} for group in optimizer.param_groups]
+    train(run, model, optimizer, 10)
+
+
+@loop(accumulation=2, refused=dict.fromkeys((1, 2, 3), "micro-batches are gone"), refused_alone=True)
+def zero_grad_of_the_model_in_windows(run: Run) -> None:
+    """It does not wait for the end of the window. Under hybrid strategies gradients wait for their reduction."""
+    model, optimizer = started(run)
+    for micro in range(4):
+        with run.accumulate(model):
+            run.backward(loss_of(model, run.batch(micro)))
+            if run.is_step or not run.is_plain:
+                optimizer.step()
+                model.zero_grad()
