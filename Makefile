@@ -87,7 +87,7 @@ test-xla: .venv-xla/.ready
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
 	.venv-gpu/bin/python -c 'import torch' || { echo 'make gpu: torch is not among the packages of $(PYTHON); name a Python that has it and the rest: make gpu GPU_PYTHON=...' >&2; exit 1; }
 	.venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) $(GPU_NEEDS)
-	-for package in $(GPU_WANTS); do .venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) $$package; done
+	-for package in $(GPU_WANTS); do .venv-gpu/bin/python -m pip install --quiet --retries 1 --timeout 10 $(if $(WHEELS),--no-index --find-links $(WHEELS)) $$package; done
 	touch $@
 
 gpu: export PYTHONPATH := $(CURDIR)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from shardkit import Accelerator
+from shardkit.config import hardware
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, process, random_state
 from shardkit.env import Ranks
+from shardkit.errors import MachineError
 from tests import models
 from tests.printed import ROOT
 
@@ -80,6 +82,43 @@ def test_each_rank_takes_the_device_of_its_number(fake):
     assert problem and "no xpu device for local rank 4 (got 4 available)" in problem
     assert device == torch.device("cpu")
     assert process._device(Config(use_cpu=True), Ranks(0, 0, 8, 8)) == (None, torch.device("cpu"))
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch, caplog):
+    """A build of torch for the CPU, or a driver that is too old: a launch is refused, and a script alone is warned."""
+    monkeypatch.setattr(accelerators, "kind", lambda: None)
+    two = (hardware.Device("NVIDIA H100", 1, "cuda"),) * 2
+    monkeypatch.setattr(hardware, "detect", lambda: hardware.Hardware(two, 8, 1))
+    monkeypatch.setattr(process.log, "propagate", True)
+    monkeypatch.setattr(process.log.parent, "propagate", True)
+    assert process._device(Config(), Ranks(0, 0, 1, 1)) == (None, torch.device("cpu"))
+    said = f"this machine: torch cannot use its GPUs (got 2 x NVIDIA H100, torch {torch.__version__}); install a build"
+    assert said in caplog.text
+    monkeypatch.setenv("SHARDKIT_NUM_PROCESSES", "2")
+    problem, _ = process._device(Config(), Ranks(0, 0, 2, 2))
+    assert problem is not None and problem.startswith(said)
+    assert process._device(Config(use_cpu=True), Ranks(0, 0, 2, 2)) == (None, torch.device("cpu"))
+
+
+def with_one_device_each(devices: list[str]) -> str:
+    """The device of each rank, or the error, where each sees one of these, as its only one."""
+    found = {name: getattr(accelerators, name) for name in ("kind", "count", "take", "identity")}
+    accelerators.kind, accelerators.count = lambda: "cuda", lambda: 1
+    accelerators.take = lambda index: torch.device("cuda", index)
+    accelerators.identity = lambda device: devices[torch.distributed.get_rank()]
+    try:
+        return str(process.start(Config(num_processes=2)).device)
+    except MachineError as error:
+        return str(error)
+    finally:
+        vars(accelerators).update(found)
+
+
+def test_a_scheduler_may_show_each_rank_a_device_of_its_own(ranks):
+    """Each is number 0 there, as with `srun --gpus-per-task=1`; ranks that see the same one have too few."""
+    assert ranks.run(2, with_one_device_each, ["GPU-1", "GPU-2"]) == ["cuda:0"] * 2
+    refusals = ranks.run(2, with_one_device_each, ["GPU-1", "GPU-1"])
+    assert all("rank 1: this machine: no GPU for local rank 1 (got 1 available)" in text for text in refusals)
 
 
 def test_the_backend_is_the_devices_own_beside_gloo_for_the_cpu(fake):

@@ -519,6 +519,18 @@ def lose_peer():
     )
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "NCCL communicator was aborted on rank 1.",
+        "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.28.9\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+)
+def test_what_nccl_says_of_a_lost_peer_is_no_cause(message):
+    assert failure.is_lost_peer(RuntimeError(message))
+
+
 def lose_peer_after_an_error():
     try:
         raise ValueError("the cause")
@@ -617,10 +629,13 @@ def test_nobody_is_ended_who_works_or_for_whom_nobody_waits(seen, posted, plain)
 
 def test_a_rank_that_asks_its_device_for_a_value_may_wait_for_its_peers(tmp_path):
     train = tmp_path / "train.py"
-    train.write_text("loss = model(x)\nprint(loss.item())\ntorch.cuda.synchronize()\ny = torch.linalg.svd(x)\n")
+    lines = ["loss = model(x)", "print(loss.item())", "torch.cuda.synchronize()", "y = torch.linalg.svd(x)"]
+    train.write_text("\n".join([*lines, "x = batch.to(device)", "x = go_to(device)", ""]))
     stack = 'Thread 0x1 (most recent call first):\n  File "{}", line {} in step\n  File "{}", line 9 in <module>\n'
-    waits = {line: stacks.parse(stack.format(train, line, train)).is_at_device_wait for line in (1, 2, 3, 4)}
-    assert waits == {1: False, 2: True, 3: True, 4: False}
+    waits = {line: stacks.parse(stack.format(train, line, train)).is_at_device_wait for line in range(1, 7)}
+    assert waits == {1: False, 2: True, 3: True, 4: False, 5: True, 6: False}
+    backward = stack.format("/lib/torch/autograd/graph.py", 841, train)  # its kernels fill the device's queue
+    assert stacks.parse(backward).is_at_device_wait and stacks.parse(backward).is_in_backward
     ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
     said = warning(ranks, {0: DEVICE, 1: WORKS}, 5.0, 20.0)
     assert "  Rank 0 waits for its device; the run is ended after 15 s without progress." in said

@@ -161,6 +161,4 @@ class Saved:
 def _empty_like(like: DTensor, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialized tensor of this dtype, sharded and placed as `like`."""
     local = local_part(like)
-    if local.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
-        return torch.empty_like(like.detach(), dtype=dtype)
     return sharded_like(torch.empty(local.shape, dtype=dtype, device=local.device), like)

@@ -74,6 +74,12 @@ def name_of(device: torch.device) -> str:
     return str(tell(device)) if tell is not None else device.type
 
 
+def identity(device: torch.device) -> str:
+    """The hardware's own number, equal in all processes that see it; empty where the device has none."""
+    tell = getattr(_module(device), "get_device_properties", None)
+    return "" if tell is None else str(getattr(tell(device), "uuid", ""))
+
+
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a GPU; None where the device has none, or does not tell."""
     tell = getattr(_module(device), "get_device_capability", None) if device.type == "cuda" else None

@@ -2,6 +2,7 @@
 
 import atexit
 import shlex
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from shardkit import env
-from shardkit.config import tasks
+from shardkit.config import hardware, tasks
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import accelerators, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
+from shardkit.launch import names
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -133,7 +135,8 @@ def start(config: Config) -> Process:
         _started[:] = [(dist.group.WORLD, _lasting(config, device))]
     _refuse_other(_lasting(config, device))
     everyone = control.start(config.shardkit.launch.process_group_timeout_s)
-    everyone.agree(problem, error=MachineError)
+    shared = _shared_device(ranks, device, everyone)
+    everyone.agree(problem or shared, error=MachineError)
     same_config.compare(config, everyone)
     return Process(
         rank=ranks.rank,
@@ -181,21 +184,62 @@ def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]
     if config.mode == "xla":
         return None, xla.devices().device
     cpu, kind = torch.device("cpu"), accelerators.kind()
-    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU or kind is None:
+    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
         return None, cpu
+    if kind is None:
+        return _unusable_gpus(), cpu
     count = 1 if kind in accelerators.ALONE else accelerators.count()
+    if count == 1 and kind not in accelerators.ALONE:  # maybe one of its own: `_shared_device`
+        return None, accelerators.take(0)
     if ranks.local_rank >= count:
-        device = "GPU" if kind == "cuda" else f"{kind} device"
-        return (
-            f"this machine: no {device} for local rank {ranks.local_rank} (got {count} available); "
-            "launch at most one rank per device, or set use_cpu: true."
-        ), cpu
+        return _no_device(kind, ranks, count), cpu
     if ranks.one_a_machine and count > 1:
         return (
             f"this machine: WORLD_SIZE counts machines, each with one process (LOCAL_RANK is not set), but this one "
             f"has {count} devices; start `shardkit launch` once on each, or set LOCAL_RANK and LOCAL_WORLD_SIZE too."
         ), cpu
     return None, accelerators.take(ranks.local_rank)
+
+
+def _unusable_gpus() -> str | None:
+    """The problem of a launched rank on a machine with GPUs that torch cannot use; only a warning where the script was
+    started without the launcher, which has counted them."""
+    found = hardware.detect()
+    if not found.devices:
+        return None
+    text = (
+        f"this machine: torch cannot use its GPUs (got {found.in_words}, torch {torch.__version__}); install a build "
+        "of torch for them, update their driver, or set use_cpu: true."
+    )
+    if env.get(names.NUM_PROCESSES):
+        return text
+    log.warning("%s", text)
+    return None
+
+
+def _no_device(kind: str, ranks: env.Ranks, count: int) -> str:
+    device = "GPU" if kind == "cuda" else f"{kind} device"
+    return (
+        f"this machine: no {device} for local rank {ranks.local_rank} (got {count} available); launch at most one rank "
+        "per device, or set use_cpu: true."
+    )
+
+
+def _identity(ranks: env.Ranks, device: torch.device) -> str | None:
+    """The only device that this rank of several on its machine sees; None where it needs no comparison."""
+    if device.type in ("cpu", "xla") or ranks.local_world_size == 1 or accelerators.count() != 1:
+        return None
+    return f"{socket.gethostname()} {env.get('CUDA_VISIBLE_DEVICES')} {accelerators.identity(device)}"
+
+
+def _shared_device(ranks: env.Ranks, device: torch.device, everyone: ControlGroup) -> str | None:
+    """The problem if this rank sees one device, which another one has taken. Each sees its own where a scheduler binds
+    them: `srun --gpus-per-task=1`. Collective."""
+    identities = everyone.exchange(_identity(ranks, device))
+    mine = identities[everyone.rank]
+    if mine is None or mine not in identities[: everyone.rank]:
+        return None
+    return _no_device(accelerators.kind() or "cpu", ranks, 1)
 
 
 def allow_connections(world_size: int) -> None:

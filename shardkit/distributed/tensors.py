@@ -61,8 +61,14 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
-    """All ranks' parts of a sharded tensor together, on every rank. Collective."""
-    return sharded_like(local_part(tensor), tensor).full_tensor()
+    """All ranks' parts of a sharded tensor together, on every rank, on the mesh's device. Collective."""
+    return sharded_like(part_on_mesh(tensor), tensor).full_tensor()
+
+
+def part_on_mesh(tensor: DTensor) -> torch.Tensor:
+    """The local part on the mesh's device, where its ranks communicate: an offloaded one is copied there."""
+    part, kind = local_part(tensor), tensor.device_mesh.device_type
+    return part if part.device.type == kind else part.to(kind)
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
@@ -82,9 +88,17 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
 
 
 def sharded_like(part: torch.Tensor, like: Any) -> DTensor:
-    """A DTensor with the mesh and placements of `like` from this rank's local part. No communication; shares memory."""
+    """A DTensor with the mesh and placements of `like` from this rank's local part. No communication; shares memory: an
+    offloaded part stays in host memory."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    if part.device.type in (like.device_mesh.device_type, "meta"):
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    # from_local would copy it to the mesh's device. FSDP2 makes its offloaded parameters in this way, too.
+    described = TensorMeta(like.shape, like.stride(), part.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=described)
+    return DTensor(part, spec, requires_grad=False)

@@ -180,6 +180,6 @@ def _and_more(count: int) -> str:
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (by a user, by the scheduler, or by the kernel when memory ran out: see dmesg)",
     signal.SIGSEGV: " (a crash in native code; the stack is in the log)",
-    signal.SIGABRT: " (an abort in native code; the stack is in the log)",
+    signal.SIGABRT: " (an abort in native code, such as NCCL's when a collective timed out; the log has its stack)",
     signal.SIGBUS: " (often because /dev/shm is full)",
 }

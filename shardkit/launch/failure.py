@@ -11,7 +11,8 @@ from shardkit.launch.rank_files import RankError
 
 LOST_PEER = re.compile(
     r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|broken pipe|socket closed|remote process exited"
-    r"|ncclremoteerror|failed to recv, got 0 bytes|connection was likely closed|timed out waiting \d+ms for"
+    r"|ncclremoteerror|nccl communicator was aborted|failed to recv, got 0 bytes"
+    r"|connection was likely closed|timed out waiting \d+ms for"
     r"|store.*(?:closed|shut ?down)|(?:read|write) error .*peer|no response from (?:remote )?peer|peer .*is gone",
     re.IGNORECASE,
 )

@@ -12,8 +12,9 @@ WAITING = ("/torch/distributed/", "/shardkit/distributed/control.py", "/shardkit
 """Code in which a rank waits for its peers."""
 BACKWARD = "/torch/autograd/graph.py"
 """Code that runs a backward. Without CPU time it waits for peers there: DDP's reducer is native code."""
-FOR_THE_DEVICE = re.compile(r"\b(?:item|tolist|cpu|numpy|nonzero|float|\w*synchronize)\(")
-"""A line that synchronizes with an accelerator. It runs at full CPU, as long as a collective there waits for a peer."""
+FOR_THE_DEVICE = re.compile(r"\b(?:item|tolist|cpu|cuda|to|copy_|numpy|nonzero|float|\w*synchronize)\(")
+"""A line that synchronizes with an accelerator, as copies of batches do and a backward that has filled its queue. It
+runs at full CPU, as long as a collective there waits for a peer."""
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/terminal/")
 """Code of debuggers, in which a rank waits for a user."""
 
@@ -57,15 +58,20 @@ def parse(text: str) -> Stack:
     threads = [frames for frames in threads if frames]
     waits = any(_is_in(frames[0], WAITING) for frames in threads)
     main = threads[-1] if threads else []
+    is_in_backward = bool(main) and _is_in(main[0], (BACKWARD,))
     own = next((frame for frame in main if is_users(frame[0])), None)
     return Stack(
         f"{short_name(own[0])}:{own[1]} in {own[2]}" if own else "",
         waits,
         tuple(main),
-        bool(main) and _is_in(main[0], (BACKWARD,)),
+        is_in_backward,
         any(_is_in(frame, DEBUGGERS) for frame in main),
-        bool(main) and FOR_THE_DEVICE.search(linecache.getline(main[0][0], int(main[0][1]))) is not None,
+        is_in_backward or (bool(main) and FOR_THE_DEVICE.search(_line(main[0])) is not None),
     )
+
+
+def _line(frame: tuple[str, str, str]) -> str:
+    return linecache.getline(frame[0], int(frame[1]))
 
 
 def _is_in(frame: tuple[str, str, str], places: tuple[str, ...]) -> bool:

@@ -294,7 +294,7 @@ class WholeStep:
     def _step_on(self, parameters: list[list[torch.Tensor]], state: Any) -> None:
         whole = {p: _whole(p) for of_group in parameters for p in of_group}
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        own.update({whole[p]: _whole_row(state[p]) for p in whole if p in state})
+        own.update({whole[p]: _whole_row(state[p], whole[p].device) for p in whole if p in state})
         for group, of_group in zip(self._optimizer.param_groups, parameters, strict=True):
             group["params"] = [whole[p] for p in of_group]
         self._optimizer.state = own
@@ -318,11 +318,14 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _whole_row(row: Any) -> Any:
-    """A parameter's state with full tensors. Collective where a load has sharded those of the parameter's shape."""
+def _whole_row(row: Any, device: torch.device) -> Any:
+    """A parameter's state with full tensors, on the device of the full parameter: the state of an offloaded one was
+    loaded into host memory. Collective where a load has sharded those of the parameter's shape."""
     if not _is_row(row):
         return row
-    return {name: value.full_tensor() if is_dtensor(value) else value for name, value in row.items()}
+    full = {name: value.full_tensor() if is_dtensor(value) else value for name, value in row.items()}
+    has_dims = {name for name, value in full.items() if isinstance(value, torch.Tensor) and value.dim()}
+    return {name: value.to(device) if name in has_dims else value for name, value in full.items()}
 
 
 def _chunks(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[set[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, sharded_like
+from shardkit.distributed.tensors import whole
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -27,5 +27,4 @@ def install() -> None:
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor's number. Collective over the tensor's mesh where its value is pending or sharded."""
     (tensor,) = args
-    mine = local_part(tensor).to(tensor.device_mesh.device_type)  # an offloaded one may be where its ranks cannot talk
-    return operator(sharded_like(mine, tensor).full_tensor())
+    return operator(whole(tensor))

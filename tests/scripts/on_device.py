@@ -46,6 +46,8 @@ def main() -> None:
     result |= {"parameter": _described(weight), "state": _described(optimizer.state[weight]["exp_avg"])}
     result |= {"sum": _sums(accelerator.get_state_dict(model)), "skipped": skipped, "device": str(accelerator.device)}
     accelerator.end_training()
+    if order.get("gloo"):
+        dist.destroy_process_group()  # else its threads may abort the process at its end
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

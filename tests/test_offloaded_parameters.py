@@ -1,0 +1,141 @@
+"""Parameters that FSDP keeps in host memory, sharded over a mesh of GPUs: their parts and state stay there.
+
+Without a GPU: torch's fake process group makes a mesh of GPUs, and parts in host memory need none. Forward and backward
+are left out; `tests/test_gpu.py` has them.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from shardkit import Accelerator
+from shardkit.distributed.tensors import local_part, sharded_like
+from shardkit.optim import local_step, rebind
+from shardkit.optim.local_step import stepper_of
+from shardkit.sharding import pickled_parts
+from shardkit.sharding.sharded_parameter import ShardedParameter
+
+Offload = Callable[[nn.Module], nn.Module]
+
+
+@pytest.fixture
+def offload(alone) -> Offload:
+    """Makes a model's parameters those of an offloaded one, on one rank."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    mesh = DeviceMesh("cuda", [0], mesh_dim_names=("shard",))
+
+    def offload(model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(on_host(parameter.detach(), mesh))
+        return model
+
+    return offload
+
+
+def on_host(part: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """As FSDP2 makes its offloaded parameters."""
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(part.shape, part.stride(), part.dtype))
+    return DTensor(part, spec, requires_grad=False)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    drawn = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=drawn)
+        parameter.grad = sharded_like(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+
+
+def parts(model: nn.Module) -> list[torch.Tensor]:
+    return [local_part(parameter).clone() for parameter in model.parameters()]
+
+
+def moments(optimizer: Any) -> list[torch.Tensor]:
+    return [optimizer.state[p]["exp_avg"] for group in optimizer.param_groups for p in group["params"]]
+
+
+def stepped(model: nn.Module, steps: range, optimizer: Any = None) -> Any:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in steps:
+        give_gradients(model, step)
+        stepper_of(optimizer).step()
+        assert all(moment.device.type == "cpu" for moment in moments(optimizer))  # seen between steps
+    return optimizer
+
+
+def test_state_stays_in_host_memory_and_is_the_one_that_steps_use(offload):
+    plain, offloaded = model(), offload(model())
+    stepped(plain, range(3))
+    optimizer = stepped(offloaded, range(2))
+    for moment in moments(optimizer):
+        moment._local_tensor.mul_(1.0)  # the state's own memory, not a copy
+    stepped(offloaded, range(2, 3), optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(parts(plain), parts(offloaded), strict=True))
+
+
+def test_a_state_from_before_is_taken_along(offload):
+    plain, offloaded = model(), model()
+    expected, optimizer = stepped(plain, range(2)), stepped(offloaded, range(2))
+    names = rebind.ParameterNames.of(offloaded)
+    offload(offloaded)
+    rebind.rebind(optimizer, names, offloaded)
+    stepped(plain, range(2, 4), expected)
+    stepped(offloaded, range(2, 4), optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(parts(plain), parts(offloaded), strict=True))
+
+
+def test_a_run_is_saved_and_resumed(offload, tmp_path):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+
+    def prepared() -> tuple[Any, Any]:
+        made = offload(model())
+        return accelerator.prepare(made, torch.optim.AdamW(made.parameters(), lr=0.1))
+
+    first, optimizer = prepared()
+    for step in range(4):
+        if step == 2:
+            accelerator.save_state(tmp_path / "state")
+            accelerator.save_state(tmp_path / "beside", blocking=False)
+        give_gradients(first, step)
+        optimizer.step()
+    expected = parts(first)
+    for name in ("state", "beside"):
+        accelerator.free_memory()
+        again, optimizer = prepared()
+        accelerator.load_state(tmp_path / name)
+        assert all(moment.device.type == "cpu" for moment in moments(optimizer))
+        for step in range(2, 4):
+            give_gradients(again, step)
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(expected, parts(again), strict=True))
+
+
+def test_a_parameter_is_pickled_from_where_it_lies(offload):
+    pickled_parts.install()
+    weight: Any = offload(model())[0].weight
+    weight.__class__ = ShardedParameter
+    found = pickle.loads(pickle.dumps(weight))
+    assert found._local_tensor.device.type == "cpu" and torch.equal(found._local_tensor, local_part(weight))
+
+
+def test_a_loaded_state_of_whole_tensors_goes_where_the_step_is():
+    """Adafactor's, loaded into host memory: the step gathers the parameter on the GPU. Its count stays."""
+    row = {"step": torch.tensor(2.0), "row_var": torch.ones(3)}
+    found = local_step._whole_row(row, torch.device("meta"))
+    assert (found["step"].device.type, found["row_var"].device.type) == ("cpu", "meta")
