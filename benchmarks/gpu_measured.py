@@ -15,6 +15,9 @@ ROOT = Path(__file__).parent.parent
 BILLION = {"layers": 22, "hidden": 2048, "heads": 16, "vocab": 32000, "seq": 2048, "batch": 4, "steps": 10}
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "batch": 2, "steps": 2}
 OVER = "its share of the minutes is over"
+# Variables of a job around `make gpu`: each process here is one of its own, with the settings that it is given.
+OF_A_JOB = ("SHARDKIT_", "ACCELERATE_", "FSDP_", "SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_", "MASTER_")
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 class Failed(Exception):
@@ -65,9 +68,8 @@ def run(options: Options, command: list[str]) -> "subprocess.CompletedProcess[st
     """The command, with the processes that it starts, for as long as the section has."""
     left_s = options.left_s
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        wide = {**os.environ, "COLUMNS": "250"}  # or pytest cuts its reasons
         process = subprocess.Popen(
-            command, stdout=printed, stderr=errors, text=True, cwd=ROOT, env=wide, start_new_session=True
+            command, stdout=printed, stderr=errors, text=True, cwd=ROOT, env=_variables(), start_new_session=True
         )
         try:
             process.wait(left_s)
@@ -78,6 +80,15 @@ def run(options: Options, command: list[str]) -> "subprocess.CompletedProcess[st
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return subprocess.CompletedProcess(command, process.returncode, _text(printed), _text(errors))
+
+
+def _variables() -> dict[str, str]:
+    """This process's variables, without those of a job around it, and without what containers of NVIDIA set for speed:
+    fp32 is computed in fp32."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB)}
+    fp32 = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+    # Without the width pytest cuts its reasons; plugins of other people's packages may not even let it begin.
+    return {**inherited, **ALONE, **fp32, "COLUMNS": "250", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def _text(file: IO[str]) -> str:

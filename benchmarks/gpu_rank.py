@@ -132,8 +132,8 @@ def with_shardkit(order: Order) -> Training:
 
 
 def with_accelerate(order: Order) -> Training:
-    """accelerate with its FSDP2 plugin."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    """accelerate with its FSDP2 plugin, which it ignores in a process without a launcher's variables."""
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -144,11 +144,17 @@ def with_accelerate(order: Order) -> Training:
         activation_checkpointing=order.checkpointing,
     )
     dist.init_process_group("cpu:gloo,cuda:nccl", **_alone())
-    return _accelerated(order, Accelerator(fsdp_plugin=plugin, mixed_precision=order.precision))
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=order.precision)
+    if accelerator.distributed_type is not DistributedType.FSDP:
+        raise RuntimeError(f"accelerate does not shard here (got {accelerator.distributed_type})")
+    return _accelerated(order, accelerator, compiles=order.compiled)
 
 
-def _accelerated(order: Order, accelerator: Any) -> Training:
+def _accelerated(order: Order, accelerator: Any, compiles: bool = False) -> Training:
+    """The loop of both Accelerators. `compiles`: by hand; shardkit does it by a setting."""
     model = _model(order)
+    for block in model.blocks if compiles else ():
+        block.compile()
     optimizer = getattr(torch.optim, order.optimizer)(model.parameters(), lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -195,18 +201,21 @@ def count_waits(order: Order, training: Training) -> dict[str, Any]:
     with profile(activities=kinds) as found:
         for _ in range(order.steps):
             training.step(tokens)
-    counts = Counter(event.name for event in found.events() if event.name in WAITS)
+    names = [event.name for event in found.events()]
+    if order.device == "cuda" and not any(name.startswith("cuda") for name in names):
+        raise RuntimeError("the profiler saw no call of CUDA, so that it counts no waits (does CUPTI work here?)")
+    counts = Counter(names)
     return {"waits": {name: counts[name] / order.steps for name in WAITS}}
 
 
 def measure_checkpoint(order: Order, training: Training) -> dict[str, Any]:
-    """Seconds of a save, of what the loop waits for one beside training, and of a load; and the bytes of the state."""
+    """Seconds of a save, a load, and of what the loop waits for a save beside training; and the bytes of the state."""
     _train(order, training, order.warm_up)
     folder = Path(sys.argv[2]).parent
     result = {"save_s": _seconds(order, lambda: training.save(str(folder / "blocking"), True))}
+    result["load_s"] = _seconds(order, lambda: training.load(str(folder / "blocking")))  # later it waits for a save
     result["async_wait_s"] = _seconds(order, lambda: training.save(str(folder / "beside"), False))
     result["step_beside_s"] = _seconds(order, lambda: _train(order, training, 1))
-    result["load_s"] = _seconds(order, lambda: training.load(str(folder / "blocking")))
     size = sum(path.stat().st_size for path in (folder / "blocking").rglob("*") if path.is_file())
     return {**result, "bytes": size}
 

@@ -16,9 +16,15 @@ def lines(name: str, found: dict[str, Any]) -> Iterator[str]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown, a row for each line."""
-    done = [(name, line.replace("|", "/")) for name in WORDS if name in result for line in lines(name, result[name])]
+    """Markdown, a row for each line; the first is what it was measured on."""
+    done = [("on", _surroundings(result))] if "device_name" in result else []
+    done += [(name, line.replace("|", "/")) for name in WORDS if name in result for line in lines(name, result[name])]
     return "| measured | result |\n|---|---|\n" + "".join(f"| {name} | {line} |\n" for name, line in done)
+
+
+def _surroundings(result: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['device_name'] or result['device']}, {result['cores']} cores, CUDA {result['cuda']}, {versions}"
 
 
 def last_line(text: str) -> str:

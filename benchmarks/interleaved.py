@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 DRAWS = 2000
-PACKAGES = ("shardkit", "torch", "accelerate", "lightning-fabric")
+PACKAGES = ("shardkit", "torch", "accelerate", "lightning-fabric", "torchao")
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     project = ProjectConfiguration(project_dir=args.folder, automatic_checkpoint_naming=True, total_limit=3)
-    accelerator = Accelerator(project_config=project)  # 1
+    accelerator = Accelerator(project_config=project, split_batches=True)  # 1
     set_seed(0)
 
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    loader = DataLoader(StandardLibrary(), batch_size=args.global_batch // accelerator.num_processes, shuffle=True)
+    loader = DataLoader(StandardLibrary(), batch_size=args.global_batch, shuffle=True)  # of all ranks together
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)  # 2
     accelerator.resume()  # where `shardkit launch --resume auto` asks for it
 

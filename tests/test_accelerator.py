@@ -157,6 +157,37 @@ def test_the_whole_loop_equals_one_process(ranks, world_size, config):
         assert found["counted"] == (6, 0, length * epochs)
 
 
+def samples_counted(kind: str) -> list[int]:
+    """The samples counted after each of the first steps, in a loop that reads 4 batches of 2 for one step."""
+    has_windows = kind != "by hand"
+    accelerator = Accelerator(config=FULL, gradient_accumulation_steps=4 if has_windows else 1)
+    model, optimizer, loader, _ = parts(64, 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    counted, batches = [], iter(loader)
+    if kind == "after a skip":
+        next(batches), next(batches)
+    while len(counted) < 3:
+        window = [next(batches) for _ in range(4)]
+        for batch in window:
+            if has_windows:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                loss_of(model, batch).backward()
+        if not has_windows:
+            optimizer.step()
+            optimizer.zero_grad()
+        counted.append(accelerator.counters.samples_seen)
+    return counted
+
+
+def test_all_samples_are_counted_where_a_loop_reads_the_batches_of_a_step_ahead(ranks):
+    for kind in ("read ahead", "after a skip", "by hand"):
+        assert ranks.run(2, samples_counted, kind) == [[16, 32, 48]] * 2, kind
+
+
 def variation(kind: str) -> list[torch.Tensor]:
     """The loop written in another way, three micro-batches a step."""
     accelerator = Accelerator(config=FULL, gradient_accumulation_steps=3)

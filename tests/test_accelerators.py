@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.distributed import accelerators, process, random_state
 from shardkit.env import Ranks
+from tests import models
 from tests.printed import ROOT
 
 # By file, how often it names torch.cuda, and why nothing else will do.
@@ -102,6 +104,26 @@ def test_its_generator_is_saved_and_restored(fake):
     fake.module.set_rng_state(torch.zeros(16, dtype=torch.uint8))
     random_state.restore(saved)
     assert torch.equal(fake.module.get_rng_state(), stood)
+
+
+def test_a_run_on_the_cpu_leaves_the_accelerator_beside_it_alone(monkeypatch, tmp_path, alone):
+    """Its generator is asked only where the process has used it; nothing is pinned, which would initialize it."""
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"})
+    model = models.Scaled()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    optimizer.step()
+    unused = SimpleNamespace(is_initialized=lambda: False, get_rng_state=lambda: pytest.fail("asks for random numbers"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: unused)
+    monkeypatch.setattr(accelerators, "can_pin", lambda: pytest.fail("pins memory"))
+    accelerator.save_state(tmp_path / "state")
+    before = model.scale.item()
+    with torch.no_grad():
+        model.scale.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert model.scale.item() == before
 
 
 def test_a_state_of_another_kind_of_device_leaves_its_generator_alone(fake):

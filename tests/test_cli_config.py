@@ -145,6 +145,10 @@ def test_validate(capsys):
         "bad.yaml:2:18: mixed_precision: is not one of the choices (got 'bf17'); did you mean bf16?\n"
     )
     out, _ = shardkit(capsys, "config", "validate", "bad.yaml", "--json", code=2)
+    _, named = shardkit(capsys, "config", "validate", "--config", "bad.yaml", code=2)
+    assert named == error
+    _, both = shardkit(capsys, "config", "validate", "bad.yaml", "--config", "open.yaml", code=2)
+    assert both == "config validate: two files (got bad.yaml and --config open.yaml); give one.\n"
     assert json.loads(out)["valid"] is False and len(json.loads(out)["problems"]) == 2
     out, _ = shardkit(capsys, "config", "validate", "--json")
     assert json.loads(out)["valid"] is True
@@ -173,6 +177,8 @@ def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
     assert out == "num_processes: 2 -> 4\n"
     _, error = shardkit(capsys, "config", "show", "fsdp.nothing", code=2)
     assert "config show: unknown setting (got fsdp.nothing)" in error
+    _, error = shardkit(capsys, "config", "show", "other.yaml", code=2)
+    assert "config show: a file is not a setting (got other.yaml); write --config other.yaml." in error
 
 
 @pytest.mark.requirement("N3")

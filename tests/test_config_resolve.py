@@ -1,5 +1,6 @@
 """Which file is used, which source wins, and the hardware defaults for unset settings."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,22 @@ def test_hidden_gpus_are_not_counted(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert len(hardware._visible(devices)) == count
     assert env.get("CUDA_VISIBLE_DEVICES") == "-1"
+
+
+def test_a_part_of_a_gpu_has_its_own_memory_not_that_of_the_whole(monkeypatch, tmp_path):
+    listed = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1d2)\n"
+    listed += "  MIG 3g.40gb     Device  0: (UUID: MIG-aa-1)\n  MIG 1g.10gb+me  Device  1: (UUID: MIG-bb-2)\n"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncase $1 in\n-L) echo '{listed}';;\n*) echo 'NVIDIA H100, 81559 MiB, 9.0';;\nesac\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-bb-2,MIG-aa-1,MIG-cc-3")
+    found = [(device.name, device.memory_bytes, device.capability) for device in hardware.detect().devices]
+    assert found == [
+        ("NVIDIA H100 MIG 1g.10gb+me", 10 * 10**9, 9.0),
+        ("NVIDIA H100 MIG 3g.40gb", 40 * 10**9, 9.0),
+        ("NVIDIA H100", 0, 9.0),
+    ]
 
 
 def test_the_command_that_gives_a_configuration_again():

@@ -82,20 +82,23 @@ def test_a_range_that_is_none_is_refused(machines, least, words):
 
 
 def test_a_launch_in_a_smaller_world_knows_the_full_one_and_keeps_the_batch(monkeypatch):
-    spec = launch_spec(config("  gradient_accumulation_steps: 3\n"), "train.py")
+    origins = {"num_machines": "shardkit.yaml:3:1", "use_cpu": "shardkit.yaml:1:1"}
+    spec = launch_spec(config("  gradient_accumulation_steps: 3\n"), "train.py", origins=origins)
     members = (Member(0, 0, "a"), Member(7, 3, "b"))
     generation = Generation(2, members, (Member(4, 2, "c"),), "auto", "machine 1 (d): lost")
     assert membership.generation_from(generation.as_json()) == generation
     own = membership.spec_for(spec, generation, 1)
     assert (own.world_size, own.num_machines, own.machine_rank, own.first_rank) == (4, 2, 1, 2)
     assert own.config.shardkit.checkpoint.resume == "auto"
+    here = "shardkit launch (2 of 4 machines)"  # the table of the ranks shows 2, and not that the file says so
+    assert own.origins == {"num_machines": here, "num_processes": here, "use_cpu": "shardkit.yaml:1:1"}
     assert own.environment["SHARDKIT_FULL_WORLD_SIZE"] == "8"
     assert own.environment["SHARDKIT_NUM_PROCESSES"] == "4"
     assert own.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "6"  # for scripts on Accelerate
     assert membership.announcement(spec, generation, membership.usable_sizes(spec.config)).splitlines() == [
         "launch: machine 1 (d): lost",
         "launch: world 2: 2 of 4 machines, 4 ranks: machine 0 (a), machine 3 (b)",
-        "launch: the global batch stays that of 4 machines: 2 times the micro-batches a step",
+        "launch: the global batch stays that of 4 machines: 2 times the samples of each rank",
         "launch: machine 2 (c): a spare; worlds that keep the global batch have 1, 2, 3 or 4 machines",
     ]
 
@@ -131,7 +134,7 @@ def test_a_machine_leaves_and_the_other_goes_on_with_the_losses_of_one_process(t
         lines, first = run.lines(), run.machines["first"].text()
     assert f"launch: machine 1 ({HOST}): stopped by a signal; going on from step" in first
     assert "launch: world 1: 1 of 2 machines, 1 rank:" in first
-    assert "the global batch stays that of 2 machines: 2 times the micro-batches a step" in first
+    assert "the global batch stays that of 2 machines: 2 times the samples of each rank" in first
     assert "4 x 1 rank x 4 micro-batches = 16 samples a step" in first
     check_losses(lines, 12)
     assert len(lines) == 12  # it was saved: no step was trained twice

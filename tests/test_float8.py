@@ -222,6 +222,38 @@ def test_a_model_without_such_layers_is_refused():
         float8.convert([nn.Sequential(nn.Linear(8, 8))], "fp8")
 
 
+@pytest.mark.parametrize("rows", [(2, 31), (64,), (1,)])
+def test_any_number_of_tokens_has_the_rows_that_the_kernels_need(rows):
+    linear, seen = nn.Linear(4, 8), []
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[:-1].numel())
+        return linear(x)
+
+    x = torch.randn(*rows, 4, requires_grad=True)
+    found, expected = float8._with_whole_rows(multiply, 32, x), linear(x)
+    assert seen[0] % 32 == 0 and torch.allclose(found, expected, rtol=1e-5)
+    parameters = [x, *linear.parameters()]
+    of_found, of_expected = (torch.autograd.grad(y.square().sum(), parameters) for y in (found, expected))
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(of_found, of_expected, strict=True))
+
+
+@NEEDS_TORCHAO
+@pytest.mark.parametrize("kind", ["fp8", "mxfp8"])
+def test_a_batch_of_any_length_is_trained_on_in_8_bits(monkeypatch, kind):
+    monkeypatch.setattr(float8, "EMULATES", True)
+    torch.manual_seed(0)
+    model = models.Gpt(width=64, layers=1)
+    tokens = torch.randint(0, 19, (1, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = models.next_token_loss(model, tokens)
+        float8.convert(model.blocks, kind)
+        found = models.next_token_loss(model, tokens)
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), abs=0.1)
+    assert model.blocks[0].up.weight.grad.shape == (128, 64)
+
+
 def test_which_layers_fit():
     assert float8._fits(nn.Linear(32, 64), 32) and not float8._fits(nn.Linear(48, 64), 32)
     assert replace(hardware.Device("a", 1, "cuda"), capability=8.9).multiplies_in("fp8")

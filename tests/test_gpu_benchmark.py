@@ -1,6 +1,7 @@
 """`make gpu` ends in time and keeps what it has: sections that fail, hang or are cut short do not lose the others."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_words
+from shardkit.config import hardware
 
 ROOT = Path(__file__).parent.parent
 LONG = "test_with_a_name_that_leaves_pytest_no_room_for_the_reason_why_it_is_skipped"
@@ -72,7 +74,7 @@ def test_what_ends_early_leaves_its_minutes_to_the_next(monkeypatch):
     monkeypatch.setattr(gpu.time, "monotonic", lambda: 1000.0)
     until = list(gpu._ends(list(gpu.SECTIONS), 19.0))
     assert until == sorted(until) and until[-1] == pytest.approx(1000 + 19 * 60)
-    assert until[0] == pytest.approx(1000 + 7 * 60)
+    assert until[0] == pytest.approx(1000 + gpu.SECTIONS["tests"][1] * 60)
 
 
 @pytest.mark.slow
@@ -90,6 +92,40 @@ def test_the_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path):
         "failed: test_two[1]",
         f"skipped: {LONG}: no (CUDA) device",
     ]
+
+
+def test_a_process_is_one_of_its_own_whatever_job_and_container_are_around_it(monkeypatch):
+    around = {"SLURM_NTASKS": "8", "WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "10.0.0.1", "FSDP_VERSION": "1"}
+    for name, value in {**around, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    seen = json.loads(gpu.run(gpu.Options(), [sys.executable, "-c", show]).stdout)
+    assert {name: seen.get(name) for name in around} == {**dict.fromkeys(around), "WORLD_SIZE": "1", "RANK": "0"}
+    assert seen["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == "0" and seen["PATH"]
+
+
+def test_the_largest_model_is_looked_for_within_the_limit_of_a_container(monkeypatch):
+    gib = 2**30
+    here = hardware.Hardware((hardware.Device("a GPU", 80 * gib, "cuda"),), 16, 16 * gib)
+    monkeypatch.setattr(hardware, "detect", lambda: here)
+    monkeypatch.setattr(gpu.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**29}[name])
+    layers = int(0.7 * 16 * gib) // gpu._bytes_of_layer(16)
+    assert gpu._layers_that_may_fit(gpu.Options(), True) == (layers, layers)
+
+
+@pytest.mark.slow
+def test_warnings_of_the_machines_own_packages_fail_no_test(tmp_path, monkeypatch):
+    """Such as that of pynvml, at the import of torch, and of plugins of pytest."""
+    (tmp_path / "pynvml.py").write_text("import warnings\nwarnings.warn('deprecated', FutureWarning)\n")
+    (tmp_path / "loud.py").write_text("raise RuntimeError('a plugin that needs another pytest')\n")
+    about = tmp_path / "loud-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: loud\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[pytest11]\nloud = loud\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    *_, found = gpu.measured_section("tests", gpu.Options())
+    assert "failed" not in found, found["failed"]
+    assert not found["not_passed"] and len(found["skipped"]) + found["passed"] > 10
 
 
 @pytest.mark.parametrize(("limit", "tried"), [(70, [64, 72]), (81, [64, 72, 80, 88]), (50, [64, 56, 48]), (999, None)])
@@ -123,4 +159,4 @@ def test_every_section_runs_on_the_cpu(tmp_path):
     assert [row["planned_s"] for row in found["plan"]["rows"]]
     assert found["steps"]["compiled"]["ratios"] and found["checkpoint"]["bytes"] > 0
     assert found["largest"]["in host memory"] == {**found["largest"]["on the device"], "is_limit": False}
-    assert all(f"| {name} |" in table.read_text() for name in gpu.SECTIONS)
+    assert all(f"| {name} |" in table.read_text() for name in ("on", *gpu.SECTIONS))

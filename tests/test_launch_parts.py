@@ -175,9 +175,11 @@ def test_accelerates_spelling_and_the_documents_own_example_file(tmp_path, capsy
 
 def test_a_dry_run_shows_what_every_rank_would_run(tmp_path, capsys, monkeypatch):
     (tmp_path / "train.py").touch()
+    (tmp_path / "shardkit.yaml").write_text("use_cpu: true\n")
     monkeypatch.chdir(tmp_path)
     assert command_line.run(["launch", "--cpu", "-n", "2", "--dry-run", "train.py", "--lr", "1"]) == 0
     shown = capsys.readouterr().out
+    assert " | shardkit.yaml | " in shown  # as README prints it, not its whole path
     assert "-m shardkit.launch.bootstrap train.py --lr 1" in shown
     assert "ACCELERATE_MIXED_PRECISION=" in shown
     assert "Nothing was started" in shown

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +216,33 @@ def test_ranks_that_hang_when_forked_are_forked_anew_a_few_times(tmp_path):
     assert "debug_launcher: ranks 0, 1 did not begin in 1 s" in done.stderr
     assert done.stdout == "\n\n", "the first cell's function ran once a rank"
     assert "debug_launcher: ranks 0, 1 did not begin (forked 3 times): a thread of this process holds" in done.stderr
+
+
+def beside_a_gpu(asks_before: bool) -> None:
+    """A notebook on a machine with two GPUs. As with CUDA, a process cannot use them that is forked after this one has
+    asked the driver."""
+    asked = []
+
+    def is_available() -> bool:
+        asked.append(os.getpid())
+        return True
+
+    gpu = SimpleNamespace(is_initialized=lambda: False, device_count=lambda: 2, is_available=is_available)
+    gpu._is_in_bad_fork = lambda: any(pid != os.getpid() for pid in asked)
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
+    torch.accelerator.is_available = is_available
+    torch.get_device_module = lambda device: gpu
+    notebook.hardware.detect = lambda: SimpleNamespace(devices=("one", "two"))
+    if asks_before:
+        torch.accelerator.is_available()
+    notebook_launcher(lambda: os.write(1, f"bad fork: {gpu._is_in_bad_fork()}\n".encode()))
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_before_anything_asks_the_gpus_driver(tmp_path):
+    done = in_a_notebook("beside_a_gpu(False)\nbeside_a_gpu(True)", tmp_path)
+    assert done.stdout == "bad fork: False\n" * 2
+    assert "forked ranks cannot use it then (got torch.cuda initialized, or a call such as torch" in done.stderr
 
 
 @pytest.mark.slow

@@ -118,6 +118,17 @@ def test_hybrid_shards_inside_a_machine_and_replicates_across(ranks):
     assert sums[0] == sums[2] and sums[1] == sums[3] and sums[0] != sums[1]
 
 
+def timeouts_of_a_hybrid() -> list[float]:
+    config = config_for(4, 4, shardkit={"launch": {"process_group_timeout_s": 77.0}}, num_machines=2)
+    mesh = build_mesh(config, process.start(config))
+    groups = [mesh.get_group(axis)._get_backend(torch.device("cpu")) for axis in range(mesh.ndim)]
+    return [group.options._timeout.total_seconds() for group in groups]
+
+
+def test_the_groups_of_a_hybrid_have_the_configured_timeout(ranks):
+    assert ranks.run(4, timeouts_of_a_hybrid) == [[77.0, 77.0]] * 4
+
+
 def test_hybrid_sizes():
     assert mesh_sizes(config_for(8, 4), 8, 4) == MeshSizes(2, 4)
     assert mesh_sizes(config_for(8, 4, shardkit={"mesh": {"shard_size": 2}}), 8, 8) == MeshSizes(4, 2)

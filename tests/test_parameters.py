@@ -1,6 +1,8 @@
 """What a parameter carries over into sharding, what cannot follow it, and references that the script still holds."""
 
 import copy
+import io
+import logging
 import pickle
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import Accelerator
 from shardkit.errors import ModelError, UsageError
+from shardkit.sharding import pickled_parts
 from tests import loops
 from tests.loops.net import Net, adam, loss_of
 
@@ -93,6 +96,12 @@ def used_before(strategy: int) -> list[str]:
         lambda: [p.requires_grad_(False) for p in before],
         lambda: torch.nn.utils.parameters_to_vector(before),
         lambda: [p.add_(1) for p in before],
+        lambda: torch.nn.utils.clip_grad_norm_(before, 1.0),
+        lambda: [p.data.clamp_(-1, 1) for p in before],
+        lambda: [setattr(p, "grad", None) for p in before],
+        lambda: [p for p in before if p.ndim > 1],
+        lambda: copy.deepcopy(before),
+        lambda: pickle.dumps(before),
     )
     return [refusal(use) for use in uses]
 
@@ -101,22 +110,74 @@ def test_parameters_taken_before_prepare_say_so_when_they_are_used(ranks):
     for texts in ranks.run(2, used_before, 1):
         for text in texts:
             assert text.startswith("embed.weight: this parameter was taken from the model before prepare"), text
-            assert text.endswith("take it from the prepared model: model.parameters().")
-    assert ranks.run(2, used_before, 3) == [[""] * 5] * 2
+            assert "take it from the prepared model: model.parameters()." in text
+        assert [text.split("a use of ")[1].split(")")[0] for text in texts[5:]] == [
+            *("grad", "data", "grad", "ndim", "data", "data"),
+        ]
+    assert ranks.run(2, used_before, 3) == [[""] * 11] * 2
 
 
-def unprepared_optimizer(strategy: int) -> str:
-    accelerator, model = accelerator_for(strategy), Net()
+class Shifted(Net):
+    """Its first parameter has no dimension, so it is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters["shift"] = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.shift
+
+
+def unprepared_optimizer(strategy: int, kind: type[nn.Module]) -> str:
+    accelerator, model = accelerator_for(strategy), kind()
     optimizer = adam(model.parameters())
     model = accelerator.prepare(model)
     accelerator.backward(loss_of(model, batch()))
     return refusal(optimizer.step)
 
 
-def test_an_optimizer_built_before_and_not_prepared_is_refused_at_its_first_step(ranks):
-    for text in ranks.run(2, unprepared_optimizer, 1):
+@pytest.mark.parametrize("kind", [Net, Shifted])
+def test_an_optimizer_built_before_and_not_prepared_is_refused_at_its_first_step(ranks, kind):
+    for text in ranks.run(2, unprepared_optimizer, 1, kind):
         assert text.startswith("optimizer step: AdamW was built before its model was prepared, and was not prepared")
-    assert ranks.run(2, unprepared_optimizer, 3) == ["", ""]
+    assert ranks.run(2, unprepared_optimizer, 3, kind) == ["", ""]
+
+
+def added_to_the_optimizer(strategy: int) -> list[str]:
+    """What an optimizer refuses to train that prepare would refuse, too: of another model, and of a new module."""
+    accelerator = accelerator_for(strategy)
+    model, optimizer = accelerator.prepare(*((one := Net()), adam(one.parameters())))
+    refused = [refusal(lambda: optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()}))]
+    accelerator.free_memory()
+    model = accelerator.prepare(Net())
+    accelerator.unwrap_model(model).head = nn.Linear(7, 11)
+    late = adam(model.parameters())
+    accelerator.backward(loss_of(model, batch()))
+    return [*refused, refusal(late.step)]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_an_optimizer_does_not_train_what_is_not_reduced(ranks, strategy):
+    for strangers, late in ranks.run(2, added_to_the_optimizer, strategy):
+        assert "AdamW trains parameters of no prepared model (got 2 of 15" in strangers
+        assert "trains parameters that were added to the model after it was prepared (got head.weight" in late
+
+
+def raw_step_in_fp16() -> list[str]:
+    accelerator = Accelerator(config={"use_cpu": True, "num_processes": 1, "mixed_precision": "fp16"})
+    model = Net()
+    raw = adam(model.parameters())
+    model, optimizer = accelerator.prepare(model, raw)
+    accelerator.backward(loss_of(model, batch()))
+    refused = [refusal(raw.step), refusal(optimizer.step)]
+    loss_of(model, batch()).backward()
+    return [*refused, refusal(raw.step)]
+
+
+def test_a_step_on_scaled_gradients_is_refused(ranks):
+    ((scaled, prepared, plain),) = ranks.run(1, raw_step_in_fp16)
+    assert scaled.startswith("optimizer step: AdamW is not a prepared optimizer, and the gradients still have fp16's")
+    assert (prepared, plain) == ("", "")
 
 
 def added_after(strategy: int) -> str:
@@ -198,12 +259,26 @@ def test_a_copy_of_an_inner_module_stands_alone(ranks):
     assert ranks.run(2, copied_modules) == [(True, True)] * 2
 
 
-def pickled() -> str:
-    accelerator, model = accelerator_for(1), Net()
+def pickled() -> tuple[str, str, list[str]]:
+    """The kinds of tensors in pickles of whole and of sharded tensors, and the warnings of the latter."""
+    accelerator, model, told = accelerator_for(1), Net(), []
     model = accelerator.prepare(model)
     state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
-    return type(pickle.loads(pickle.dumps(state))["head.weight"]).__name__
+    whole = type(pickle.loads(pickle.dumps(state))["head.weight"]).__name__
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    pickled_parts.log.addHandler(handler)
+    pickled_parts._tell.cache_clear()
+    torch.save(copy.deepcopy(model.state_dict()), io.BytesIO())
+    torch.save(list(model.parameters()), file := io.BytesIO())
+    pickled_parts.log.removeHandler(handler)
+    file.seek(0)
+    return whole, type(torch.load(file)[0]).__name__, told
 
 
-def test_a_state_dict_holds_plain_things(ranks):
-    assert ranks.run(2, pickled) == ["Tensor", "Tensor"]
+def test_a_pickled_state_dict_holds_plain_things_and_sharded_ones_with_a_warning(ranks):
+    for whole, part, told in ranks.run(2, pickled):
+        assert (whole, part) == ("Tensor", "DTensor")
+        (text,) = told
+        assert text.startswith("torch.save: sharded tensors are pickled, so this rank writes its own part")
+        assert "accelerator.save_model(model, folder)" in text

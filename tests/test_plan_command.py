@@ -621,3 +621,10 @@ def test_the_closed_form_loads_no_torch():
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+
+
+def test_an_optimizer_of_ones_own_is_named():
+    asked = replace(make_request(), own_optimizer="mine:optimizer")
+    answer = Answer(asked, (row(asked),), row(asked).strategy, None, "")
+    assert ", bf16, mine:optimizer, micro-batch 1 x" in render(answer)
+    assert to_json(answer)["optimizer"] == "mine:optimizer"

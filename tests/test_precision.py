@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.config.schema import Config
 from shardkit.distributed import process
@@ -184,6 +186,28 @@ def test_fp16_trains_with_loss_scaling(ranks, strategy):
 def test_an_overflow_on_one_rank_is_everyones(ranks):
     for _, scales, equal in ranks.run(2, fp16_steps, 1, 1):
         assert scales == [256.0, 128.0, 128.0, 128.0] and equal
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies from a GPU to the host that nothing waits for."""
+
+    unfinished = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_to_host = isinstance(found, torch.Tensor) and found.is_cpu and args and getattr(args[0], "is_cuda", False)
+        self.unfinished += bool(is_to_host and (kwargs or {}).get("non_blocking"))
+        return found
+
+
+def test_offloaded_gradients_are_unscaled_when_their_scale_has_arrived_from_the_gpu():
+    with FakeTensorMode(), Copies() as copies:
+        weight = nn.Parameter(torch.zeros(4))
+        weight.grad = torch.ones(4)
+        scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        found = loss_scale.GradScaler("cpu")._unscale_grads_(torch.optim.SGD([weight]), scale, found_inf, False)
+    assert copies.unfinished == 0
+    assert [str(device) for device in found] == ["cpu"]
 
 
 def loaded_in_bf16() -> tuple[str, str]:

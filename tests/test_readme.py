@@ -15,11 +15,7 @@ from shardkit.cli.main import run
 from shardkit.config.files import read_text
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    *sorted(path for part in ("tutorials", "how-to", "concepts") for path in (ROOT / "docs" / part).glob("*.md")),
-]
-NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+NAMES = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -79,13 +75,21 @@ def test_files_and_code_are_valid(page):
 
 
 def test_make_targets_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
     for page in NAMES:
         used = re.findall(r"^make ([a-z-]+)", "\n".join(blocks(page, "shell")), re.MULTILINE)
         assert set(used) <= targets
 
 
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", NAMES)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
-        assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^)#:]*)\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(path), f"{page}: {target}#{anchor}"

@@ -36,6 +36,7 @@ TYPED = {
     "shardkit.gradient_accumulation_steps": ["1", "4"],
     "shardkit.seed": ["none", "0", "1e6"],
     "shardkit.launch.max_restarts": ["0", "3"],
+    "shardkit.launch.min_machines": ["none", "1", "2"],
     "gpu_memory": ["48GiB", "24 GB"],
     "machine_rank": ["launch", "1"],
     "main_training_function": ["main", "train"],

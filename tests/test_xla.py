@@ -341,3 +341,16 @@ def test_another_number_of_devices_is_refused(tmp_path, _):
     assert (
         "num_processes: 3 asked for (got 2 XLA devices); on a TPU it is the number of all its devices." in done.stderr
     )
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="here there may be a TPU")
+@pytest.mark.parametrize("_", [on_xla(None)])
+def test_a_machine_without_a_tpu_is_refused_with_what_to_do(tmp_path, _):
+    code = "from shardkit import Accelerator; Accelerator(config={'distributed_type': 'XLA', 'num_processes': 4})"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=variables)
+    assert done.returncode != 0
+    assert (
+        "MachineError: distributed_type XLA: torch_xla starts no device here (got libtpu not found); on a TPU pip "
+        "install 'shardkit[tpu]', elsewhere try it with --cpu." in done.stderr
+    )

@@ -7,7 +7,6 @@ Extra memory is one buffer, regardless of the size of the tensors.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -41,6 +40,7 @@ class Saved:
         self.files, self.work = files, work
         own = "" if own_rank is None else layout.own_file(own_rank, files.checkpoint.manifest.world_size)
         self._own = own if files.has(own) else ""
+        self._memory: dict[bool, torch.Tensor] = {}  # the buffer: in ordinary, and in pinned memory
 
     @property
     def index(self) -> layout.Index:
@@ -139,7 +139,7 @@ class Saved:
         at_once = max(1, disk.BLOCK_BYTES // row_bytes)
         for first in range(0, source.sizes[0], at_once):
             count = min(at_once, source.sizes[0] - first)
-            block = self._block(stored.dtype, (count, *stored.shape[1:]))
+            block = self._block(stored.dtype, (count, *stored.shape[1:]), pins=not into.is_cpu)
             at = begin + (source.offsets[0] + first) * row_bytes
             disk.read_into(file, tensors.memory(block), at, where)
             box = Box((0, *source.offsets[1:]), (count, *source.sizes[1:]))
@@ -147,16 +147,15 @@ class Saved:
             into[first : first + count].copy_(wanted)
             self.work(wanted.numel() * wanted.element_size())
 
-    def _block(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The buffer, as a tensor of this shape."""
+    def _block(self, dtype: str, shape: tuple[int, ...], pins: bool) -> torch.Tensor:
+        """The buffer, as a tensor of this shape; in pinned memory for copies to a device, if it has such."""
         size = layout.ITEM_BYTES[dtype]
         for length in shape:
             size *= length
-        return self._memory[:size].view(tensors.TORCH_DTYPES[dtype]).view(shape)
-
-    @cached_property
-    def _memory(self) -> torch.Tensor:
-        return torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=accelerators.can_pin())
+        if pins not in self._memory:  # pinning initializes the device, which a tool on the CPU must leave alone
+            is_pinned = pins and accelerators.can_pin()
+            self._memory[pins] = torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+        return self._memory[pins][:size].view(tensors.TORCH_DTYPES[dtype]).view(shape)
 
 
 def _empty_like(like: DTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -63,12 +63,15 @@ def validate(
     file: Annotated[
         Path | None, typer.Argument(help="The file; default: the one that launch would use.", **options.PATH)
     ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The same as FILE.", **options.PATH)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Validate a file. Prints all problems, with line and column."""
     from shardkit.config.files import find, read
 
-    path = file or find(Path.cwd())
+    if file is not None and config is not None:
+        raise UsageError(f"config validate: two files (got {file} and --config {config}); give one.")
+    path = file or config or find(Path.cwd())
     if path is None:
         raise UsageError(
             f"config validate: no shardkit.yaml in this folder or its parents; give the file{_of_accelerate()}."
@@ -305,6 +308,8 @@ def _names_below(key: str | None) -> list[str]:
     from shardkit.config.keys import all_keys, resolve_name, suggestion
 
     path = () if key is None else resolve_name(key)
+    if path is None and Path(str(key)).is_file():
+        raise UsageError(f"config show: a file is not a setting (got {key}); write --config {key}.")
     if path is None:
         raise UsageError(f"config show: unknown setting (got {key}); {suggestion(str(key).split('.')[0])}")
     return [name.name for place, name in all_keys().items() if place[: len(path)] == path]

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit import env
@@ -120,11 +120,22 @@ def _visible(devices: list[Device]) -> list[Device]:
         number = name.strip()
         if number.isdigit() and int(number) < len(devices):
             visible.append(devices[int(number)])
-        elif re.match(r"(GPU|MIG)-", number) and devices:
+        elif number.startswith("MIG-") and devices:
+            visible.append(_instance(devices[0], number, _run(["nvidia-smi", "-L"])))
+        elif number.startswith("GPU-") and devices:
             visible.append(devices[0])
         else:
             break
     return visible
+
+
+def _instance(gpu: Device, uuid: str, listed: str) -> Device:
+    """A part of a GPU (MIG), from the lines of `nvidia-smi -L`, such as `  MIG 1g.10gb  Device 0: (UUID: MIG-...)`; of
+    unknown memory where they do not list it. Its profile names GB."""
+    found = re.search(rf"MIG\s+(?P<profile>\S+?\.(?P<size>\d+)gb\S*)\s.*\(UUID:\s*{re.escape(uuid)}", listed)
+    if found is None:
+        return replace(gpu, memory_bytes=0)
+    return replace(gpu, name=f"{gpu.name} MIG {found['profile']}", memory_bytes=int(found["size"]) * 10**9)
 
 
 def _cores() -> int:

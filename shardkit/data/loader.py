@@ -188,6 +188,10 @@ class PreparedLoader:
         """As `remainder`, for the last batch of the loop that has ended."""
         return self._ended.batch_samples if self._ended is not None and self._ended.is_padded else -1
 
+    def take_trained(self, micro_batches: int) -> int | None:
+        """As `Loop.take_trained`; None outside of loops."""
+        return None if self._loop is None else self._loop.take_trained(micro_batches)
+
     @property
     def batch_samples(self) -> int:
         """Samples in the current global batch, without padding."""

@@ -1,5 +1,6 @@
 """One iteration over a prepared loader: its position, its current batch, and what optimizer steps have used."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -12,6 +13,8 @@ from shardkit.data.position import Position
 from shardkit.data.sources import Piece
 
 _yields = count(1)
+MOST_READ = 1024
+"""Batches read ahead that are counted; micro-batches of a step are fewer."""
 
 
 @dataclass
@@ -45,6 +48,10 @@ class Loop:
     """Number of loops over the same loader begun inside this one."""
     has_inner_ended: bool = False
     """Whether one of them finished after the current batch was yielded."""
+    _read: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_READ))
+    """Samples of the batches that were yielded since the last micro-batch."""
+    _to_train: list[int] = field(default_factory=list)
+    """Of those yielded before the last micro-batch, the ones that the next micro-batches train on."""
 
     def take(self, piece: Piece) -> None:
         """Makes this the current batch."""
@@ -53,6 +60,18 @@ class Loop:
         self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
         self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)
+        self._read.append(piece.samples)
+
+    def take_trained(self, micro_batches: int) -> int | None:
+        """Samples of the batch that a micro-batch trains on; None if that batch was counted before.
+
+        A loop may read several batches before it trains on them, one in each of the next `micro_batches`. Earlier ones
+        were skipped or evaluated.
+        """
+        if self._read:
+            self._to_train = [*self._read][-micro_batches:]
+            self._read.clear()
+        return self._to_train.pop() if self._to_train else None
 
     def given(self, batch: Any) -> Any:
         """The batch, with its tensors and length noted."""

@@ -28,7 +28,7 @@ def kind() -> str | None:
 
 def count() -> int:
     """Number of accelerators visible to this process."""
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return torch.accelerator.device_count()
 
 
 def take(index: int) -> torch.device:
@@ -39,12 +39,21 @@ def take(index: int) -> torch.device:
 
 
 def is_used() -> bool:
-    """Whether this process has initialized its accelerator, so that forked processes cannot use it."""
-    found = kind()
-    if found == "xla":
+    """Whether this process has initialized its accelerator. Asks no driver: CUDA's does not work in a process that is
+    forked after that."""
+    if xla.is_started():
         return True
-    begun = getattr(_module(torch.device(found)), "is_initialized", None) if found else None
+    found = torch.accelerator.current_accelerator()
+    begun = getattr(_module(found), "is_initialized", None) if found is not None else None
     return bool(begun is not None and begun())
+
+
+def is_lost_after_fork() -> bool:
+    """For a forked process: whether it cannot use the accelerator, since the process it was forked from has initialized
+    it, or has only asked the driver (torch.cuda.is_available)."""
+    found = torch.accelerator.current_accelerator()
+    tell = getattr(_module(found), "_is_in_bad_fork", None) if found is not None else None
+    return bool(tell is not None and tell())
 
 
 def backend_for(device: torch.device) -> str:
@@ -90,11 +99,16 @@ def can_pin() -> bool:
 
 
 def random_state() -> tuple[str, torch.Tensor] | None:
-    """(the accelerator's kind, its generator state); None without one."""
+    """(the accelerator's kind, its generator state); None without one, and in a process that has not used it, such as
+    one on the CPU of a machine with GPUs."""
     found = kind()
     if found == "xla":
         return found, xla.random_state()
-    return None if found is None else (found, _module(torch.device(found)).get_rng_state())
+    if found is None:
+        return None
+    module = _module(torch.device(found))
+    is_initialized = getattr(module, "is_initialized", lambda: True)()
+    return (found, module.get_rng_state()) if is_initialized else None
 
 
 def set_random_state(state: torch.Tensor) -> None:

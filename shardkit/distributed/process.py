@@ -234,6 +234,7 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     else:
         store = stores.of_all_ranks(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
-    if backend == "gloo":
-        # Its threads must end before the interpreter shuts down.
+    if backend == "gloo" or ranks.world_size == 1:
+        # Gloo's threads must end before the interpreter shuts down. Beside another backend only where no peer may be
+        # lost: the end of a group of NCCL waits for its ranks.
         atexit.register(leave)

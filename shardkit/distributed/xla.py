@@ -59,8 +59,9 @@ def devices() -> Devices:
 def start(config: Config, processes: int) -> Devices:
     """The devices of the run, this process driving those of its machine. Every process of the run must call it.
 
-    Raises MachineError where torch_xla is missing or of another version than torch, or where these processes are not
-    the machines of one TPU; ConfigError where the configuration asks for what PyTorch/XLA has no counterpart for.
+    Raises MachineError where torch_xla is missing, of another version than torch, or finds no devices, or where these
+    processes are not the machines of one TPU; ConfigError where the configuration asks for what PyTorch/XLA has no
+    counterpart for.
     """
     if problem := settings.installed_problem():
         raise MachineError(problem)
@@ -70,7 +71,13 @@ def start(config: Config, processes: int) -> Devices:
         env.update(settings.variables(config, env.copy()))
     runtime = import_module("torch_xla.runtime")
     runtime.use_spmd()
-    device, count = import_module("torch_xla").device(), runtime.global_runtime_device_count()
+    try:
+        device, count = import_module("torch_xla").device(), runtime.global_runtime_device_count()
+    except (OSError, RuntimeError) as error:
+        raise MachineError(
+            f"distributed_type XLA: torch_xla starts no device here (got {str(error).partition(chr(10))[0]}); on a TPU "
+            "pip install 'shardkit[tpu]', elsewhere try it with --cpu."
+        ) from error
     if runtime.process_count() != processes:
         raise MachineError(
             f"distributed_type XLA: the devices are those of {runtime.process_count()} machines (got {processes} "

@@ -107,8 +107,18 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
         names.FULL_WORLD_SIZE: str(spec.world_size),
         **accelerate_variables(counted, spec.device),
     }
+    origins = dict(spec.origins)
+    if machines < spec.num_machines:
+        where = f"shardkit launch ({machines} of {spec.num_machines} machines)"
+        origins |= {"num_machines": where, "num_processes": where}
     return replace(
-        spec, world_size=world, num_machines=machines, machine_rank=place, environment=variables, config=config
+        spec,
+        world_size=world,
+        num_machines=machines,
+        machine_rank=place,
+        environment=variables,
+        config=config,
+        origins=origins,
     )
 
 
@@ -123,7 +133,8 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
     )
     if machines < spec.num_machines:
         lines.append(
-            f"launch: the global batch stays that of {spec.num_machines} machines: {_how_kept(spec, machines)}"
+            f"launch: the global batch stays that of {spec.num_machines} machines: "
+            f"{Fraction(spec.num_machines, machines)} times the samples of each rank"
         )
     if generation.spares:
         spares = ", ".join(map(str, generation.spares))
@@ -133,13 +144,6 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
-
-
-def _how_kept(spec: LaunchSpec, machines: int) -> str:
-    times = Fraction(spec.num_machines, machines)
-    if spec.config.shardkit.data.split_batches:
-        return f"each rank's batches are {times} times as large"
-    return f"{times} times the micro-batches a step"
 
 
 def _sizes(sizes: dict[int, str | None]) -> str:

@@ -1,5 +1,6 @@
 """One launch as a plain value: script, ranks, variables. `--dry-run` prints it."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 from shardkit.config import xla
 from shardkit.config.schema import Config, DistributedType, LaunchConfig
 from shardkit.launch.environment import rank_variables
+from shardkit.launch.folders import short
 
 DEFAULT_PORT = 29500  # torch's own default for several machines
 
@@ -178,7 +180,7 @@ def headline(spec: LaunchSpec, log_dir: str) -> str:
     return " | ".join(
         [
             f"shardkit {__version__}",
-            spec.config_name,
+            short(Path(spec.config_name)) if os.path.isabs(spec.config_name) else spec.config_name,
             f"{spec.strategy}, {'fp32' if spec.mixed_precision == 'no' else spec.mixed_precision}",
             machines,
             f"torch {_version('torch')} {spec.backend}",

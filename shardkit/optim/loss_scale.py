@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,17 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        parts: Any = _Parts([{"params": [_part(p) for p in parameters]}])
-        found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
+        found: dict[torch.device, torch.Tensor] = {}
+        for device, parts in _by_device(parameters).items():
+            # Copied to the device before: torch's own copy of a scale on a GPU for gradients in host memory does not
+            # wait for its end, so that the kernels could read what was there before.
+            scale, has_inf = inv_scale.to(device), found_inf.to(device)
+            found |= super()._unscale_grads_(_Parts([{"params": parts}]), scale, has_inf, allow_fp16)  # type: ignore[arg-type]
         if any(is_dtensor(p) for p in parameters):  # whole gradients are the same on every rank
             for value in found.values():
-                dist.all_reduce(value, dist.ReduceOp.MAX)
+                everywhere = value.to(inv_scale.device)  # offloaded gradients: NCCL reduces nothing in host memory
+                dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+                value.copy_(everywhere)
         return found
 
 
@@ -36,6 +43,15 @@ class _Parts:
     """The part of an optimizer that unscaling uses."""
 
     param_groups: list[dict[str, Any]]
+
+
+def _by_device(parameters: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """The local parts of the parameters that have a gradient, by the device of their gradients."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for part in map(_part, parameters):
+        if part.grad is not None:
+            found.setdefault(part.grad.device, []).append(part)
+    return found
 
 
 def _part(parameter: torch.Tensor) -> torch.Tensor:

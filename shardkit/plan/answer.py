@@ -23,7 +23,8 @@ from shardkit.plan.unit_sizes import axes
 class PlanRequest:
     """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank.
 
-    `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`).
+    `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`: the script's, as
+    module:function, which a simulation runs in place of `optimizer`.
     """
 
     description: ModelDescription
@@ -37,6 +38,7 @@ class PlanRequest:
     loss: Loss = Loss.HELD
     ema: Ema = Ema.NO
     is_on_tpu: bool = False
+    own_optimizer: str | None = None
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
@@ -238,7 +240,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "memory_bytes": request.device.memory_bytes,
             "reserve_bytes": request.device.reserve_bytes,
         },
-        "optimizer": request.optimizer,
+        "optimizer": request.own_optimizer or request.optimizer,
         "loss": request.loss.value,
         "ema": request.ema.value,
         "batch_size": request.batch_size,

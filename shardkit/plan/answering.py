@@ -44,6 +44,7 @@ def answer(
     """
     if how is not None:
         _check_simulation(request, question, how)
+        request = replace(request, own_optimizer=how.optimizer if ":" in how.optimizer else None)
     if question is not None:
         search.check(question, request)
     beyond = check_seq_len(request)

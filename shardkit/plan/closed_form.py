@@ -160,7 +160,7 @@ def known_activations(
 
 def _why_unknown(facts: TransformerFacts | None, batch_size: int | None) -> str:
     if facts is None:
-        return "all activations: the model's shape is unknown from its source"
+        return "all activations: the model's shape is unknown from its source; --simulate --batch runs its code"
     return "all activations: add --seq-len" if batch_size else "all activations: add --batch-size"
 
 

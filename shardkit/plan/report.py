@@ -42,7 +42,8 @@ def _headline(request: PlanRequest) -> str:
     where = f"{request.world_size:,} rank{'s' if request.world_size > 1 else ''}"
     if request.machines > 1:
         where += f" on {request.machines:,} machines"
-    load = [where, request.device.name, dtypes(config).param or "fp32", request.optimizer]
+    load = [where, request.device.name, dtypes(config).param or "fp32"]
+    load.append(request.own_optimizer or request.optimizer)
     facts = request.description.facts
     seq_len = request.seq_len or (facts.seq_len if facts else None)
     if request.batch_size and seq_len:

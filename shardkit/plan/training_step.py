@@ -22,6 +22,7 @@ from shardkit.plan.averages import Ema
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import deferred
+from shardkit.sharding.hooks import mark_own
 from shardkit.sharding.parallelize import parallelize
 from shardkit.sharding.units import blocks_of
 
@@ -148,7 +149,7 @@ def _hold_gradients(trained: list[nn.Parameter], tracker: MemoryTracker, has_buc
         tracker.count([parameter.grad], "gradients")
 
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(arrived)
+        parameter.register_post_accumulate_grad_hook(mark_own(arrived))
 
 
 def _mark(model: nn.Module, config: Config, tracker: MemoryTracker) -> None:

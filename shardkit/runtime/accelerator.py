@@ -141,6 +141,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         if supported.shardkit.seed is not None:
             set_seed(supported.shardkit.seed)
         step_boundary.watch(self._run)
+        prepare.watch_optimizers(self._run)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):  # a property of this class whose body raised AttributeError
@@ -234,6 +235,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
             saving.forget(self._run)
         self._run.forget()
         step_boundary.watch(self._run)
+        prepare.watch_optimizers(self._run)
         if self._speed is not None:
             self._speed = speed.Speed(self._run)
         step_boundary.collect_garbage()

@@ -4,7 +4,7 @@ A window is the micro-batches of one optimizer step: the configured number, or f
 is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,11 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
-from shardkit.sharding.gradient_sync import deferred, finish_deferred
+from shardkit.log import get_logger
+from shardkit.sharding.gradient_sync import deferred, finish_deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
+
+log = get_logger(__name__)
 
 NEVER = ("never", -1)
 
@@ -46,16 +49,27 @@ class Accumulation:
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
         ends_with_data: bool = True,
+        keeps_batch: bool = False,
+        is_main: bool = True,
     ) -> None:
         self.steps = steps
         self.ends_with_data = ends_with_data
         """Whether the last batch of a loader ends a window early; else the window continues in the next loop."""
+        self.keeps_batch = keeps_batch
+        """Whether the micro-batches of a window make up for absent machines of an elastic run."""
+        self._is_main = is_main
         self.models = models
         self.counters = counters
         self.backward_calls = 0
         self.at_boundary: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
         """Called before each optimizer step to check the gradients."""
+        self.on_loss: Callable[[torch.Tensor], None] = lambda loss: None
+        """Called with the loss of each micro-batch before its backward."""
+        self.on_new_group: Callable[[], None] = lambda: None
+        """Called after a param group was added to a prepared optimizer."""
+        self.refuse_late: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        """Called before the first step of an optimizer that was not prepared."""
         self.on_batch: Callable[[], None] = lambda: None
         """Called once for each batch that is trained on, while it is the current one."""
         self.on_step: Callable[[], None] = lambda: None
@@ -68,22 +82,22 @@ class Accumulation:
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self._is_own_backward = False
         self._has_foreign_backward = False
-        self._own_calls = self._own_calls_before_window = 0
+        self._model_calls = self._model_calls_before_window = 0
+        self._backwards_since_step = 0
+        self._has_warned_of_early_step = False
+        self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
         self._calls_at_boundary = 0
         self._scaler = scaler
         self._scaler_is_behind = False
         self._divisor = steps
-        self._window = 0
-        self._windows = 0
+        self._window = self._windows = 0
         self.is_inside = False
         """Whether the script is inside `accumulate()`."""
         self._stepped: set[int] = set()
         self._has_stepped_in_micro_batch = False
-        self._calls_before_window = 0
-        self._calls_before_micro_batch = 0
+        self._calls_before_window = self._calls_before_micro_batch = 0
         self.micro_batches = 0
         """Micro-batches begun in this process."""
-        self._batch_counted = 0
         self._samples_since_step = 0
         self._have_ranks_met = False
         self._boundary_is_due = False
@@ -144,7 +158,9 @@ class Accumulation:
         if not self.is_inside:
             self._window = 0
         self.backward_calls += 1
+        self._backwards_since_step += 1
         self._own_calls += 1
+        self.on_loss(loss)
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
@@ -158,6 +174,8 @@ class Accumulation:
     def note_backward(self) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
         self.backward_calls += 1
+        self._model_calls += 1
+        self._backwards_since_step += not self._is_own_backward
         self._has_foreign_backward |= not self._is_own_backward
 
     @property
@@ -195,7 +213,43 @@ class Accumulation:
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
+        self._check_micro_batches()
         self.before_step()
+
+    def _check_micro_batches(self) -> None:
+        """Warns once of a step after fewer backwards than the window's micro-batches, in a loop without `accumulate()`.
+        Raises UsageError in a world of an elastic run whose micro-batches make up for absent machines."""
+        backwards = self._backwards_since_step
+        if self._window or self._has_warned_of_early_step or not 0 < backwards < self.steps:
+            return
+        loader = active_loader(self._loaders)
+        if loader is None or loader.end_of_loader:
+            return
+        what = f"(got an optimizer step after {backwards} of {self.steps} micro-batches, outside of accumulate())"
+        if self.keeps_batch:
+            raise UsageError(
+                f"elastic: the global batch of all machines is not kept {what}; put forward, backward and step into "
+                "`with accelerator.accumulate(model):`, or give batches of all ranks: Accelerator(split_batches=True)."
+            )
+        self._has_warned_of_early_step = True
+        if self._is_main:
+            log.warning(
+                f"accumulate: gradient_accumulation_steps only divides losses {what}; put forward, backward and step "
+                "into `with accelerator.accumulate(model):`."
+            )
+
+    @property
+    def has_scaled_gradients(self) -> bool:
+        """Whether the gradients still have fp16's loss scale, since no prepared optimizer has stepped on them."""
+        is_scaled = self._own_calls > self._own_calls_at_step and not self._has_foreign_backward
+        return self._scaler is not None and is_scaled
+
+    def defers(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether this is no last micro-batch, so that gradients of any of the parameters are not final."""
+        if not (self.is_inside and self.is_gathering()):
+            return False
+        trained = {id(parameter) for parameter in parameters}
+        return any(id(p) in trained for model in self._deferred_models for p in model.parameters())
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -221,11 +275,14 @@ class Accumulation:
         """Counts steps: the first optimizer that steps begins a step, and one that steps again begins the next."""
         xla.flush()
         self._scaler_is_behind = self._scaler is not None
-        self._note_batch()
-        self._samples_since_step = 0
+        micro_batches = max(1, self._backwards_since_step)
+        for _ in range(micro_batches):  # those of a loop without accumulate()
+            self._note_batch(micro_batches)
+        self._samples_since_step = self._backwards_since_step = 0
         self.counters.micro_step = 0
         self._has_stepped_in_micro_batch = True
         self._has_foreign_backward = False
+        self._own_calls_at_step = self._own_calls
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
         if self._boundary_loader is not None:
@@ -298,6 +355,9 @@ class Accumulation:
             self._divisor = self.steps
             self._calls_before_window = self.backward_calls
             self._own_calls_before_window = self._own_calls
+            self._model_calls_before_window = self._model_calls
+        else:
+            self._check_kept()
         self._calls_before_micro_batch = self.backward_calls
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
@@ -308,15 +368,25 @@ class Accumulation:
         self._is_full = is_last or self.counters.micro_step >= self._divisor
         self._window = self.counters.micro_step if self._is_full else 0
         self._windows += self._is_full
-        self._note_batch()
+        self._note_batch(self._divisor)
 
-    def _note_batch(self) -> None:
-        """Counts the samples of the current batch as trained on, once."""
+    def _check_kept(self) -> None:
+        """Raises UsageError where the gradients of this window's earlier micro-batches are gone."""
+        had_gradients = self._model_calls > self._model_calls_before_window and not self._has_stepped_in_micro_batch
+        if had_gradients and not any(map(has_gradients, self.models)):
+            raise UsageError(
+                "accumulate: the gradients of the window's earlier micro-batches are gone (got maybe a call of "
+                "model.zero_grad()); call zero_grad() of the prepared optimizer, which waits for the end of the window."
+            )
+
+    def _note_batch(self, micro_batches: int) -> None:
+        """Counts the samples of a micro-batch as trained on. `micro_batches`: of the step, which may have been read
+        ahead."""
         loader = active_loader(self._loaders)
-        if loader is not None and loader.last_yield != self._batch_counted:
-            self._batch_counted = loader.last_yield
-            self.counters.samples_seen += loader.batch_samples
-            self._samples_since_step += loader.batch_samples
+        samples = None if loader is None else loader.take_trained(micro_batches)
+        if samples is not None:
+            self.counters.samples_seen += samples
+            self._samples_since_step += samples
             self.on_batch()
 
     def _update_scaler(self) -> None:

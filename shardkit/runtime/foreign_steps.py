@@ -1,5 +1,5 @@
-"""Steps of optimizers that were not prepared: they are counted; an optimizer built before its model was prepared is
-refused.
+"""Steps of optimizers that were not prepared: they are counted. Refused are an optimizer built before its model was
+prepared, and a step on gradients that are not final.
 
 Some scripts prepare only the model; some optimizers step an inner one (SAM's second_step). torch calls these hooks at
 each step of any optimizer in the process.
@@ -20,6 +20,8 @@ from shardkit.sharding.original_parameters import ReleasedParameter
 
 log = get_logger(__name__)
 _runs: WeakSet[Accumulation] = WeakSet()
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers that were not prepared, after their first step."""
 
 
 def watch(accumulation: Accumulation) -> None:
@@ -30,33 +32,61 @@ def watch(accumulation: Accumulation) -> None:
 
 @cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(_refuse_released)
+    register_optimizer_step_pre_hook(_check)
     register_optimizer_step_post_hook(_note)
 
 
-def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    return next((p for group in optimizer.param_groups for p in group["params"]), None)
-
-
-def _refuse_released(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if isinstance(_first_parameter(optimizer), ReleasedParameter):
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _is_inside_prepared():
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(isinstance(parameter, ReleasedParameter) for parameter in parameters):
         raise UsageError(
             f"optimizer step: {type(optimizer).__name__} was built before its model was prepared, and was not prepared "
-            "itself, so it holds none of the model's parameters; prepare both: "
+            "itself, so it holds parameters that the model no longer has; prepare both: "
             "model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+    for accumulation in _owners(optimizer):
+        _refuse_early(accumulation, type(optimizer).__name__, parameters)
+        if optimizer not in _checked:
+            accumulation.refuse_late(optimizer)
+    _checked.add(optimizer)
+
+
+def _refuse_early(accumulation: Accumulation, name: str, parameters: list[torch.Tensor]) -> None:
+    """UsageError where the gradients of the parameters are not final."""
+    if accumulation.defers(parameters):
+        raise UsageError(
+            f"optimizer step: {name} is not a prepared optimizer, so it steps in the middle of an accumulation "
+            "window, on gradients that are not reduced over ranks yet; step with the optimizer that "
+            "accelerator.prepare returned, or only where accelerator.sync_gradients is true."
+        )
+    if accumulation.has_scaled_gradients:
+        raise UsageError(
+            f"optimizer step: {name} is not a prepared optimizer, and the gradients still have fp16's loss scale; "
+            "step with the optimizer that accelerator.prepare returned."
         )
 
 
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    first = _first_parameter(optimizer)
-    runs = [accumulation for accumulation in _runs if accumulation.models]
-    if any(accumulation.is_stepping for accumulation in runs):
+    if _is_inside_prepared():
         return
-    owners = [run for run in runs if any(first is p for model in run.models for p in model.parameters())]
+    owners = _owners(optimizer)
     for accumulation in owners:
         accumulation.note_step(optimizer, was_skipped=False)
-    if runs and not owners and dist.is_initialized() and dist.get_world_size() > 1:
+    if not owners and any(run.models for run in _runs) and dist.is_initialized() and dist.get_world_size() > 1:
         _tell_of_stranger(type(optimizer).__name__)
+
+
+def _is_inside_prepared() -> bool:
+    """Whether this is the step of a prepared optimizer, or of one inside of it."""
+    return any(accumulation.is_stepping for accumulation in _runs)
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[Accumulation]:
+    """The runs whose models the optimizer trains, by its first parameter."""
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    return [run for run in _runs if any(first is p for model in run.models for p in model.parameters())]
 
 
 @cache

@@ -8,7 +8,7 @@ from shardkit.checkpoint.read import LoadedState
 from shardkit.distributed import progress
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
-from shardkit.runtime import in_url
+from shardkit.runtime import in_url, settings
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
 from shardkit.runtime.saving import live_of, met, root_of, wait
@@ -96,8 +96,30 @@ def _loaded(run: Run, session: SaveSession, loaded: LoadedState) -> Place:
             "next %d steps (shardkit.ddp.power_sgd_start_step), and PowerSGD starts again after that.",
             run.config.shardkit.ddp.power_sgd_start_step,
         )
+    _warn_of_another_batch(run, loaded)
     run.loads += 1
     progress.post("data", record.step)
     if run.process.rank == 0:
         logger.info("checkpoint: loaded step %d from %s", record.step, loaded.checkpoint.path)
     return loaded.checkpoint.path
+
+
+def _warn_of_another_batch(run: Run, loaded: LoadedState) -> None:
+    """Warns where a world of an elastic run has not the batch of the world that saved: the script's `batch_size`
+    depends on the number of ranks, which the micro-batches make up for already."""
+    if settings.full_world_size() is None or run.process.rank != 0:
+        return
+    is_split = run.config.shardkit.data.split_batches
+    ranks, saved_ranks = (1, 1) if is_split else (run.process.world_size, loaded.checkpoint.manifest.world_size)
+    for name, loader in zip(live_of(run).loaders, run.loaders, strict=True):
+        saved = loaded.common["loaders"].get(name, {}).get("global_batch")
+        if saved is not None and saved * ranks != loader.total_batch_size * saved_ranks:
+            logger.warning(
+                "elastic: the global batch has changed (got batches of %d samples in a world of %d, %d in one of %d in "
+                "the checkpoint); give a batch_size that does not depend on the number of ranks, or that of all ranks "
+                "with Accelerator(split_batches=True).",
+                loader.total_batch_size,
+                run.process.world_size,
+                saved,
+                loaded.checkpoint.manifest.world_size,
+            )

@@ -6,12 +6,16 @@ from typing import Any
 from shardkit.runtime.accumulate import Accumulation
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 
+_OWN = {"scheduler", "steps_per_call", "_optimizers", "_accumulation", "_steps_with_optimizer", "_called_after"}
+"""Attributes of the prepared scheduler."""
+
 
 class AcceleratedScheduler:
     """The user's scheduler, which steps when its optimizer has stepped. `scheduler` is the torch object.
 
     It does not step while micro-batches are accumulated or where fp16 skipped the optimizer's step, and never once per
-    rank: a schedule counts optimizer steps. With `steps_with_optimizer` False it always steps.
+    rank: a schedule counts optimizer steps. With `steps_with_optimizer` False it always steps. Other attributes are
+    those of the torch object, also where they are set.
     """
 
     def __init__(
@@ -33,6 +37,12 @@ class AcceleratedScheduler:
         if name.startswith("__") or name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.scheduler, name, value)
 
     def step(self, *args: Any, **arguments: Any) -> None:
         """Advances the learning rate if the optimizer has stepped."""

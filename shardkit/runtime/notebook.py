@@ -1,5 +1,6 @@
 """Ranks started from a notebook or a test: a function runs in several forked processes on this machine."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +10,12 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from shardkit import env
+from shardkit.config import hardware
 from shardkit.config.schema import read_precision
 from shardkit.distributed import accelerators
 from shardkit.distributed.control import ranks_text
 from shardkit.errors import MachineError, UsageError
+from shardkit.launch import forking
 from shardkit.launch.addresses import listen
 from shardkit.log import get_logger
 
@@ -41,14 +44,24 @@ def notebook_launcher(
     raised with its traceback.
     """
     _refuse_others(others)
-    number = num_processes or accelerators.count() or 1
+    devices = len(hardware.detect().devices)  # found without the driver, which forked ranks could not use afterwards
     settings = {} if read_precision(mixed_precision) == "no" else {"mixed_precision": mixed_precision}
-    if number > 1 and accelerators.is_used():
+    if accelerators.is_used() or (devices and _forks_lose_devices()):
         raise UsageError(
-            "notebook_launcher: this process has already used the GPU, which forked ranks cannot share (got "
-            f"{accelerators.kind()} initialized); restart the notebook, and use the GPU only inside the function."
+            "notebook_launcher: this process has already used the GPU, or asked CUDA about it, and forked ranks cannot "
+            "use it then (got torch.cuda initialized, or a call such as torch.cuda.is_available); restart the "
+            "notebook, and use torch.cuda only inside the function."
         )
+    number = num_processes or devices or accelerators.count() or 1
     _launch("notebook_launcher", function, args, number, settings, use_port)
+
+
+def _forks_lose_devices() -> bool:
+    """Whether a process that is forked now cannot use the accelerator: tried, since torch knows it only there."""
+    pid = forking.fork()
+    if pid == 0:
+        os._exit(int(accelerators.is_lost_after_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:

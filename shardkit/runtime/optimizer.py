@@ -15,12 +15,19 @@ from shardkit.runtime.accumulate import NEVER, Accumulation
 
 log = get_logger(__name__)
 
+_OWN = {
+    *("optimizer", "step_was_skipped", "_accumulation", "_stepper", "_final_at"),
+    *("_has_used_gradients", "_stepped_at", "_has_stepped"),
+}
+"""Attributes of the prepared optimizer; all others are those of torch's."""
+
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """The user's optimizer, which does nothing while micro-batches are accumulated. `optimizer` is the torch object.
 
     It subclasses torch's Optimizer only because schedulers check for it; everything except step and zero_grad is
-    forwarded.
+    forwarded, also attributes that are set: `optimizer.rho = 0.1`, and what a GradScaler of the script sets for fused
+    kernels.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation) -> None:
@@ -38,6 +45,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(self.optimizer, name)
+
     def __repr__(self) -> str:
         return f"Accelerated{self.optimizer!r}"
 
@@ -48,20 +67,30 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.__dict__.update(state)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.optimizer.state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, of parameters of prepared models; those taken before `prepare` are replaced by the present
+        ones. UsageError where they belong to no prepared model."""
         self.optimizer.add_param_group(param_group)
-        self.follow_parameters()
+        self._accumulation.on_new_group()
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

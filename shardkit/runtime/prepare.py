@@ -1,6 +1,7 @@
 """`prepare`: models are parallelized, optimizers rebound to their parameters, loaders split over ranks."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakMethod
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
-from shardkit.distributed.tensors import unwrapped
+from shardkit.distributed.tensors import is_dtensor, unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
@@ -62,7 +63,7 @@ def for_evaluation(
     makes it trainable later. Collective."""
     if kind_of(model) != "model":
         raise UsageError(f"prepare_model: not a module (got {type(model).__name__}); give a torch.nn.Module.")
-    if any(model is known for known in (*run.models, *run.evaluated)):
+    if model in run.evaluated or _prepared(run, model) is not None:
         return model
     if run.config.mode == "fsdp":
         _refuse_shared(run, [model])
@@ -171,8 +172,8 @@ def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: 
 
 
 def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> nn.Module:
-    if any(model is known for known in run.models):
-        return model
+    if (known := _prepared(run, model)) is not None:
+        return known
     from shardkit.sharding.ddp import replicate
     from shardkit.sharding.parallelize import at_end_of_backward
 
@@ -186,6 +187,13 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
     return parallel
+
+
+def _prepared(run: Run, model: nn.Module) -> nn.Module | None:
+    """The model as `prepare` has returned it, also for the module inside of DDP; None if it was not prepared."""
+    return next(
+        (one for one in run.models if model is one or vars(one).get("_modules", {}).get("module") is model), None
+    )
 
 
 def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
@@ -252,7 +260,7 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
     prepared = [*run.models, *(run.evaluated if run.config.mode == "fsdp" else ())]
     seen = {id(p) for known in prepared for p in known.parameters()}
     for model in models:
-        if any(model is known for known in prepared):
+        if any(model is known for known in prepared) or _prepared(run, model) is not None:
             continue
         own = dict(model.named_parameters())
         shared = [fqn for fqn, p in own.items() if id(p) in seen or isinstance(p, ReleasedParameter)]
@@ -264,11 +272,19 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
         seen |= {id(p) for p in own.values()}
 
 
+def watch_optimizers(run: Run) -> None:
+    """Makes what `prepare` checks of an optimizer be checked also when it gets new parameters later, and before the
+    first step of one that is not prepared."""
+    run.accumulation.on_new_group = partial(_follow, run)
+    if run.config.num_processes > 1:
+        run.accumulation.refuse_late = partial(_refuse_late, run)
+
+
 def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
     """UsageError where an optimizer has parameters of no prepared model: their gradients would not be reduced, and
     ranks would diverge."""
     own = {id(parameter) for model in run.models for parameter in model.parameters()}
-    _refuse_late(run, optimizer)
+    _refuse_late(run, optimizer.optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
     if strangers:
         raise UsageError(
@@ -279,18 +295,19 @@ def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
         )
 
 
-def _refuse_late(run: Run, optimizer: AcceleratedOptimizer) -> None:
+def _refuse_late(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """UsageError for parameters added to a model after it was prepared: their gradients would not be reduced."""
-    chosen = {id(parameter) for parameter in optimizer.parameters}
+    chosen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     late = [
         fqn
         for one in run.taken
         for fqn, parameter in unwrapped(one.model).named_parameters()
-        if id(parameter) in chosen and id(parameter) not in one.parameters
+        # Sharded ones are FSDP's own, which it makes anew for load_state_dict(assign=True).
+        if id(parameter) in chosen and id(parameter) not in one.parameters and not is_dtensor(parameter)
     ]
     if late:
         raise UsageError(
-            f"prepare: {type(optimizer.optimizer).__name__} trains parameters that were added to the model after it "
+            f"prepare: {type(optimizer).__name__} trains parameters that were added to the model after it "
             f"was prepared (got {', '.join(late[:3])}), and their gradients are not reduced over ranks; add modules "
             "to the model before prepare."
         )

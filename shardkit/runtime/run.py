@@ -17,12 +17,13 @@ from shardkit.data.loader import PreparedLoader
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.process import Process
 from shardkit.optim import loss_scale, rebind
-from shardkit.runtime import foreign_steps
+from shardkit.runtime import foreign_steps, settings
 from shardkit.runtime.accumulate import Accumulation, Counters
 from shardkit.runtime.hooks import StateHooks
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
+from shardkit.runtime.same_data import SameData
 from shardkit.runtime.same_modules import SameModules
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
@@ -95,6 +96,7 @@ class Run:
     taken: list[Taken] = field(init=False)
     accumulation: Accumulation = field(init=False)
     same_modules: SameModules = field(init=False)
+    same_data: SameData = field(init=False)
 
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
@@ -107,12 +109,26 @@ class Run:
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
         scaler = loss_scale.make_scaler(self.config, self.device)
-        steps = self.config.shardkit.gradient_accumulation_steps
-        ends = self.config.shardkit.end_window_with_data
-        self.accumulation = Accumulation(steps, self.models, self.loaders, scaler, self.counters, ends)
+        section = self.config.shardkit
+        self.accumulation = Accumulation(
+            section.gradient_accumulation_steps,
+            self.models,
+            self.loaders,
+            scaler,
+            self.counters,
+            ends_with_data=section.end_window_with_data,
+            keeps_batch=(settings.full_world_size() or 0) > self.process.world_size,
+            is_main=self.process.is_main,
+        )
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
-        self.accumulation.before_step = self.same_modules.check
+        self.same_data = SameData(self.loaders, self.process.control)
+        self.accumulation.before_step = self._check_step
+        self.accumulation.on_loss = self.same_data.note_loss
         foreign_steps.watch(self.accumulation)
+
+    def _check_step(self) -> None:
+        self.same_modules.check()
+        self.same_data.check()
 
     @property
     def device(self) -> torch.device:

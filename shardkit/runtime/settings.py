@@ -106,8 +106,13 @@ def with_kept_batch(found: Settings) -> Settings:
     kept = kept_accumulation(steps, section.data.split_batches)
     if kept == steps:
         return found
-    world = f"shardkit launch ({launched().world_size} of {env.get(names.FULL_WORLD_SIZE)} ranks)"
+    world = f"shardkit launch ({launched().world_size} of {full_world_size()} ranks)"
     return Settings(with_value(found.config, name, kept), found.chosen | {name: world})
+
+
+def full_world_size() -> int | None:
+    """The ranks of an elastic run with all its machines; None in other runs."""
+    return int(env.get(names.FULL_WORLD_SIZE) or 0) or None
 
 
 def kept_accumulation(steps: int, split_batches: bool) -> int:
@@ -116,7 +121,7 @@ def kept_accumulation(steps: int, split_batches: bool) -> int:
     Raises ConfigError where that is not a whole number.
     """
     world = launched().world_size
-    full = int(env.get(names.FULL_WORLD_SIZE) or world)
+    full = full_world_size() or world
     kept = meaning.kept_accumulation(steps, split_batches, full, world)
     if kept is None:
         raise ConfigError(

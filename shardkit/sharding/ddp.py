@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -15,6 +16,7 @@ from shardkit.config.schema import Config, DdpConfig
 from shardkit.errors import ModelError
 from shardkit.sharding import ddp_hooks, precision
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, attach, take_mean_, watch_backward
+from shardkit.sharding.parameters import refused_hooks
 
 if TYPE_CHECKING:
     from shardkit.distributed.process import Process
@@ -26,7 +28,11 @@ class Replica(DistributedDataParallel):
     torch's reducer works once per forward of the wrapper, and for the parameters that were trainable at construction. A
     second backward (two losses, retain_graph) or a forward of the inner model (`unwrap_model(model).loss(...)`) would
     silently leave different gradients on the ranks: here they are reduced at the end of such a backward. If other
-    parameters became trainable, or a backward raised an exception, torch's reducer is created again.
+    parameters became trainable, the dtype of one changed, or a backward raised an exception, torch's reducer is created
+    again.
+
+    Attributes that are set and are not DDP's own are set on the inner model, which reads them: `model.alpha = 0.5`.
+    Weights are loaded with or without DDP's prefix `module.` in their names.
     """
 
     def __init__(self, model: nn.Module, reduce_in: torch.dtype, section: DdpConfig, **settings: Any) -> None:
@@ -35,9 +41,12 @@ class Replica(DistributedDataParallel):
         self.at_end_of_backward: list[Callable[[], None]] = []
         self._engage(model)
         self._watch = EndOfBackward(model.parameters(), self._after_backward)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+        self._takes_attributes = True  # from now on those that are not its own are the inner model's
 
     def _engage(self, model: nn.Module) -> None:
         """Create torch's reducer for the currently trainable parameters. Collective."""
+        takes_attributes = vars(self).pop("_takes_attributes", False)
         mine = {name: value for name, value in vars(self).items() if name in _OF_EVERY_MODULE}
         for name in ("reducer", "logger"):  # destroying the old reducer removes its hooks
             vars(self).pop(name, None)
@@ -45,7 +54,7 @@ class Replica(DistributedDataParallel):
         self.broadcast_buffers = self._section.broadcast_buffers
         vars(self).update(mine)
         self._all = list(model.parameters())
-        self._trained = [p.requires_grad for p in self._all]
+        self._kinds = self._present_kinds()
         self._managed = {id(p) for p in self._all if p.requires_grad}
         self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
@@ -55,6 +64,11 @@ class Replica(DistributedDataParallel):
             ddp_hooks.register(self, self._section)
         elif any(precision.reduce_dtype(self._reduce_in, dtype) is not dtype for dtype in dtypes):
             self.register_comm_hook(self._reduce_in, _reduce_in)
+        self._takes_attributes = takes_attributes
+
+    def _present_kinds(self) -> list[tuple[bool, torch.dtype]]:
+        """Of each parameter what torch's reducer was created for."""
+        return [(p.requires_grad, p.dtype) for p in self._all]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -64,11 +78,20 @@ class Replica(DistributedDataParallel):
                 raise
             return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
+        if vars(self).get("_takes_attributes", False) and not is_own:
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        trained = [p.requires_grad for p in self._all]
-        if True not in trained:
+        kinds = self._present_kinds()
+        if not any(is_trained for is_trained, _ in kinds):
             return self.module(*args, **kwargs)
-        if trained != self._trained or self._watch.has_broken_off():
+        if self.is_first_backward and torch.is_grad_enabled() and (problems := refused_hooks(self.module)):
+            raise ModelError("\n".join(problems))
+        if kinds != self._kinds or self._watch.has_broken_off():
             self._engage(self.module)
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
@@ -91,11 +114,12 @@ class Replica(DistributedDataParallel):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
         elif self._is_awaited and self._missing:
             names = {id(p): fqn for fqn, p in self.module.named_parameters()}
-            missing = [names[identity] for identity in self._missing if identity in names]
+            missing = list(dict.fromkeys(names.get(identity, "those no longer in it") for identity in self._missing))
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ModelError(
-                f"DDP: the gradients are not reduced, since some parameters have no gradient (got none for "
-                f"{', '.join(missing[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them."
+                f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
+                f"{', '.join(missing[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
+                "change and tie modules before prepare."
             )
 
     def _after_backward(self, arrived: list[torch.Tensor]) -> None:
@@ -117,6 +141,17 @@ class Replica(DistributedDataParallel):
         else:
             left_out = self._all
         take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
+
+
+def _with_prefix(replica: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give the names of the inner model in a state dict the prefix of DDP's module, unless they have it."""
+    module = replica.get_submodule("module")
+    inner = [name for name, _ in chain(module.named_parameters(), module.named_buffers())]
+    if any(f"{prefix}module.{name}" in state_dict for name in inner):
+        return
+    if any(prefix + name in state_dict for name in inner):
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
 _newest: WeakKeyDictionary[nn.Module, ReferenceType[Replica]] = WeakKeyDictionary()

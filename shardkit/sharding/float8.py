@@ -88,6 +88,7 @@ def _changed_to_fp8(module: nn.Linear) -> None:
     for name, value in vars(made).items():
         if name not in vars(module):
             setattr(module, name, value)
+    module.forward = partial(_with_whole_rows, partial(kind.forward, module), MULTIPLE["fp8"])  # type: ignore[method-assign]
 
 
 def _changed_to_mxfp8(module: nn.Linear) -> None:
@@ -99,7 +100,19 @@ def _changed_to_mxfp8(module: nn.Linear) -> None:
         kernel_preference=choices.EMULATED if EMULATES else choices.AUTO,
         scale_calculation_mode=scales.RCEIL,
     )
-    module.forward = partial(_forward, module, product)  # type: ignore[method-assign]
+    multiplied = partial(_forward, module, product)
+    module.forward = partial(_with_whole_rows, multiplied, MULTIPLE["mxfp8"])  # type: ignore[method-assign]
+
+
+def _with_whole_rows(multiply: Callable[[torch.Tensor], torch.Tensor], multiple: int, x: torch.Tensor) -> torch.Tensor:
+    """(..., in_features) -> (..., out_features), for any number of tokens: the product that the weight's gradient is
+    sums over them, and the kernels need a multiple there. Zeros are added, which change nothing."""
+    rows = x.shape[:-1].numel()
+    missing = -rows % multiple
+    if not missing:
+        return multiply(x)
+    output = multiply(nn.functional.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, missing)))
+    return output[:rows].reshape(*x.shape[:-1], output.shape[-1])
 
 
 def _forward(module: nn.Linear, product: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:

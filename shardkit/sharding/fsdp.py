@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,18 @@ from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
-from shardkit.sharding import fsdp_unit, hooks, original_parameters, outputs, parameters, precision, random_values
+from shardkit.sharding import (
+    copied_parts,
+    fsdp_unit,
+    hooks,
+    numbers_of_tensors,
+    original_parameters,
+    outputs,
+    parameters,
+    pickled_parts,
+    precision,
+    random_values,
+)
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
@@ -113,8 +124,10 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
-    random_values.install()
+    for behaviour in (random_values, numbers_of_tensors, copied_parts, pickled_parts):
+        behaviour.install()
     vars(model)["__deepcopy__"] = _refuse_copies
+    vars(model)["_apply"] = partial(_apply_in_place, model)
     model.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)
@@ -134,6 +147,28 @@ def _refuse_copies(memo: dict[int, Any]) -> Any:
         "copy.deepcopy: a sharded model cannot be copied (got a prepared one, maybe by AveragedModel); copy it before "
         "prepare and prepare both, or keep averages of its parameters: p.detach().clone() of each."
     )
+
+
+@torch.no_grad()
+def _apply_in_place(
+    model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """What `model.to(...)`, `.half()` and the like call: sharded parameters stay as they are. UsageError where they
+    would get another dtype or device, which FSDP does not follow."""
+    for fqn, parameter in model.named_parameters():
+        mine = local_part(parameter)
+        found, wanted = (mine.dtype, mine.device), convert(mine)
+        if (wanted.dtype, wanted.device) != found:
+            raise UsageError(
+                f"model.to: a sharded model keeps its dtype and device (got {wanted.dtype} on {wanted.device}, {fqn} "
+                f"has {mine.dtype} on {mine.device}); convert the model before prepare, or set mixed_precision; "
+                "accelerator.get_state_dict(model) gives whole weights on the CPU."
+            )
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = convert(buffer)
+    return model
 
 
 def _shard_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -214,6 +214,16 @@ def finish_deferred(model: nn.Module) -> None:
         )
 
 
+def has_gradients(model: nn.Module) -> bool:
+    """Whether any parameter has a gradient, also one that `deferred` or `no_sync` has not reduced yet."""
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        return True
+    groups = _groups_of(model)
+    if any(group._partial_reduce_output is not None for group in groups):
+        return True
+    return any(parameter.unsharded_accumulated_grad is not None for group in groups for parameter in group.fsdp_params)
+
+
 def _groups_of(model: nn.Module) -> list[Any]:
     """The FSDP parameter groups of the model; empty without FSDP."""
     if not any(map(is_fsdp, model.modules())):

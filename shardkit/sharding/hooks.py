@@ -20,8 +20,14 @@ def hook_whether_trained(parameter: torch.Tensor, hook: Callable[[torch.Tensor],
 
 
 def is_own(hook: Callable[[torch.Tensor], None]) -> bool:
-    """Whether the hook was registered by `hook_weakly`."""
+    """Whether it is shardkit's, by `mark_own`."""
     return getattr(hook, "shardkit_own", False)
+
+
+def mark_own(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """The hook, marked as one that may run before a gradient is reduced."""
+    vars(hook)["shardkit_own"] = True
+    return hook
 
 
 def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
@@ -35,5 +41,4 @@ def hook_weakly(parameter: torch.Tensor, method: Callable[[torch.Tensor], None])
         if (alive := reference()) is not None:
             alive(gradient_of)
 
-    vars(hook)["shardkit_own"] = True
-    hook_whether_trained(parameter, hook)
+    hook_whether_trained(parameter, mark_own(hook))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.config.meaning import mesh_sizes
 from shardkit.config.schema import Config
+from shardkit.distributed import control
 
 if TYPE_CHECKING:
     from shardkit.distributed.process import Process
@@ -28,7 +32,19 @@ def build_mesh(config: Config, process: Process) -> DeviceMesh | None:
     if per_node == world_size and world_size % config.num_machines == 0:  # several machines, simulated on one
         per_node = world_size // config.num_machines
     sizes = mesh_sizes(config, world_size, per_node)
-    return init_device_mesh(process.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=(REPLICATE, SHARD))
+    mesh = init_device_mesh(process.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=(REPLICATE, SHARD))
+    if not control.is_simulated():
+        _set_timeout(mesh, timedelta(seconds=config.shardkit.launch.process_group_timeout_s))
+    return mesh
+
+
+def _set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """Gives the groups that the mesh has made the configured timeout: init_device_mesh takes none, and torch's default
+    is half an hour."""
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        if group is not dist.group.WORLD:
+            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def replica_of(mesh: DeviceMesh | None, rank: int) -> int:

@@ -18,13 +18,13 @@ from shardkit.distributed import control
 from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
-from shardkit.sharding import float8, hooks, precision
+from shardkit.sharding import float8, precision
 from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
-from shardkit.sharding.parameters import has_gradient_hooks, post_accumulate_hooks_of
+from shardkit.sharding.parameters import has_gradient_hooks, refused_hooks
 from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
 
 if TYPE_CHECKING:
@@ -174,12 +174,7 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         ]
     if config.mode == "ddp" and config.num_processes > 1:
-        problems += [
-            f"model: {fqn} has a post-accumulate-grad hook, which would run before its gradient is averaged over all "
-            "ranks; use a sharded strategy, which runs it afterwards, or remove it."
-            for fqn, parameter in model.named_parameters()
-            if not all(map(hooks.is_own, post_accumulate_hooks_of(parameter)))
-        ]
+        problems += refused_hooks(model)
     return problems
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.sharding import hooks
+
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Attributes that a library or a script has set on a parameter, such as `_no_weight_decay`."""
@@ -20,6 +22,16 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 def post_accumulate_hooks_of(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """The post-accumulate-grad hooks of a parameter."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def refused_hooks(model: nn.Module) -> list[str]:
+    """What is wrong with hooks of the model's parameters under DDP on several ranks."""
+    return [
+        f"model: {fqn} has a post-accumulate-grad hook, which would run before its gradient is averaged over all "
+        "ranks; use a sharded strategy, which runs it afterwards, or remove it."
+        for fqn, parameter in model.named_parameters()
+        if not all(map(hooks.is_own, post_accumulate_hooks_of(parameter)))
+    ]
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

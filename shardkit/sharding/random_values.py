@@ -33,7 +33,7 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Draw the whole tensor, and keep this rank's part. Not collective: ranks must have equal generator states."""
     like = args[0]
     if like.device.type != "cpu":
-        return _as_torch_does(operator, args, kwargs)
+        return as_torch_does(operator, args, kwargs)
     whole = operator(torch.empty(like.shape, dtype=like.dtype), *args[1:], **kwargs)
     part = whole[local_slices(like)]
     if operator in _LIKE:
@@ -42,10 +42,12 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return like
 
 
-def _as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on sharded tensors without the handler that was installed for it."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operator)
+    handler = handlers.pop(operator, None)  # None where another thread is doing the same
     try:
         return operator(*args, **kwargs)
     finally:
-        handlers[operator] = handler
+        if handler is not None:
+            handlers[operator] = handler

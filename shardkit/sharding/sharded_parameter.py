@@ -1,4 +1,4 @@
-"""The class of sharded parameters, which supports loops that assign to `p.data`."""
+"""The class of sharded parameters, which supports loops that assign to `p.data`, and refuses hooks that never run."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ class ShardedParameter(DTensor):
                 local_part(self).copy_(local_part(values))
             else:
                 self.copy_(values)
+
+    def register_hook(self, hook: Any) -> Any:
+        raise UsageError(
+            "parameter.register_hook: would never run, since FSDP itself sets the gradients of sharded parameters; use "
+            "register_post_accumulate_grad_hook, change gradients between backward and step, or use strategy NO_SHARD."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:

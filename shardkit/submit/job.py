@@ -116,7 +116,8 @@ def memory_in_gib(memory_bytes: int) -> int:
 
 def head(job: Job, how: str) -> list[str]:
     """The comments at the top of a job's file."""
-    each = f"{job.gpus_per_machine} GPUs" if job.gpus_per_machine else f"{job.ranks_per_machine} ranks on the CPU"
+    count, kind = (job.gpus_per_machine, "GPU") if job.gpus_per_machine else (job.ranks_per_machine, "rank")
+    each = f"{count} {kind}{'s' if count > 1 else ''}{'' if job.gpus_per_machine else ' on the CPU'}"
     machines = (
         f"{job.machines} machine{'s' if job.machines > 1 else ''} with {each}{' each' if job.machines > 1 else ''}"
     )

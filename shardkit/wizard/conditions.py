@@ -9,6 +9,11 @@ def several(s: Situation) -> bool:
     return s.machines > 1
 
 
+def may_be_elastic(s: Situation) -> bool:
+    """Machines may leave and join the run."""
+    return several(s) and not s.on_tpu
+
+
 def counts_machines(s: Situation) -> bool:
     """There may be more than one machine."""
     return s.where in {SEVERAL, SLURM} or (s.on_tpu and s.base.num_machines > 1)

@@ -324,6 +324,16 @@ QUESTIONS: tuple[Question, ...] = (
         when="advanced",
     ),
     Question(
+        key="shardkit.launch.min_machines",
+        title="Elastic run: the fewest machines it goes on with? (none: it needs all)",
+        default=always(None, "a lost machine ends the run, or restarts it"),
+        check=readers.min_machines,
+        applies=conditions.may_be_elastic,
+        asked=conditions.never,
+        when="advanced; several machines, not on TPU",
+        help_text="With a number, machines may leave and join: the run goes on from the newest checkpoint.",
+    ),
+    Question(
         key="machine_rank",
         title="Rank of this machine, from 0? (launch: set by --machine-rank)",
         default=always(0, "set at launch, so that all machines share one file"),

@@ -61,6 +61,11 @@ def machine_rank(s: Situation, typed: str) -> int:
     return 0 if typed.lower() in {"launch", *NONE_WORDS} else in_range(typed, 0, s.machines - 1)
 
 
+def min_machines(s: Situation, typed: str) -> int | None:
+    """The minimum of an elastic run, up to all machines; None: not elastic."""
+    return None if typed.lower() in NONE_WORDS else in_range(typed, 1, s.machines)
+
+
 def processes_per_machine(s: Situation, typed: str) -> int:
     """Processes per machine; on this machine's GPUs, at most one per GPU."""
     number = in_range(typed, 1, 4096)

@@ -109,6 +109,7 @@ def a_backward_that_raised(run: Run) -> None:
     """An exception in the middle of backward, caught; gradients are dropped and the step is tried again."""
     model, optimizer = started(run)
     key = id(run)
+    RaisesOnce.raised.discard(key)  # the id of an earlier run may come again
     handle = run.unwrap(model).norm.register_forward_pre_hook(lambda _, args: (RaisesOnce.apply(args[0], key),))
     for step in range(run.steps):
         loss = loss_of(model, run.batch(step))

@@ -1,0 +1,156 @@
+"""Writing to rows of a sharded tensor: `embed.weight[0].zero_()`, `p.grad[:n] = 0`.
+
+A part along the sharded dim is no view in torch, but a copy that all ranks get, so a write to it would be lost without
+a word. Such copies get a class of their own here: what is written to them is also written to the rows of the tensor
+that this rank has. Where that is not known (parts of parts, diagonals) a write raises. (Checked on torch 2.13.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.distributed.tensors import local_part, local_slices
+from shardkit.errors import UsageError
+from shardkit.sharding.random_values import as_torch_does
+
+_aten = torch.ops.aten
+_ASSIGNMENTS = (_aten.copy_.default, _aten.fill_.Tensor)
+"""What torch calls for `tensor[...] = values`, without a method of the part."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which rows of a tensor, along a dim, a part is a copy of; `drops` the dim if it is one row by its number."""
+
+    of: DTensor
+    dim: int
+    rows: range
+    drops: bool = False
+
+    def write(self, part: DTensor) -> None:
+        """Writes the part's values to those of its rows that this rank has."""
+        values, target = local_part(part), local_part(self.of)
+        values = values.unsqueeze(self.dim) if self.drops else values
+        mine = local_slices(self.of)[self.dim]
+        rows = torch.arange(self.rows.start, self.rows.stop, self.rows.step)
+        (here,) = torch.where((rows >= mine.start) & (rows < mine.stop))
+        chosen = values.index_select(self.dim, here.to(values.device))
+        target.index_copy_(self.dim, (rows[here] - mine.start).to(target.device), chosen)
+
+
+def _select(tensor: DTensor, dim: int, index: int) -> list[_Rows]:
+    row = range(tensor.shape[dim])[index]
+    return [_Rows(tensor, dim % tensor.dim(), range(row, row + 1), drops=True)]
+
+
+def _slice(tensor: DTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> list[_Rows]:
+    return [_Rows(tensor, dim % tensor.dim(), range(tensor.shape[dim])[start:end:step])]
+
+
+def _split(tensor: DTensor, size: Any, dim: int = 0) -> list[_Rows]:
+    length, dim = tensor.shape[dim], dim % tensor.dim()
+    sizes = size if isinstance(size, (list, tuple)) else [size] * -(-length // size)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [_Rows(tensor, dim, range(length)[start : start + each]) for start, each in zip(starts, sizes, strict=True)]
+
+
+_PARTS: dict[Any, Callable[..., list[_Rows]]] = {
+    _aten.select.int: _select,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.diagonal.default: lambda *_: [],
+}
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        "sharded tensor: a part of it is a copy, so writing to this one would change nothing (got a part of a part, a "
+        "diagonal, or a part that needs a gradient); under torch.no_grad() write to rows, weight[2:5].zero_(), or on "
+        "all ranks take values = weight.full_tensor(), write to these, then weight.data = values."
+    )
+
+
+def _writing(name: str) -> Callable[..., Any]:
+    method = getattr(DTensor, name)
+
+    def write(part: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = vars(part).get("shardkit_rows")
+        if rows is None or (part.requires_grad and torch.is_grad_enabled()):
+            _refuse()
+        result = method(part, *args, **kwargs)
+        rows.write(part)
+        return result
+
+    return write
+
+
+def _methods() -> dict[str, Any]:
+    """The methods that write, of a part."""
+    keep_values = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+    reshape = {"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"}
+    reshape |= {"as_strided_", "sparse_resize_", "sparse_resize_and_clear_", "resize_as_sparse_"}
+    named = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - keep_values
+    operators = {name for name in dir(torch.Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(torch.Tensor)}
+    methods = {name: _writing(name) for name in (named - reshape) | operators}
+    return {**methods, **dict.fromkeys([*reshape, "__setitem__"], _refuse)}
+
+
+CopiedPart: Any = type("CopiedPart", (DTensor,), {"__doc__": "A copy of a part of a sharded tensor.", **_methods()})
+
+
+@cache
+def install() -> None:
+    """Makes writes to parts reach the tensor. Has an effect once per process."""
+    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
+    if handlers is not None:
+        for operator in _PARTS:
+            handlers.setdefault(operator, _part)
+        for operator in _ASSIGNMENTS:
+            handlers.setdefault(operator, _assign)
+
+
+def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    whole = args[0]
+    found = as_torch_does(operator, args, kwargs)
+    parts = found if isinstance(found, (list, tuple)) else [found]
+    if isinstance(whole, CopiedPart):
+        rows: list[_Rows] = []
+    elif any(_sharded_axes(part) < _sharded_axes(whole) for part in parts):
+        rows = _PARTS[operator](*args, **kwargs)
+    else:
+        return found
+    for number, part in enumerate(parts):
+        part.__class__ = CopiedPart
+        vars(part)["shardkit_rows"] = rows[number] if rows else None
+    return found
+
+
+def _sharded_axes(tensor: DTensor) -> int:
+    return sum(placement.is_shard() for placement in tensor.placements)
+
+
+def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`tensor[...] = value`, and `tensor.copy_(value)`. Plain values are the same on every rank."""
+    target: Any = args[0]
+    value: Any = args[1]
+    if not isinstance(target, CopiedPart):
+        if operator is _aten.fill_.Tensor and not isinstance(value, DTensor):
+            with torch.no_grad():
+                target.to_local().fill_(value)
+            return target
+        return as_torch_does(operator, args, kwargs)
+    rows = vars(target).get("shardkit_rows")
+    if rows is None:
+        _refuse()
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            as_torch_does(_aten.copy_.default, args, kwargs)
+        else:
+            target.to_local().copy_(value)
+    rows.write(target)
+    return target

@@ -1,0 +1,31 @@
+"""The number of a sharded tensor without dimensions: `float(p.grad.norm())`, `.item()`, `if loss > 1`.
+
+A norm or a sum of a sharded tensor is pending: each rank has that of its part (torch's placement Partial). torch's
+`item()` returns this part, so that ranks log and compare different numbers, none of them the tensor's. Here it is
+computed over all ranks first, as torch does in every other operation on such a tensor. (Checked on torch 2.13.)
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.distributed.tensors import local_part, sharded_like
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+@cache
+def install() -> None:
+    """Makes the number of a sharded tensor that of one process. Has an effect once per process."""
+    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
+    if handlers is not None:
+        handlers.setdefault(_ITEM, _number)
+
+
+def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor's number. Collective over the tensor's mesh where its value is pending or sharded."""
+    (tensor,) = args
+    mine = local_part(tensor).to(tensor.device_mesh.device_type)  # an offloaded one may be where its ranks cannot talk
+    return operator(sharded_like(mine, tensor).full_tensor())

@@ -1,0 +1,237 @@
+"""Scripts that go on with what they had before prepare, or set something on what prepare returned."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.loops.net import Net, adam, loss_of, started, train
+from tests.loops.run import Run, loop, whole
+
+SHARDED = (1, 2, 4, 5)
+
+
+@loop()
+def numbers_of_weights_and_gradients(run: Run) -> None:
+    """Logged, compared and added up as numbers, with torch's words alone."""
+    model, optimizer = started(run)
+    for step in range(2):
+        run.backward(loss_of(model, run.batch(step)))
+        for p in model.parameters():
+            gradient: Any = p.grad
+            run.seen += [gradient.data.norm(2).item(), float(gradient.abs().max()), float((gradient != 0).sum())]
+            p = p.detach()
+            run.seen += [p.min().item(), p.mean().item(), p.std().item(), float(p.sum())]
+            run.seen += [float(bool(p.norm() > 1.5)), float(bool(torch.isnan(gradient).any()))]
+        run.seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        run.step(optimizer)
+
+
+class Tempered(Net):
+    temperature = 1.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.temperature
+
+
+class Strong(torch.optim.SGD):
+    strength = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(self.strength)
+        return super().step(closure)
+
+
+@loop()
+def attributes_set_in_training(run: Run) -> None:
+    """On the model, its optimizer and its schedule; what was not there before, too."""
+    torch.manual_seed(0)
+    model: Any = Tempered()
+    optimizer: Any = Strong(model.parameters(), lr=0.1)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step)
+    model, optimizer, schedule = run.prepare(model, optimizer, schedule)
+    for step in range(6):
+        model.temperature, model.note = 1.0 + step, step
+        optimizer.strength = 0.5 * step
+        if step == 3:
+            schedule.base_lrs = [0.01]
+            run.unwrap(model).embed.requires_grad_(False)  # DDP begins anew
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.seen += [optimizer.param_groups[0]["lr"], run.unwrap(model).note]
+        run.step(optimizer)
+        schedule.step()
+        run.see_mean(loss)
+
+
+@loop()
+def the_name_from_before(run: Run) -> None:
+    """prepare is called by the old names, twice, and what it returns is not always used."""
+    net = Net()
+    run.prepare(net)
+    run.models.clear()
+    model = run.prepare(net)
+    run.models.clear()
+    torch.manual_seed(5)
+    model.load_state_dict(Net().state_dict(), strict=False)
+    optimizer = adam(net.parameters())
+    run.prepare(net, optimizer)
+    model.to("cpu")
+    train(run, net, optimizer)
+    net.float().cpu()
+    train(run, model, optimizer, 10)
+
+
+@loop()
+def parameters_from_before_added_later(run: Run) -> None:
+    model = Net()
+    head, rest = list(model.head.parameters()), [p for name, p in model.named_parameters() if "head" not in name]
+    model, optimizer = run.prepare(model, adam(rest))
+    train(run, model, optimizer)
+    optimizer.add_param_group({"params": head, "lr": 0.05})
+    train(run, model, optimizer, 10)
+
+
+@loop()
+def a_scaler_of_the_script(run: Run) -> None:
+    """torch's GradScaler by hand: a fused kernel gets the scale by attributes of the optimizer."""
+    model = Net()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, run.batch(step))
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        run.see_mean(loss)
+        run.seen.append(scaler.get_scale())
+
+
+@loop(refused=dict.fromkeys(SHARDED, "model.to: a sharded model keeps its dtype"), refused_alone=True)
+def another_dtype_after_prepare(run: Run) -> None:
+    model = run.prepare(Net())
+    model.double()
+    train(run, model, run.prepare(adam(model.parameters())))
+
+
+@loop(refused=dict.fromkeys(SHARDED, "parameter.register_hook: would never run"), refused_alone=True)
+def hooks_on_gradients_after_prepare(run: Run) -> None:
+    model, optimizer = started(run)
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient * 3)
+    train(run, model, optimizer)
+
+
+@loop(refused={3: "has a post-accumulate-grad hook, which would run before its gradient is averaged"})
+def optimizers_in_backward(run: Run) -> None:
+    """A step for each parameter as soon as it has its gradient."""
+    model = run.prepare(Net())
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step_now(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step_now)
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        run.see_mean(loss)
+
+
+@loop(
+    accumulation=2, refused=dict.fromkeys((*SHARDED, 3), "in the middle of an accumulation window"), refused_alone=True
+)
+def the_optimizer_from_before_in_windows(run: Run) -> None:
+    """It would step in each micro-batch."""
+    model = Net()
+    optimizer = adam(model.parameters())
+    model, _ = run.prepare(model, optimizer)
+    for micro in range(4):
+        with run.accumulate(model):
+            run.backward(loss_of(model, run.batch(micro)))
+            run.step(optimizer)
+
+
+@loop()
+def rows_written(run: Run) -> None:
+    """The padding's row is kept at zero, some rows are frozen, others are set."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    began = inner.head.weight.detach().clone()
+    for step in range(3):
+        run.backward(loss_of(model, run.batch(step)))
+        inner.embed.weight.grad[1:3].zero_()
+        inner.head.weight.grad[:2] = 0
+        inner.head.bias.grad[-1] *= 0.5
+        run.step(optimizer)
+        with torch.no_grad():
+            inner.embed.weight[0].zero_()
+            inner.embed.weight[-1] = 0.25
+            inner.embed.weight[3:9:2].mul_(0.9).add_(0.01)
+            inner.embed.weight[4].copy_(inner.embed.weight[5] * 2)
+            inner.head.weight[4:6] = began[4:6]
+            inner.head.weight.data[7] = torch.arange(7.0) / 7
+            inner.head.weight[:, 1] = 0.1
+            inner.parts[0].up.weight.split(5)[1].clamp_(-0.1, 0.1)
+            nn.init.constant_(inner.parts[1].up.bias[:3], 0.2)
+            torch.manual_seed(step)
+            inner.parts[1].up.weight[2:5].normal_()
+        row = inner.embed.weight.detach()[2].clone()
+        run.see(row.zero_().sum() + inner.embed.weight.detach()[2].sum())
+
+
+@loop(refused=dict.fromkeys(SHARDED, "a part of it is a copy, so writing to this one"), refused_alone=True)
+def parts_of_rows_written(run: Run) -> None:
+    """Torch's copy of a copy: where it belongs is not known."""
+    model, _ = started(run)
+    with torch.no_grad():
+        run.unwrap(model).embed.weight[2:5][1].zero_()
+
+
+@loop()
+def rows_written_by_way_of_the_whole(run: Run) -> None:
+    """As the error of a part of rows says."""
+    model, optimizer = started(run)
+    for step in range(3):
+        run.backward(loss_of(model, run.batch(step)))
+        weight = run.unwrap(model).embed.weight
+        gradient = whole(weight.grad).clone()
+        gradient[1:3] = 0
+        if isinstance(weight, DTensor):
+            gradient = distribute_tensor(gradient, weight.device_mesh, weight.placements)
+        weight.grad = gradient
+        run.step(optimizer)
+        values = whole(weight).clone()
+        values[0] = 0.0
+        weight.data = values
+
+
+@loop()
+def state_replaced_by_hand(run: Run) -> None:
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = [{**group, "lr": 0.02} for group in optimizer.param_groups]
+    train(run, model, optimizer, 10)
+
+
+@loop(accumulation=2, refused=dict.fromkeys((1, 2, 3), "micro-batches are gone"), refused_alone=True)
+def zero_grad_of_the_model_in_windows(run: Run) -> None:
+    """It does not wait for the end of the window. Under hybrid strategies gradients wait for their reduction."""
+    model, optimizer = started(run)
+    for micro in range(4):
+        with run.accumulate(model):
+            run.backward(loss_of(model, run.batch(micro)))
+            if run.is_step or not run.is_plain:
+                optimizer.step()
+                model.zero_grad()
