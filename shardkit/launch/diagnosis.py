@@ -145,8 +145,8 @@ def _next_step(error: RankError | None) -> str:
     if "invalid python storage" in error.message:
         return (
             "a sharded tensor was written as a plain one: call state_dict = accelerator.get_state_dict(model) on every "
-            "rank, then model.save_pretrained(folder, state_dict=state_dict) on rank 0; or accelerator.save_model(model, "
-            "folder) on every rank. A library that writes the model on one rank only needs DDP"
+            "rank, then model.save_pretrained(folder, state_dict=state_dict) on rank 0; or on every rank "
+            "accelerator.save_model(model, folder). A library that writes the model on one rank only needs DDP"
         )
     return ""
 
