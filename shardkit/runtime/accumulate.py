@@ -4,7 +4,7 @@ A window is the micro-batches of one optimizer step: the configured number, or f
 is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,9 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
-from shardkit.log import get_logger
+from shardkit.runtime.step_events import StepEvents
 from shardkit.sharding.gradient_sync import deferred, finish_deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
-
-log = get_logger(__name__)
 
 NEVER = ("never", -1)
 
@@ -49,31 +47,14 @@ class Accumulation:
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
         ends_with_data: bool = True,
-        keeps_batch: bool = False,
-        is_main: bool = True,
     ) -> None:
         self.steps = steps
         self.ends_with_data = ends_with_data
         """Whether the last batch of a loader ends a window early; else the window continues in the next loop."""
-        self.keeps_batch = keeps_batch
-        """Whether the micro-batches of a window make up for absent machines of an elastic run."""
-        self._is_main = is_main
         self.models = models
         self.counters = counters
         self.backward_calls = 0
-        self.at_boundary: Callable[[], None] = lambda: None
-        self.before_step: Callable[[], None] = lambda: None
-        """Called before each optimizer step to check the gradients."""
-        self.on_loss: Callable[[torch.Tensor], None] = lambda loss: None
-        """Called with the loss of each micro-batch before its backward."""
-        self.on_new_group: Callable[[], None] = lambda: None
-        """Called after a param group was added to a prepared optimizer."""
-        self.refuse_late: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
-        """Called before the first step of an optimizer that was not prepared."""
-        self.on_batch: Callable[[], None] = lambda: None
-        """Called once for each batch that is trained on, while it is the current one."""
-        self.on_step: Callable[[], None] = lambda: None
-        """Called after each optimizer step."""
+        self.events = StepEvents()
         self._loaders = loaders
         self._is_full = True
         self._deferred_models: Sequence[nn.Module] = ()
@@ -84,7 +65,6 @@ class Accumulation:
         self._has_foreign_backward = False
         self._model_calls = self._model_calls_before_window = 0
         self._backwards_since_step = 0
-        self._has_warned_of_early_step = False
         self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
         self._calls_at_boundary = 0
         self._scaler = scaler
@@ -160,7 +140,7 @@ class Accumulation:
         self.backward_calls += 1
         self._backwards_since_step += 1
         self._own_calls += 1
-        self.on_loss(loss)
+        self.events.on_loss(loss)
         divisor = self._divisor if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
@@ -213,30 +193,12 @@ class Accumulation:
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
             )
-        self._check_micro_batches()
-        self.before_step()
+        self.events.before_step()
 
-    def _check_micro_batches(self) -> None:
-        """Warns once of a step after fewer backwards than the window's micro-batches, in a loop without `accumulate()`.
-        Raises UsageError in a world of an elastic run whose micro-batches make up for absent machines."""
-        backwards = self._backwards_since_step
-        if self._window or self._has_warned_of_early_step or not 0 < backwards < self.steps:
-            return
-        loader = active_loader(self._loaders)
-        if loader is None or loader.end_of_loader:
-            return
-        what = f"(got an optimizer step after {backwards} of {self.steps} micro-batches, outside of accumulate())"
-        if self.keeps_batch:
-            raise UsageError(
-                f"elastic: the global batch of all machines is not kept {what}; put forward, backward and step into "
-                "`with accelerator.accumulate(model):`, or give batches of all ranks: Accelerator(split_batches=True)."
-            )
-        self._has_warned_of_early_step = True
-        if self._is_main:
-            log.warning(
-                f"accumulate: gradient_accumulation_steps only divides losses {what}; put forward, backward and step "
-                "into `with accelerator.accumulate(model):`."
-            )
+    @property
+    def backwards_outside_windows(self) -> int:
+        """Backwards since the last step, of a loop without `accumulate()`; 0 in a window."""
+        return 0 if self._window else self._backwards_since_step
 
     @property
     def has_scaled_gradients(self) -> bool:
@@ -294,7 +256,7 @@ class Accumulation:
             self._stepped.clear()
         if not self._stepped:
             self.counters.step += 1
-            self.on_step()
+            self.events.on_step()
         self._stepped.add(id(optimizer))
 
     def note_optimizer(self) -> None:
@@ -337,12 +299,12 @@ class Accumulation:
         met, self._have_ranks_met = self._have_ranks_met, False
         if self._boundary_is_due and loader is self._boundary_loader:
             self._boundary_is_due = False
-            self.at_boundary()
+            self.events.at_boundary()
         elif met and loader is not self._boundary_loader and self.counters.micro_step == 0:
-            self.at_boundary()
+            self.events.at_boundary()
         elif self._steps_by_hand():
             self._calls_at_boundary = self.backward_calls
-            self.at_boundary()
+            self.events.at_boundary()
 
     def _steps_by_hand(self) -> bool:
         """Whether the loop updates the weights itself: there was a backward, but no known optimizer steps."""
@@ -387,7 +349,7 @@ class Accumulation:
         if samples is not None:
             self.counters.samples_seen += samples
             self._samples_since_step += samples
-            self.on_batch()
+            self.events.on_batch()
 
     def _update_scaler(self) -> None:
         """The new scale applies from the next backward on: optimizers that have not stepped yet need the old one."""
@@ -398,4 +360,4 @@ class Accumulation:
     def _pass_boundary_without_loader(self) -> None:
         if self._boundary_is_due and self._boundary_loader is None:
             self._boundary_is_due = False
-            self.at_boundary()
+            self.events.at_boundary()

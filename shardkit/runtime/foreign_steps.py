@@ -49,7 +49,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for accumulation in _owners(optimizer):
         _refuse_early(accumulation, type(optimizer).__name__, parameters)
         if optimizer not in _checked:
-            accumulation.refuse_late(optimizer)
+            accumulation.events.before_foreign_step(optimizer)
     _checked.add(optimizer)
 
 

@@ -90,7 +90,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Adds a group, of parameters of prepared models; those taken before `prepare` are replaced by the present
         ones. UsageError where they belong to no prepared model."""
         self.optimizer.add_param_group(param_group)
-        self._accumulation.on_new_group()
+        self._accumulation.events.on_new_group()
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -275,9 +275,9 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
 def watch_optimizers(run: Run) -> None:
     """Makes what `prepare` checks of an optimizer be checked also when it gets new parameters later, and before the
     first step of one that is not prepared."""
-    run.accumulation.on_new_group = partial(_follow, run)
+    run.accumulation.events.on_new_group = partial(_follow, run)
     if run.config.num_processes > 1:
-        run.accumulation.refuse_late = partial(_refuse_late, run)
+        run.accumulation.events.before_foreign_step = partial(_refuse_late, run)
 
 
 def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:

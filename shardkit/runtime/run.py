@@ -19,6 +19,7 @@ from shardkit.distributed.process import Process
 from shardkit.optim import loss_scale, rebind
 from shardkit.runtime import foreign_steps, settings
 from shardkit.runtime.accumulate import Accumulation, Counters
+from shardkit.runtime.early_steps import EarlySteps
 from shardkit.runtime.hooks import StateHooks
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
 from shardkit.runtime.optimizer import AcceleratedOptimizer
@@ -95,6 +96,7 @@ class Run:
     registered: list[Any] = field(init=False)
     taken: list[Taken] = field(init=False)
     accumulation: Accumulation = field(init=False)
+    early_steps: EarlySteps = field(init=False)
     same_modules: SameModules = field(init=False)
     same_data: SameData = field(init=False)
 
@@ -117,16 +119,17 @@ class Run:
             scaler,
             self.counters,
             ends_with_data=section.end_window_with_data,
-            keeps_batch=(settings.full_world_size() or 0) > self.process.world_size,
-            is_main=self.process.is_main,
         )
+        keeps_batch = (settings.full_world_size() or 0) > self.process.world_size
+        self.early_steps = EarlySteps(self.accumulation, self.loaders, keeps_batch, self.process.is_main)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.same_data = SameData(self.loaders, self.process.control)
-        self.accumulation.before_step = self._check_step
-        self.accumulation.on_loss = self.same_data.note_loss
+        self.accumulation.events.before_step = self._check_step
+        self.accumulation.events.on_loss = self.same_data.note_loss
         foreign_steps.watch(self.accumulation)
 
     def _check_step(self) -> None:
+        self.early_steps.check()
         self.same_modules.check()
         self.same_data.check()
 
