@@ -1,6 +1,7 @@
 """shardkit.compat: every name of accelerate is there or says what to use instead; states, plugins, the facade."""
 
 import inspect
+import json
 import sys
 from datetime import timedelta
 from importlib import import_module, metadata
@@ -141,6 +142,8 @@ def test_standing_in_hides_what_is_installed_and_gives_it_back():
         assert gather_object is import_module("shardkit.compat.utils").gather_object
         assert parse(metadata.version("accelerate")) >= parse("1.12.0") and accelerate.__version__
         assert accelerate.utils.DistributedType is DistributedType  # below, without an import of its own
+        described = metadata.metadata("accelerate")  # as sentence-transformers checks whose package it is
+        assert described["Name"] == "accelerate" and "huggingface" in described["Home-page"]
     finally:
         modules.stop_standing_in()
         sys.modules.update(kept)
@@ -480,6 +483,18 @@ def test_the_autocast_context_of_an_fp8_run_is_bf16(clean_states):
 def test_the_facade_takes_accelerates_arguments_in_its_order():
     found = [*inspect.signature(Accelerator.__init__).parameters][1:5]
     assert found == ["device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps"]
+
+
+def test_log_accepts_dicts_of_numbers_and_anything_before_the_trackers_start(clean_states, tmp_path):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.log(torch.ones(2, 3), step=1)  # images of a library's trainer, without a tracker
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": torch.tensor(2.0), "parts": {"a": 1, "b": {"c": 0.5}}}, step=2)
+    with pytest.raises(UsageError, match=r"log: 'image': not one number .*get_tracker"):
+        accelerator.log({"image": torch.ones(2, 3)})
+    accelerator.end_training()
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line).items() >= {"step": 2, "loss": 2.0, "parts/a": 1, "parts/b/c": 0.5}.items()
 
 
 def test_prepare_gives_back_what_it_does_not_know(clean_states):

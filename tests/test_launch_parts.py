@@ -500,7 +500,10 @@ def test_the_words_for_a_failure():
     message = "aten.mm: got mixed torch.Tensor and DTensor, need to convert all"
     mixed = RankOutcome(0, exit_code=1, error=replace(error(0), message=message))
     text = diagnosis.render(diagnosis.diagnose([mixed]), 0.0, "runs/x")
-    assert "accelerator.register_forward_method(model, name)" in text
+    assert "accelerator.register_forward_method(model, name)" in text and "Averages of the weights (EMA)" in text
+    written = RankOutcome(0, exit_code=1, error=replace(error(0), message="data pointer on an invalid python storage."))
+    text = diagnosis.render(diagnosis.diagnose([written]), 0.0, "runs/x")
+    assert "state_dict = accelerator.get_state_dict(model)" in text
     assert diagnosis.signal_name(9) == "SIGKILL"
     assert diagnosis.signal_name(77) == "signal 77"
 

@@ -4,7 +4,7 @@ The functionality is in `shardkit.runtime.accelerator`. This module only has wha
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -248,6 +248,16 @@ class Accelerator(own.Accelerator):
         """The iteration of the project configuration. Checkpoints are named by their step instead."""
         return self.project_configuration.iteration
 
+    def log(
+        self,
+        values: Any,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """As shardkit's. A dict among the values is logged as one value per key, `name/key`. Before `init_trackers`
+        nothing is recorded or checked: libraries log images there, too."""
+        super().log(_flat(values) if self._run.trackers.active else {}, step, log_kwargs)
+
     def end_training(self) -> None:
         """As shardkit's; also ends the process group if a PartialState started it. Collective."""
         super().end_training()
@@ -314,6 +324,19 @@ class Accelerator(own.Accelerator):
     @property
     def _custom_objects(self) -> list[Any]:
         return self._run.registered
+
+
+def _flat(values: Any) -> Any:
+    """The values by name, without dicts among them; anything else than a dict unchanged."""
+    if not isinstance(values, Mapping):
+        return values
+    found: dict[Any, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{key}": inner for key, inner in _flat(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _with_timeout(handlers: Sequence[Any]) -> list[Any]:

@@ -74,7 +74,7 @@ MEMBERS: dict[str, str] = {
     "wait_for_everyone": _SAME,
     "init_trackers": "values are always written as JSON lines, too",
     "get_tracker": _SAME,
-    "log": _SAME,
+    "log": "numbers, texts and dicts of them; anything else is an error that names the tracker's own method",
     "end_training": "also waits for a running background save",
     "save": "safetensors or JSON instead of pickle; --accelerates-meaning save uses torch.save",
     "save_model": "every rank writes its part, nothing is gathered; on the main process only: as save_state",

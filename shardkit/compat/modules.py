@@ -122,11 +122,13 @@ class Finder(MetaPathFinder, Loader):
 
 
 class _Metadata(Distribution):
-    """The metadata of the package accelerate for importlib.metadata."""
+    """The metadata of the package accelerate for importlib.metadata. sentence-transformers takes a package without the
+    home page for another one of the same name."""
 
     def read_text(self, filename: str) -> str | None:
         return {
-            "METADATA": f"Metadata-Version: 2.1\nName: accelerate\nVersion: {VERSION}\n",
+            "METADATA": "Metadata-Version: 2.1\nName: accelerate\n"
+            f"Version: {VERSION}\nHome-page: https://github.com/huggingface/accelerate\n",
             "top_level.txt": "accelerate\n",
         }.get(filename)
 

@@ -139,7 +139,14 @@ def _next_step(error: RankError | None) -> str:
         return (
             "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the "
             "method that uses its parameters: accelerator.register_forward_method(model, name); p.full_tensor() "
-            "returns a whole copy"
+            "returns a whole copy. Averages of the weights (EMA) are kept on every rank: made after prepare from "
+            "model.parameters(), or as a copy of the model from before prepare that is prepared, too"
+        )
+    if "invalid python storage" in error.message:
+        return (
+            "a sharded tensor was written as a plain one: call state_dict = accelerator.get_state_dict(model) on every "
+            "rank, then model.save_pretrained(folder, state_dict=state_dict) on rank 0; or on every rank "
+            "accelerator.save_model(model, folder). A library that writes the model on one rank only needs DDP"
         )
     return ""
 
