@@ -15,7 +15,7 @@ from shardkit.config.schema import Config, FsdpConfig, ShardkitConfig
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan import measured, repeats, worker
+from shardkit.plan import batches, measured, repeats, worker
 from shardkit.plan.answer import PlanRequest, row
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
@@ -348,6 +348,12 @@ def test_flags_of_simulations_need_one(tmp_path):
     assert done.returncode == 2
     for flag in ("--exact", "--batch", "--optimizer a:c"):
         assert f"{flag}: only used in simulations (got no --simulate); add --simulate." in done.stderr
+
+
+def test_a_batch_that_is_not_there_is_named_by_its_flag():
+    for spec in ("tests.models:missing", "no_such_module:batch"):
+        with pytest.raises(UsageError, match=f"--batch {spec}: cannot be imported from this folder .*; give module:f"):
+            batches.named("--batch", spec)
 
 
 def measurement(folder: Path, rank: int, peak: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from shardkit.config.schema import FsdpConfig
 from shardkit.errors import ModelError
 from shardkit.model.blocks import repeated_classes
-from shardkit.model.cut import missing_blocks, select_units
+from shardkit.model.cut import missing_blocks, note_on_units, select_units
 from shardkit.model.tree import ModuleNode, Parameter
 
 
@@ -48,6 +48,25 @@ def test_blocks_in_lists_of_lists_are_found_and_the_inner_lists_are_no_blocks():
     assert repeated_classes(unet()) == ["ResBlock", "Attention"]
     units = select_units(unet(), FsdpConfig())
     assert units == [f"downs.{stage}.{part}" for stage in range(3) for part in range(2)]
+
+
+def test_a_stage_that_holds_much_of_the_model_is_mentioned_with_the_blocks_in_it():
+    def stage(number: int, width: int) -> ModuleNode:
+        fqn = f"stages.{number}"
+        blocks = tuple(
+            ModuleNode(f"{fqn}.blocks.{i}", "Block", children=(linear(f"{fqn}.blocks.{i}.up", width, width),))
+            for i in range(2)
+        )
+        stack = ModuleNode(f"{fqn}.blocks", "Sequential", children=blocks)
+        return ModuleNode(fqn, "Stage", children=(stack,))
+
+    stages = ModuleNode("stages", "Sequential", children=tuple(stage(n, 8 * 2**n) for n in range(3)))
+    model = ModuleNode("", "Swin", children=(stages, linear("head", 8, 8)))
+    said = note_on_units(model, FsdpConfig())
+    assert said is not None
+    assert "one unit, stages.2 (Stage), holds" in said and "cls_to_wrap: Block makes units of its blocks" in said
+    assert note_on_units(model, FsdpConfig(transformer_layer_cls_to_wrap="Block")) is None
+    assert note_on_units(transformer(), FsdpConfig()) is None and note_on_units(unet(), FsdpConfig()) is None
 
 
 def test_size_never_takes_a_container():

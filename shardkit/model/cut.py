@@ -74,7 +74,7 @@ def cut(tree: ModuleNode, config: FsdpConfig, compute: Dtype | None = None) -> C
     order = [*children_first(tree, chosen), ""]
     units = tuple(Unit(fqn, tuple(owners.get(fqn, ())), fqn in apart or fqn in odd) for fqn in order)
     _refuse_mixed_dtypes(units, area.parameters)
-    return Cut(units, area.ignored, area.replicated, missing_blocks(tree, config))
+    return Cut(units, area.ignored, area.replicated, note_on_units(tree, config))
 
 
 def shard_dim(shape: Sequence[int], shards: int) -> int:
@@ -134,6 +134,36 @@ def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
         case WrapPolicy.TRANSFORMER_BASED_WRAP:
             names = config.transformer_layer_cls_to_wrap or repeated_classes(root)
             return _by_class(root, names) if names else _by_size(root, config.min_num_params)
+
+
+def note_on_units(root: ModuleNode, config: FsdpConfig) -> str | None:
+    """What the user should know of units by class where no class is named; None if there is nothing."""
+    return missing_blocks(root, config) or large_block(root, config)
+
+
+# A unit with a larger share of the parameters is mentioned: gathered, it takes that share of the unsharded memory.
+LARGE = 0.4
+
+
+def large_block(root: ModuleNode, config: FsdpConfig) -> str | None:
+    """The note for blocks of different sizes (the stages of a vision model), of which one holds much of the model and
+    has repeated blocks in it."""
+    by_class = config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP
+    if not by_class or config.transformer_layer_cls_to_wrap:
+        return None
+    classes = set(repeated_classes(root))
+    blocks = [node for node in root.walk() if node.class_name in classes and node.numel and not node.alias_of]
+    largest = max(blocks, key=lambda node: node.numel, default=None)
+    if largest is None or largest.numel < max(LARGE * root.numel, 2 * min(node.numel for node in blocks)):
+        return None
+    inside = repeated_classes(largest)
+    if not inside:
+        return None
+    return (
+        f"fsdp_auto_wrap_policy: one unit, {largest.fqn} ({largest.class_name}), holds "
+        f"{largest.numel / root.numel:.0%} of the parameters, which are gathered together; "
+        f"fsdp_transformer_layer_cls_to_wrap: {','.join(inside)} makes units of its blocks."
+    )
 
 
 def missing_blocks(root: ModuleNode, config: FsdpConfig) -> str | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardkit.errors import UsageError
-from shardkit.model.cut import missing_blocks
+from shardkit.model.cut import note_on_units
 from shardkit.plan import search
 from shardkit.plan.answer import (
     Answer,
@@ -56,7 +56,7 @@ def answer(
     chosen = configured_strategy(request.config)
     is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
     changed = changes(request) if is_too_large else ()
-    remarks = [missing_blocks(request.description.tree, request.config.fsdp), beyond, undivided(request)]
+    remarks = [note_on_units(request.description.tree, request.config.fsdp), beyond, undivided(request)]
     return Answer(
         request=request,
         rows=tuple(rows),

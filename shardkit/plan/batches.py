@@ -19,14 +19,19 @@ from shardkit.plan.optimizers import QUANTIZED, Quantized, is_quantized
 Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
 
 
-def named(spec: str) -> Any:
-    """The object that `module:name` names."""
+def named(flag: str, spec: str) -> Any:
+    """The object that `module:name` names. UsageError, with the flag, if it is not found."""
     module, _, attribute = spec.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    found: Any = import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
+    try:
+        found: Any = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{flag} {spec}: cannot be imported from this folder ({error}); give module:function."
+        ) from error
     return found
 
 
@@ -166,7 +171,7 @@ def _longest(config: Any) -> int:
 def optimizer_factory(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """The optimizer of that name, or `module:function` itself."""
     if ":" in name:
-        return named(name)
+        return named("--optimizer", name)
     known: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {"lr": 0.1}),
         "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

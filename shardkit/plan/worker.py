@@ -229,7 +229,7 @@ def _loss(job: Job, model: nn.Module) -> batches.Loss:
         what = "with --batch the model computes its own loss" if job.batch else "the model's head is unknown"
         raise UsageError(f"--loss fused: {what} (got {job.spec}); use --loss dropped.")
     if job.batch is not None:
-        found = batches.named(job.batch)
+        found = batches.named("--batch", job.batch)
         return batches.given_loss(found() if callable(found) else found)
     if job.kind == "gpt":
         shape = _shape(job)
