@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from shardkit.errors import MachineError
-from shardkit.launch import addresses, elastic, meeting, store_client
+from shardkit.launch import addresses, attempts, meeting, store_client
 from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
 
 is_slow = pytest.mark.slow
@@ -130,8 +130,8 @@ def test_a_machine_that_dies_is_named_and_the_others_end(tmp_path):
 
 def test_a_machine_that_was_suspended_reads_that_it_is_the_lost_one():
     here = meeting.Meeting(1, 2, "127.0.0.1", ("127.0.0.1", 0), hosts=["a", "b"])
-    assert elastic.text_of_loss(here, [1]).startswith("launch: this machine counts as lost: machine 0 had no sign of")
-    assert elastic.text_of_loss(here, [0]).startswith("launch: lost machine 0 (a): no sign of life from the launcher")
+    assert attempts.text_of_loss(here, [1]).startswith("launch: this machine counts as lost: machine 0 had no sign of")
+    assert attempts.text_of_loss(here, [0]).startswith("launch: lost machine 0 (a): no sign of life from the launcher")
 
 
 # while machines gather (lines 4 and 5)

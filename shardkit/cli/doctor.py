@@ -123,7 +123,7 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
     from shardkit.doctor import findings, ranks_files
     from shardkit.doctor.findings import Finding, Level
     from shardkit.errors import ShardkitError
-    from shardkit.launch import elastic, spec
+    from shardkit.launch import attempts, spec
 
     limits = config.shardkit.launch
     soon = {f"shardkit.launch.{name}": f"{min(getattr(limits, name), most):g}" for name, most in PATIENCE_S.items()}
@@ -140,7 +140,7 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
             more_variables={ranks_files.FOLDER: str(folder)},
         )
         (logs / ranks_files.OWN).write_text(json.dumps(findings.as_json(own)))
-        elastic.run(launched)
+        attempts.run(launched)
         result: dict[str, Any] = json.loads((logs / ranks_files.RESULT).read_text())
     except ShardkitError as error:
         failed = Finding("ranks", str(error).removeprefix("launch: ").replace("\nlaunch: ", "\n"), Level.ERROR)

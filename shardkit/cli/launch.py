@@ -163,7 +163,7 @@ def start(
     import json
 
     from shardkit import env
-    from shardkit.launch import elastic, generations, membership, preflight, spec
+    from shardkit.launch import attempts, generations, membership, preflight, spec
 
     loaded, machine = checked(command, is_module, path, settings, problems, switches)
     if preflight.is_on_pod(loaded.config):
@@ -190,7 +190,7 @@ def start(
         notes = [membership.summary(loaded.config)] if is_elastic else []
         print(json.dumps(spec.as_json(launched), indent=2) if as_json else spec.as_text(launched, notes))
         return
-    folder = elastic.run(launched) if launched.launch.min_machines is None else generations.run(launched)
+    folder = attempts.run(launched) if launched.launch.min_machines is None else generations.run(launched)
     if switches.measure:
         from shardkit.plan.measured import beside_the_plan
 

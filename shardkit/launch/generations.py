@@ -6,7 +6,7 @@ the newest checkpoint.
     follow(..)    another machine: reads the decisions and trains in the generations that include it
 
 Only machine 0 decides, and only its ranks commit checkpoints: a machine that is cut off from it ends its ranks. The
-ranks of a generation are run by `elastic.attempted`, as in any launch.
+ranks of a generation are run by `attempts.attempted`, as in any launch.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.errors import MachineError, Preempted, RankFailure, ShardkitError
-from shardkit.launch import addresses, connectivity, diagnosis, elastic, membership, signals
-from shardkit.launch.elastic import LostMachines, say
+from shardkit.launch import addresses, attempts, connectivity, diagnosis, membership, signals
+from shardkit.launch.attempts import LostMachines, say
 from shardkit.launch.membership import Generation, Member
 from shardkit.launch.restarts import WITHOUT_CHECKPOINT, Restarts
 from shardkit.launch.spec import LaunchSpec
@@ -53,9 +53,9 @@ class Ended:
 def run(spec: LaunchSpec) -> Path:
     """Returns the run's folder on this machine after the run has succeeded.
 
-    Raises what `elastic.run` raises, on all machines; ConfigError or MachineError if this machine is refused.
+    Raises what `attempts.run` raises, on all machines; ConfigError or MachineError if this machine is refused.
     """
-    with elastic.around(spec) as (start, log_dir), signals_that_end_it():
+    with attempts.around(spec) as (start, log_dir), signals_that_end_it():
         from shardkit.launch.rosters import RosterServer
 
         with joined(spec) as roster:
@@ -73,7 +73,7 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
     from shardkit.launch.rosters import RosterClient, RosterServer
 
     host, port, lost_s = spec.rendezvous.host, spec.rendezvous.port, spec.launch.lost_timeout_s
-    greeting = elastic.greeting(spec)
+    greeting = attempts.greeting(spec)
     del greeting["config"]["shardkit.checkpoint.resume"]  # a machine that comes later is often started with auto
     with connectivity.open_to_others(host) as place:
         store = hosted_here(spec)
@@ -323,7 +323,7 @@ def run_generation(
     own = membership.spec_for(spec, generation, place)
     with generation_meeting(own, generation, place, roster, wants_new_world) as machines:
         try:
-            attempt, error = elastic.attempted(own, start, machines, log_dir, generation.number)
+            attempt, error = attempts.attempted(own, start, machines, log_dir, generation.number)
         except LostMachines as lost:
             return Ended(lost, {place: lost.stop} if lost.stop else {}, lost.committed_step)
     was_killed = error is not None and diagnosis.diagnose(attempt.outcomes).outcome.was_killed

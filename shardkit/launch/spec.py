@@ -33,7 +33,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Everything that `elastic.run` needs to know."""
+    """Everything that `attempts.run` needs to know."""
 
     script: str
     is_module: bool
