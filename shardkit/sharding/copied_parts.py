@@ -2,7 +2,7 @@
 
 A part along the sharded dim is no view in torch, but a copy that all ranks get, so a write to it would be lost without
 a word. Such copies get a class of their own here: what is written to them is also written to the rows of the tensor
-that this rank has. Where that is not known (parts of parts, diagonals) a write raises. (Checked on torch 2.13.)
+that this rank has. Where that is not known (parts of parts, diagonals) a write raises. (Checked on torch 2.11 to 2.15.)
 """
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ from shardkit.errors import UsageError
 from shardkit.sharding.random_values import as_torch_does
 
 _aten = torch.ops.aten
-_ASSIGNMENTS = (_aten.copy_.default, _aten.fill_.Tensor)
-"""What torch calls for `tensor[...] = values`, without a method of the part."""
+_FILLS = (_aten.fill_.Tensor, _aten.fill_.Scalar)
+_ASSIGNMENTS = (_aten.copy_.default, *_FILLS)
+"""What torch calls for `tensor[...] = values`, without a method of the part; from 2.15 on fill_.Scalar for a number."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     target: Any = args[0]
     value: Any = args[1]
     if not isinstance(target, CopiedPart):
-        if operator is _aten.fill_.Tensor and not isinstance(value, DTensor):
+        if operator in _FILLS and not isinstance(value, DTensor):
             with torch.no_grad():
                 target.to_local().fill_(value)
             return target
@@ -150,6 +151,8 @@ def _assign(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     with torch.no_grad():
         if isinstance(value, DTensor):
             as_torch_does(_aten.copy_.default, args, kwargs)
+        elif operator in _FILLS:
+            target.to_local().fill_(value)
         else:
             target.to_local().copy_(value)
     rows.write(target)
