@@ -152,8 +152,10 @@ def test_logs_are_private_and_a_full_disk_or_a_long_line_is_told_and_survived(tm
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
     (tmp_path / "long.py").write_text(
-        "import os\nif os.environ['RANK'] == '1':\n    print('\u00e9' * 1_500_000 + '|')\n"
-        "else:\n    print('short')\n    raise ValueError('at fault')"
+        "import os, time\nfrom pathlib import Path\nif os.environ['RANK'] == '1':\n"
+        "    print('\u00e9' * 1_500_000 + '|', flush=True)\n    Path('printed').touch()\n"
+        "else:\n    print('short')\n    while not Path('printed').exists():\n        time.sleep(0.01)\n"
+        "    raise ValueError('at fault')"
     )
     done = launch(tmp_path, "-n", "2", "--logs", "logs", "--show", "0,1", "long.py")
     assert "warning: the logs in logs cannot be written (No space left on device); the run continues" in done.stderr

@@ -2,13 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shardkit.launch import forking, preloaded
+from shardkit.errors import RankFailure
+from shardkit.launch import forking, pod, preloaded, signals, start_methods
+from shardkit.launch.monitor import Monitor
 
 SCRIPTS = Path(__file__).parent / "scripts"
 is_slow = pytest.mark.slow
@@ -149,3 +152,85 @@ def test_a_fork_that_was_asked_for_and_cannot_be_is_refused(tmp_path):
 def test_what_a_library_has_opened_or_started_is_found():
     assert forking.why_not_with_torch(forking.count_threads()) is None
     assert "has started threads" in (forking.why_not_with_torch(forking.count_threads() - 1) or "")
+
+
+# signals while processes start
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen]:
+    """The processes that are started from now on; a SIGTERM comes before the second start has returned."""
+    started: list[subprocess.Popen] = []
+    popen = subprocess.Popen.__init__
+
+    def told(self, *args, **options):
+        popen(self, *args, **options)
+        started.append(self)
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", told)
+    return started
+
+
+def test_a_signal_while_ranks_start_leaves_none_of_them(monkeypatch):
+    def end_it(number, frame):
+        raise RankFailure("told", 143)
+
+    started = interrupted(monkeypatch)
+    with signals.handled([signal.SIGTERM], end_it), pytest.raises(RankFailure):
+        start_methods.start_each(["sleep", "60"], [{}] * 3)
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
+def test_a_signal_while_the_commands_of_a_pod_start_ends_them(monkeypatch):
+    started = interrupted(monkeypatch)
+    with pytest.raises(RankFailure, match="SIGTERM ended the commands of all machines"):
+        pod.run([["sleep", "60"]] * 3)
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+
+
+@is_slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ranks_are_forked_is_for_them(tmp_path, number):
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
+    code = (
+        "import os, sys\n"
+        "from shardkit.launch import forking\n"
+        "read = forking.Template._read\n"
+        "def told(self):\n"
+        "    answer = read(self)\n"
+        f"    'pids' in answer and os.kill(os.getpid(), {int(number)})\n"
+        "    return answer\n"
+        "forking.Template._read = told\n"
+        "from shardkit.cli.main import main\n"
+        "main()"
+    )
+    words = [sys.executable, "-c", code, "launch", "--cpu", "-n", "2", "--start", "fork", "sleeps.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+RANK = """
+import signal, sys, time
+from pathlib import Path
+from shardkit.launch import rank_files
+signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
+rank_files.ProgressWriter(Path(sys.argv[1]), 0, 0).post("starting", 0)
+print("up", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_rank_that_has_just_started_is_told_once(tmp_path):
+    watch = Monitor(tmp_path, tmp_path, 0, 60, print)
+    with subprocess.Popen([sys.executable, "-c", RANK, tmp_path], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "up\n"
+        watch.tell_to_stop(signal.SIGTERM)
+        assert rank.stdout.readline() == "told\n"
+        watch.start()
+        watch.close()
+        rank.send_signal(signal.SIGUSR1)
+        assert rank.communicate(timeout=60)[0] == "" and watch.ranks[0].place.pid == rank.pid

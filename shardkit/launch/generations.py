@@ -370,7 +370,7 @@ def generation_meeting(
 
 @contextlib.contextmanager
 def signals_that_end_it() -> Iterator[None]:
-    """While this launch has no ranks, SIGTERM, SIGUSR1 and SIGHUP end it with an error. With ranks, `elastic` handles
+    """While this launch has no ranks, SIGTERM, SIGUSR1 and SIGHUP end it with an error. With ranks, `attempts` handles
     them."""
 
     def end_it(number: int, frame: object) -> None:

@@ -77,6 +77,8 @@ class Monitor:
         self._kill_s = float("inf")
         self.stop: Stop | None = None
         self.killed: set[int] = set()
+        self._told: dict[int, object] = {}
+        """By pid; those that were told to stop."""
         self._failed_s: float | None = None
         self._started_s = time.monotonic()
         self._looked_s = 0.0
@@ -99,8 +101,7 @@ class Monitor:
         if self.stop is None:
             is_ctrl_c = number == signal.SIGINT
             self.stop = Stop(number, min(CTRL_C_S, self.stop_timeout_s) if is_ctrl_c else self.stop_timeout_s)
-            for pid in self._running_pids():
-                _send(pid, number)
+            self._tell_all()
         elif not self.stop.is_asked_here:  # they save and leave already
             self.stop = Stop(number, self.stop.timeout_s, since_s=self.stop.since_s)
         else:
@@ -110,8 +111,17 @@ class Monitor:
         """Let the ranks save and leave, so that another world takes over."""
         if self.stop is None:
             self.stop = Stop(signal.SIGUSR1, self.stop_timeout_s, is_asked_here=False)
-            for pid in self._running_pids():
-                _send(pid, signal.SIGUSR1)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for pid in self._running_pids():
+            self._tell(pid)
+
+    def _tell(self, pid: int) -> None:
+        """Sends the signal of `stop`, once: the handler and the thread may both find a rank that has just started."""
+        mine = object()
+        if self.stop is not None and self._told.setdefault(pid, mine) is mine:
+            _send(pid, self.stop.number)
 
     def has_begun(self, patience_s: float) -> bool:
         """Whether every rank that came up trains with an Accelerator, which takes the signals; or has had this long."""
@@ -146,8 +156,7 @@ class Monitor:
             known = self.ranks.get(number)
             if known is None or known.place.pid != place.pid:
                 self.ranks[number] = known = Rank(place, worked_s=time.monotonic())
-                if self.stop is not None:  # it started after the signal was forwarded
-                    _send(place.pid, self.stop.number)
+                self._tell(place.pid)  # where it started after the signal was forwarded
             known.place = place
             if known.runs:
                 self._look_at_exit(known)

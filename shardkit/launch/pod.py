@@ -82,15 +82,19 @@ def _there(config: Config, number: int, launch: Sequence[str], folder: Path) -> 
 
 
 def end(running: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ends those that still run."""
-    for one in running:
-        if one.poll() is None:
-            one.terminate()
-    for one in running:
-        try:
-            one.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            one.kill()
+    """Ends those that still run: by SIGTERM, and by SIGKILL after STOP_S or where another signal interrupts it."""
+    until = time.monotonic() + STOP_S
+    try:
+        for one in running:
+            if one.poll() is None:
+                one.terminate()
+        while any(one.poll() is None for one in running) and time.monotonic() < until:
+            time.sleep(POLL_S)
+    finally:
+        for one in running:
+            if one.poll() is None:
+                one.kill()
+                one.wait()
 
 
 def run(lines: Sequence[Sequence[str]]) -> None:
@@ -109,7 +113,8 @@ def run(lines: Sequence[Sequence[str]]) -> None:
     with signals.handled((signal.SIGTERM, signal.SIGHUP), end_it):
         try:
             for line in lines:
-                running.append(subprocess.Popen(line))
+                with signals.held():
+                    running.append(subprocess.Popen(line))
             while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
                 time.sleep(POLL_S)
         finally:

@@ -20,3 +20,16 @@ def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> I
     finally:
         for number, before in found.items():
             signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Inside, signals that end a command wait until its end. For starting processes: a handler that raises between a
+    start and the assignment of its result would leave a process that nobody knows. Main thread only."""
+    early: list[int] = []
+    with handled(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), lambda number, frame: early.append(number)
+    ):
+        yield
+    for number in early:
+        signal.raise_signal(number)

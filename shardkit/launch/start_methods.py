@@ -3,17 +3,22 @@
 import contextlib
 import gc
 import importlib
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from shardkit import env
 from shardkit.errors import MachineError
-from shardkit.launch import forking, names, preloaded
+from shardkit.launch import forking, names, preloaded, signals
 from shardkit.launch.spec import LaunchSpec
+
+POLL_S = 0.02
 
 
 class RankProcess(Protocol):
@@ -70,23 +75,36 @@ def start_forked(
     if reason is not None:
         refuse_if_required(spec, reason)
         return start_each(spec.command, own)
-    return [forking.Forked(pid) for pid in template.start(spec.rank_arguments, env.copy(), own)]
+    with all_or_none() as started, signals.held():
+        started += [forking.Forked(pid) for pid in template.start(spec.rank_arguments, env.copy(), own)]
+    return started
 
 
 def start_each(command: Sequence[str], own: Sequence[Mapping[str, str]]) -> list[RankProcess]:
     """Start every rank as a new Python process. If one cannot be started, the others are killed."""
-    shared, started = env.copy(), []
-    try:
+    shared = env.copy()
+    with all_or_none() as started:
         for variables in own:
-            started.append(
-                subprocess.Popen(command, env={**shared, **variables}, start_new_session=True, stderr=sys.stderr)
-            )
-    except OSError:
+            with signals.held():
+                started.append(
+                    subprocess.Popen(command, env={**shared, **variables}, start_new_session=True, stderr=sys.stderr)
+                )
+    return started
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[list[RankProcess]]:
+    """A list for the ranks that are started inside; an exception there, also that of a signal, kills them."""
+    started: list[RankProcess] = []
+    try:
+        yield started
+    except BaseException:
         for process in started:
-            process.kill()
-            process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        while any(process.poll() is None for process in started):
+            time.sleep(POLL_S)
         raise
-    return list(started)
 
 
 def load_torch() -> int:
