@@ -228,3 +228,38 @@ def test_members_do_what_they_say(ranks, config):
         assert found["mesh"] == ((3,) if config is FSDP else None)
         assert found["even"] is False and found["cleared"] == (None, None)
         assert found["kinds"] == (config is FSDP, config is FSDP, None)
+
+
+class Around(nn.Module):
+    """A model whose part has the name that DDP gives to the module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def prepared_again(config: dict[str, Any], is_compiled: bool) -> tuple[bool, str]:
+    """Whether preparing the model again, and what its wrappers contain, gives the same; and the error of its part."""
+    accelerator = Accelerator(config=config)
+    model = Around()
+    given = torch.compile(model) if is_compiled else model
+    prepared = accelerator.prepare(given)
+    found = [accelerator.prepare(one) for one in (model, given, prepared)]
+    try:
+        part = accelerator.prepare(model.module)
+    except UsageError as error:
+        return all(one is prepared for one in found), str(error)
+    assert part is model.module
+    return all(one is prepared for one in found), ""
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("config", [ALONE, FSDP, DDP], ids=lambda c: c["distributed_type"])
+def test_a_model_prepared_again_is_the_same_but_its_part_is_not(ranks, config, is_compiled):
+    world_size = 1 if config is ALONE else 2
+    for is_same, error in ranks.run(world_size, prepared_again, {**config, "num_processes": world_size}, is_compiled):
+        assert is_same
+        assert error.startswith("prepare: two models share weight, bias") == (config is not ALONE)

@@ -7,7 +7,7 @@ import pytest
 from shardkit.config.schema import FsdpConfig
 from shardkit.errors import ModelError
 from shardkit.model.blocks import repeated_classes
-from shardkit.model.cut import missing_blocks, note_on_units, select_units
+from shardkit.model.cut import note_on_units, select_units
 from shardkit.model.tree import ModuleNode, Parameter
 
 
@@ -85,14 +85,14 @@ def test_where_nothing_repeats_size_decides_and_that_is_said():
     model = ModuleNode("", "Model", children=(linear("a", 20, 20), linear("b", 2, 2)))
     assert select_units(model, FsdpConfig()) == []
     assert select_units(model, FsdpConfig(min_num_params=100)) == ["a"]
-    said = missing_blocks(model, FsdpConfig(min_num_params=100))
+    said = note_on_units(model, FsdpConfig(min_num_params=100))
     assert (
         "no block class repeats in the model (Model), so it is wrapped by size: units of at least 100 parameters"
         in said
     )
     for settled in ({"auto_wrap_policy": "NO_WRAP"}, {"transformer_layer_cls_to_wrap": "Linear"}):
-        assert missing_blocks(model, FsdpConfig(**settled)) is None
-    assert missing_blocks(transformer(), FsdpConfig()) is None
+        assert note_on_units(model, FsdpConfig(**settled)) is None
+    assert note_on_units(transformer(), FsdpConfig()) is None
 
 
 def test_no_wrap_has_no_units():

@@ -15,7 +15,6 @@ import typer
 from shardkit.cli import HELP, options
 
 if TYPE_CHECKING:
-    from shardkit.config.files import LoadedConfig
     from shardkit.config.schema import Config
     from shardkit.doctor.findings import Finding
     from shardkit.launch.preflight import Machine
@@ -44,6 +43,7 @@ def doctor(
 ) -> int:
     """Test what a run with this configuration needs, and advise what to change. With several machines: run it on each,
     as `shardkit launch`. The exit code is not 0 if a run would fail."""
+    from shardkit.config import files
     from shardkit.config.command import settings_from
     from shardkit.launch import flags
 
@@ -56,22 +56,10 @@ def doctor(
     chosen, problems = flags.read_all(
         given, (flags.main_settings, main), *((settings_from, [setting]) for setting in settings or [])
     )
-    loaded = read(config, chosen, problems)
+    loaded = problems.of(files.resolve, config, chosen)
+    problems.raise_all()
+    assert loaded is not None
     return examine(loaded.config, str(loaded.path or "defaults for this machine"), folder.resolve(), as_json)
-
-
-def read(path: Path | None, settings: dict[str, str], problems: list[str]) -> "LoadedConfig":
-    """The configuration. ConfigError with the problems of the flags and those of the configuration."""
-    from shardkit.config import files
-    from shardkit.errors import ConfigError
-
-    try:
-        loaded = files.resolve(path, settings)
-    except ConfigError as error:
-        raise ConfigError([*problems, *str(error).splitlines()]) from None
-    if problems:
-        raise ConfigError(problems)
-    return loaded
 
 
 def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> int:

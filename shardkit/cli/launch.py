@@ -84,11 +84,11 @@ def launch(
     )
     command = [module, *(script or [])] if module else list(script or [])
     switches = flags.Switches(no_prefix, measure, force, as_accelerate, flags.words_in(accelerates_meaning))
-    problems += problems_of_compat("launch", switches, check)
-    if check and not problems:
+    problems.lines += problems_of_compat("launch", switches, check)
+    if check and not problems.lines:
         check_names(command, bool(module))
         return
-    start(command, bool(module), config, chosen, problems, switches, dry_run, as_json)
+    start(command, bool(module), config, chosen, problems.lines, switches, dry_run, as_json)
 
 
 def problems_of_compat(command: str, switches: "Switches", check: bool = False) -> list[str]:

@@ -81,14 +81,13 @@ def submit(
     from shardkit.cli.config import target_problem, write_target
     from shardkit.config.command import settings_from
     from shardkit.launch import flags
-    from shardkit.problems import Problems
     from shardkit.submit.making import Asked, made
 
     given = {
         **options.plain_settings(processes, cpu, mixed_precision, resume, restarts, show),
         "num_machines": options.by("--num-machines", machines),
     }
-    chosen, flag_problems = flags.read_all(
+    chosen, problems = flags.read_all(
         given,
         (flags.fsdp_settings, fsdp),
         (flags.fsdp_file_settings, fsdp_config),
@@ -117,7 +116,7 @@ def submit(
         seq_len=seq_len,
         steps=steps,
     )
-    problems = Problems([*flag_problems, *problems_of_compat("submit", switches)])
+    problems.lines += problems_of_compat("submit", switches)
     if output is not None:
         problems.add(target_problem(output, force))
     engine, job, notes = made(to, asked, problems)

@@ -115,13 +115,14 @@ def _visible(devices: list[Device]) -> list[Device]:
     chosen = next((value for value in map(env.get, names) if value is not None), None)
     if chosen is None:
         return devices
+    listed = _run(["nvidia-smi", "-L"]) if "MIG-" in chosen else ""
     visible = []
     for name in chosen.split(","):
         number = name.strip()
         if number.isdigit() and int(number) < len(devices):
             visible.append(devices[int(number)])
         elif number.startswith("MIG-") and devices:
-            visible.append(_instance(devices[0], number, _run(["nvidia-smi", "-L"])))
+            visible.append(_instance(devices[0], number, listed))
         elif number.startswith("GPU-") and devices:
             visible.append(devices[0])
         else:

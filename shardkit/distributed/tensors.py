@@ -6,6 +6,7 @@ DTensor and FSDP take half a second to import, so this module does not import th
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -33,13 +34,18 @@ def is_fsdp(value: Any) -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's module, without the wrappers of DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
-            model = inner
-        else:
-            return model
+    *_, inner = layers(model)
+    return inner
+
+
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and what its wrappers, those of DistributedDataParallel and torch.compile, contain; the user's module
+    is the last."""
+    inner: nn.Module | None = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        modules = inner.__dict__.get("_modules", {})
+        inner = modules.get("module" if isinstance(inner, DistributedDataParallel) else "_orig_mod")
 
 
 def clean_name(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from shardkit.config.layers import FlagValue
 from shardkit.config.scheduler import machine_range
 from shardkit.errors import ConfigError, UsageError
+from shardkit.problems import Problems
 
 STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op", "no_shard")  # longest first
 
@@ -95,16 +96,13 @@ def words_in(text: str | None) -> tuple[str, ...]:
 
 def read_all(
     plain: Mapping[str, str | None], *given: tuple[Callable[[Any], dict[str, str]], Any]
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[dict[str, str], Problems]:
     """The settings in flags, and the problems of all flags. `plain`: {setting: value, None: not given}; `given`: flags
     that a function reads (an empty one is not given). Later ones take precedence."""
     settings = {name: value for name, value in plain.items() if value is not None}
-    problems: list[str] = []
+    problems = Problems()
     for read, argument in given:
-        try:
-            settings |= read(argument) if argument else {}
-        except (ConfigError, UsageError) as error:
-            problems += str(error).splitlines()
+        settings |= (problems.of(read, argument) if argument else None) or {}
     return settings, problems
 
 

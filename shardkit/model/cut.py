@@ -123,7 +123,7 @@ def trained_dtype(dtype: str, is_trainable: bool) -> str:
 def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
     """Fqns of the modules that become units, children before parents; the root is always a unit and not listed.
 
-    By class, if no class is named: the repeated ones, or by size if none repeats (see `missing_blocks`). Raises
+    By class, if no class is named: the repeated ones, or by size if none repeats (see `note_on_units`). Raises
     ModelError, with candidates, where a named class is not in the model.
     """
     match config.auto_wrap_policy:
@@ -138,21 +138,20 @@ def select_units(root: ModuleNode, config: FsdpConfig) -> list[str]:
 
 def note_on_units(root: ModuleNode, config: FsdpConfig) -> str | None:
     """What the user should know of units by class where no class is named; None if there is nothing."""
-    return missing_blocks(root, config) or large_block(root, config)
+    if config.auto_wrap_policy is not WrapPolicy.TRANSFORMER_BASED_WRAP or config.transformer_layer_cls_to_wrap:
+        return None
+    repeated = repeated_classes(root)
+    return _large_block(root, repeated) if repeated else _missing_blocks(root, config)
 
 
 # A unit with a larger share of the parameters is mentioned: gathered, it takes that share of the unsharded memory.
 LARGE = 0.4
 
 
-def large_block(root: ModuleNode, config: FsdpConfig) -> str | None:
+def _large_block(root: ModuleNode, repeated: Sequence[str]) -> str | None:
     """The note for blocks of different sizes (the stages of a vision model), of which one holds much of the model and
     has repeated blocks in it."""
-    by_class = config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP
-    if not by_class or config.transformer_layer_cls_to_wrap:
-        return None
-    classes = set(repeated_classes(root))
-    blocks = [node for node in root.walk() if node.class_name in classes and node.numel and not node.alias_of]
+    blocks = [node for node in root.walk() if node.class_name in repeated and node.numel and not node.alias_of]
     largest = max(blocks, key=lambda node: node.numel, default=None)
     if largest is None or largest.numel < max(LARGE * root.numel, 2 * min(node.numel for node in blocks)):
         return None
@@ -166,11 +165,8 @@ def large_block(root: ModuleNode, config: FsdpConfig) -> str | None:
     )
 
 
-def missing_blocks(root: ModuleNode, config: FsdpConfig) -> str | None:
-    """The note for wrapping by class where no class is named and none repeats; else None."""
-    by_class = config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP
-    if not by_class or config.transformer_layer_cls_to_wrap or repeated_classes(root):
-        return None
+def _missing_blocks(root: ModuleNode, config: FsdpConfig) -> str:
+    """The note for wrapping by class where no class repeats."""
     return (
         f"fsdp_auto_wrap_policy: no block class repeats in the model ({root.class_name}), so it is wrapped by size: "
         f"units of at least {config.min_num_params:,} parameters (fsdp_min_num_params), or one unit."

@@ -234,8 +234,6 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
 
             saving.forget(self._run)
         self._run.forget()
-        step_boundary.watch(self._run)
-        prepare.watch_optimizers(self._run)
         if self._speed is not None:
             self._speed = speed.Speed(self._run)
         step_boundary.collect_garbage()

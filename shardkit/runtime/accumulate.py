@@ -46,6 +46,7 @@ class Accumulation:
         loaders: Sequence[PreparedLoader],
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
+        events: StepEvents,
         ends_with_data: bool = True,
     ) -> None:
         self.steps = steps
@@ -54,7 +55,7 @@ class Accumulation:
         self.models = models
         self.counters = counters
         self.backward_calls = 0
-        self.events = StepEvents()
+        self.events = events
         self._loaders = loaders
         self._is_full = True
         self._deferred_models: Sequence[nn.Module] = ()

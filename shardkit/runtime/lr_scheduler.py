@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardkit.runtime.accumulate import Accumulation
+from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 
-_OWN = {"scheduler", "steps_per_call", "_optimizers", "_accumulation", "_steps_with_optimizer", "_called_after"}
-"""Attributes of the prepared scheduler."""
 
-
-class AcceleratedScheduler:
+class AcceleratedScheduler(Forwarding):
     """The user's scheduler, which steps when its optimizer has stepped. `scheduler` is the torch object.
 
     It does not step while micro-batches are accumulated or where fp16 skipped the optimizer's step, and never once per
     rank: a schedule counts optimizer steps. With `steps_with_optimizer` False it always steps. Other attributes are
     those of the torch object, also where they are set.
     """
+
+    _inside = "scheduler"
 
     def __init__(
         self,
@@ -25,24 +25,13 @@ class AcceleratedScheduler:
         accumulation: Accumulation,
         steps_with_optimizer: bool = True,
     ) -> None:
-        self.scheduler = scheduler
         self._optimizers = optimizers
         self._accumulation = accumulation
         self._steps_with_optimizer = steps_with_optimizer
         self._called_after = 0
         self.steps_per_call = 1
         """Scheduler steps per call; more than 1 for schedules written in steps of single ranks."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "scheduler":
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.scheduler, name, value)
+        self.scheduler = scheduler
 
     def step(self, *args: Any, **arguments: Any) -> None:
         """Advances the learning rate if the optimizer has stepped."""

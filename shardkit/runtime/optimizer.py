@@ -12,26 +12,21 @@ from shardkit.log import get_logger
 from shardkit.optim.clip import multiply_gradients_
 from shardkit.optim.local_step import PlainStep, Stepper, stepper_of
 from shardkit.runtime.accumulate import NEVER, Accumulation
+from shardkit.runtime.forwarding import Forwarding
 
 log = get_logger(__name__)
 
-_OWN = {
-    *("optimizer", "step_was_skipped", "_accumulation", "_stepper", "_final_at"),
-    *("_has_used_gradients", "_stepped_at", "_has_stepped"),
-}
-"""Attributes of the prepared optimizer; all others are those of torch's."""
 
-
-class AcceleratedOptimizer(torch.optim.Optimizer):
+class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     """The user's optimizer, which does nothing while micro-batches are accumulated. `optimizer` is the torch object.
 
     It subclasses torch's Optimizer only because schedulers check for it; everything except step and zero_grad is
-    forwarded, also attributes that are set: `optimizer.rho = 0.1`, and what a GradScaler of the script sets for fused
-    kernels.
+    forwarded, also attributes that are set, as a GradScaler of the script does for fused kernels.
     """
 
+    _inside = "optimizer"
+
     def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation) -> None:
-        self.optimizer = optimizer
         self.step_was_skipped = False
         self._accumulation = accumulation
         self._stepper: Stepper = PlainStep(optimizer)
@@ -39,23 +34,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._has_used_gradients = False
         self._stepped_at = NEVER
         self._has_stepped = False
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in vars(self):
-            super().__delattr__(name)
-        else:
-            delattr(self.optimizer, name)
+        self.optimizer = optimizer
 
     def __repr__(self) -> str:
         return f"Accelerated{self.optimizer!r}"

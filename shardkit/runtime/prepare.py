@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
-from shardkit.distributed.tensors import is_dtensor, unwrapped
+from shardkit.distributed.tensors import is_dtensor, layers, unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
@@ -190,10 +190,8 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
 
 
 def _prepared(run: Run, model: nn.Module) -> nn.Module | None:
-    """The model as `prepare` has returned it, also for the module inside of DDP; None if it was not prepared."""
-    return next(
-        (one for one in run.models if model is one or vars(one).get("_modules", {}).get("module") is model), None
-    )
+    """The model as `prepare` has returned it, also for a module in its wrappers; None if it was not prepared."""
+    return next((one for one in run.models if any(model is inner for inner in layers(one))), None)
 
 
 def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
@@ -275,9 +273,9 @@ def _refuse_shared(run: Run, models: Sequence[nn.Module]) -> None:
 def watch_optimizers(run: Run) -> None:
     """Makes what `prepare` checks of an optimizer be checked also when it gets new parameters later, and before the
     first step of one that is not prepared."""
-    run.accumulation.events.on_new_group = partial(_follow, run)
+    run.events.on_new_group = partial(_follow, run)
     if run.config.num_processes > 1:
-        run.accumulation.events.before_foreign_step = partial(_refuse_late, run)
+        run.events.before_foreign_step = partial(_refuse_late, run)
 
 
 def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:

@@ -26,6 +26,7 @@ from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.runtime.same_data import SameData
 from shardkit.runtime.same_modules import SameModules
+from shardkit.runtime.step_events import StepEvents
 from shardkit.tracking.tracker import Tracker
 from shardkit.tracking.trackers import Trackers
 
@@ -95,6 +96,7 @@ class Run:
     loaders: list[PreparedLoader] = field(init=False)
     registered: list[Any] = field(init=False)
     taken: list[Taken] = field(init=False)
+    events: StepEvents = field(default_factory=StepEvents)
     accumulation: Accumulation = field(init=False)
     early_steps: EarlySteps = field(init=False)
     same_modules: SameModules = field(init=False)
@@ -102,6 +104,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.trackers = Trackers(self.selected_trackers, self.process.is_main, lambda: self.loads)
+        self.events.before_step = self._check_step
+        self.events.on_loss = lambda loss: self.same_data.note_loss(loss)
         self.forget()
 
     def forget(self) -> None:
@@ -118,14 +122,13 @@ class Run:
             self.loaders,
             scaler,
             self.counters,
+            self.events,
             ends_with_data=section.end_window_with_data,
         )
         keeps_batch = (settings.full_world_size() or 0) > self.process.world_size
         self.early_steps = EarlySteps(self.accumulation, self.loaders, keeps_batch, self.process.is_main)
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.same_data = SameData(self.loaders, self.process.control)
-        self.accumulation.events.before_step = self._check_step
-        self.accumulation.events.on_loss = self.same_data.note_loss
         foreign_steps.watch(self.accumulation)
 
     def _check_step(self) -> None:

@@ -22,8 +22,8 @@ class Speed:
         self._run = run
         self._tokens = 0
         self._at: tuple[float, int, int, int] | None = None
-        run.accumulation.events.on_batch = self._note_batch
-        run.accumulation.events.on_step = self._note_step
+        run.events.on_batch = self._note_batch
+        run.events.on_step = self._note_step
 
     def values(self) -> dict[str, float]:
         """Means since the last call: seconds per step, samples and tokens per second over all ranks, MFU where the

@@ -28,7 +28,7 @@ def watch(run: Run) -> None:
         preemption.install()
     if run.watch is None:
         run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late)
-    run.accumulation.events.at_boundary = partial(pass_boundary, run)
+    run.events.at_boundary = partial(pass_boundary, run)
 
 
 def pass_boundary(run: Run) -> None:

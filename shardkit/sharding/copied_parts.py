@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import local_part, local_slices
 from shardkit.errors import UsageError
-from shardkit.sharding.random_values import as_torch_does
+from shardkit.sharding.dtensor_operators import as_torch_does, handle
 
 _aten = torch.ops.aten
 _FILLS = (_aten.fill_.Tensor, _aten.fill_.Scalar)
@@ -107,12 +107,8 @@ CopiedPart: Any = type("CopiedPart", (DTensor,), {"__doc__": "A copy of a part o
 @cache
 def install() -> None:
     """Makes writes to parts reach the tensor. Has an effect once per process."""
-    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
-    if handlers is not None:
-        for operator in _PARTS:
-            handlers.setdefault(operator, _part)
-        for operator in _ASSIGNMENTS:
-            handlers.setdefault(operator, _assign)
+    handle(_PARTS, _part)
+    handle(_ASSIGNMENTS, _assign)
 
 
 def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

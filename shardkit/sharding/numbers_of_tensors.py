@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import whole
+from shardkit.sharding.dtensor_operators import handle
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -19,9 +19,7 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 @cache
 def install() -> None:
     """Makes the number of a sharded tensor that of one process. Has an effect once per process."""
-    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
-    if handlers is not None:
-        handlers.setdefault(_ITEM, _number)
+    handle([_ITEM], _number)
 
 
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import local_part, local_slices, sharded_like
+from shardkit.sharding.dtensor_operators import as_torch_does, handle
 
 _aten = torch.ops.aten
 _IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
@@ -23,10 +23,7 @@ _LIKE = (
 @cache
 def install() -> None:
     """Install the operators for the CPU. Has an effect once per process."""
-    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
-    if handlers is not None:
-        for operator in (*_IN_PLACE, *_LIKE):
-            handlers.setdefault(operator, _drawn_whole)
+    handle((*_IN_PLACE, *_LIKE), _drawn_whole)
 
 
 def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,14 +37,3 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return sharded_like(part.contiguous(), like)
     local_part(like).copy_(part)
     return like
-
-
-def as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator on sharded tensors without the handler that was installed for it."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operator, None)  # None where another thread is doing the same
-    try:
-        return operator(*args, **kwargs)
-    finally:
-        if handler is not None:
-            handlers[operator] = handler

@@ -1,0 +1,29 @@
+"""Operators on sharded tensors that do something else than torch's. Each module that has some says why."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called with the operator, its positional and its named arguments, in place of the operator."""
+
+
+def handle(operators: Iterable[Any], handler: Handler) -> None:
+    """Calls the handler for these operators on sharded tensors, from now on and in the whole process. Has no effect on
+    those that have a handler, or on a torch without handlers."""
+    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
+    if handlers is not None:
+        for operator in operators:
+            handlers.setdefault(operator, handler)
+
+
+def as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on sharded tensors without the handler that was installed for it."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operator, None)  # None where another thread is doing the same
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[operator] = handler
