@@ -217,6 +217,7 @@ def members(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_members_do_what_they_say(ranks, config):
     results = ranks.run(3, members, config)

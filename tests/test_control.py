@@ -23,6 +23,7 @@ def disagreement():
     return str(one.value), str(some.value), str(all_of_them.value), everyone.any(rank == 1), everyone.any(False)
 
 
+@pytest.mark.slow
 def test_what_one_rank_finds_all_ranks_raise(ranks):
     expected = ("rank 2: no GPU", "ranks 0, 2: disk full", "no such file", True, False)
     assert ranks.run(4, disagreement) == [expected] * 4

@@ -268,6 +268,7 @@ def export_with_a_fault(folder):
     return [str(raised.value), before]
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_is_told_by_all(tmp_path):
     outcomes = forked.run(2, export_with_a_fault, tmp_path)
     assert outcomes[0].error is None, outcomes[0].error

@@ -123,6 +123,7 @@ def test_the_torch_free_modules_do_not_load_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_script_that_shards_nothing_loads_nothing_for_it():
     code = "import sys, torch; from shardkit import Accelerator; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)

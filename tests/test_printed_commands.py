@@ -245,6 +245,7 @@ def test_every_command_in_the_docs_is_understood():
             pytest.fail(f"{page}: `{command}` is not understood: {error!r}")
 
 
+@pytest.mark.slow
 def test_every_command_in_the_code_is_understood():
     count = 0
     blanks = re.compile(r"\{(?:output|name|config)\}")  # of the head of a file

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,6 +43,7 @@ def of_all() -> dict[tuple[int, str], list[str]]:
     return {(strategy, how): trained(strategy, how) for strategy in (1, 3) for how in kinds}
 
 
+@pytest.mark.slow
 def test_the_same_samples_on_all_ranks_are_noticed(ranks):
     for rank, found in enumerate(ranks.run(2, of_all)):
         for (strategy, how), told in found.items():

@@ -222,6 +222,7 @@ def prepared_again(config: dict, batch_size: int) -> tuple[list[torch.Tensor], l
     return weights_of(model), [*rates, accelerator.counters.step]
 
 
+@pytest.mark.slow
 def test_a_model_is_prepared_again_after_free_memory(ranks, alone):
     expected, rates = prepared_again({"use_cpu": True}, 8)
     assert rates[-1] == 4
