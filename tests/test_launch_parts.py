@@ -697,7 +697,11 @@ def test_the_rank_that_the_others_wait_for_is_named():
     stopped = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0, stopped_since_s=11.0)}, {}, 20.0)
     assert "First to stop: rank 1" in render(stopped, 5.0, "logs")
     two_waiting = rows_of({0: rank(0, 10.0)}, {0: WAITS}, 20.0) + rows_of({1: rank(1, 11.0)}, {1: WAITS}, 20.0)
-    assert "Every rank waits for its peers" in render(two_waiting, 5.0, "logs")
+    said = render(two_waiting, 5.0, "logs")
+    assert "Every rank waits for its peers" in said and "at different lines" not in said
+    elsewhere = Seen(stacks.parse(IN_A_COLLECTIVE.replace("line 20", "line 30")), is_in_collective=True)
+    apart = rows_of({0: rank(0, 10.0), 1: rank(1, 11.0)}, {0: Seen(waiting, is_in_collective=True), 1: elsewhere}, 20.0)
+    assert "They wait at different lines" in render(apart, 5.0, "logs")
 
 
 def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():  # issue 13, line 6

@@ -1,6 +1,7 @@
 """`shardkit plan`: the report, JSON, the searches, the picture, and what it says when something is missing."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -377,6 +378,12 @@ def test_a_device_by_its_memory(capsys):
     [
         ("NVIDIA H100 80GB HBM3", 85_520_809_984, "H100 80 GB"),
         ("NVIDIA A100-SXM4-40GB", 42_949_672_960, "A100 40 GB"),
+        ("NVIDIA H100 PCIe", 85_520_809_984, "H100 PCIe 80 GB"),
+        ("NVIDIA H100 NVL", 100_485_038_080, "H100 NVL 94 GB"),
+        ("NVIDIA A100 80GB PCIe", 85_899_345_920, "A100 80 GB"),
+        ("Tesla T4", 16_106_127_360, "T4 16 GB"),
+        ("NVIDIA L40S", 48_305_799_168, "L40S 48 GB"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10**10, "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
         ("NVIDIA GeForce RTX 4090", 25_757_220_864, "RTX 4090"),
         ("NVIDIA GeForce GTX 1080", 8 * GIB, "NVIDIA GeForce GTX 1080"),
         ("NVIDIA GB10", 0, "NVIDIA GB10"),  # it shares the host's memory, and the driver tells no size
@@ -385,6 +392,14 @@ def test_a_device_by_its_memory(capsys):
 def test_a_device_by_the_drivers_name(name, memory, expected):
     found = devices.of_hardware(name, memory)
     assert (found.name, found.memory_bytes) == (expected, memory or None)
+
+
+def test_the_page_names_every_device():
+    page = (Path(__file__).parent.parent / "docs/how-to/plan.md").read_text()
+    listed = re.search(r"`--device` knows (.*?);", page, re.DOTALL)
+    assert listed
+    names = re.findall(r"[\w-]+", listed[1].replace(" and ", " "))
+    assert sorted(devices.find(name).name for name in names) == sorted(one.name for one in devices.DEVICES.values())
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * GIB), ("24 gb", 24 * 10**9), ("1.5g", GIB * 3 // 2)])

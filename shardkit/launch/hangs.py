@@ -120,6 +120,8 @@ class HangRow:
     text: str
     waits: bool
     order: tuple[bool, bool, int, float]
+    at: str = ""
+    """Its line in the script; "" if unknown."""
 
 
 def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> list[HangRow]:
@@ -128,7 +130,7 @@ def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> 
     for number in sorted(ranks):
         rank, waits = ranks[number], _waits(seen, number)
         order = (rank.runs and not rank.stopped_since_s, waits, rank.place.step, rank.place.since_s)
-        rows.append(HangRow(number, _row(number, rank, seen, now), waits, order))
+        rows.append(HangRow(number, _row(number, rank, seen, now), waits, order, where(seen, number)))
     return rows
 
 
@@ -140,6 +142,11 @@ def render(rows: Iterable[HangRow], timeout_s: float, logs: str) -> str:
     lines.append(f"  First to stop: rank {first}. The stacks of all ranks are in {logs}/rank*.stack.")
     if all(row.waits for row in rows):
         lines.append("  Every rank waits for its peers: their collectives do not match, or the network is blocked.")
+        if len({row.at for row in rows if row.at}) > 1:
+            lines.append(
+                "  They wait at different lines: a call for all ranks may be under `if accelerator.is_main_process`.\n"
+                "  Under FSDP these include a forward, and `.item()` and `full_tensor()` of sharded values."
+            )
     return "\n".join(lines)
 
 

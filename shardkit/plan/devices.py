@@ -65,7 +65,7 @@ class Device:
 
     def efficiency(self, compute: str, recomputes: bool) -> Efficiency:
         """Fraction of peak FLOPS reached in this dtype, with or without recomputation."""
-        kind = self.name.split()[0]
+        kind = re.sub(r" \d+ GB$", "", self.name)
         return EFFICIENCIES.get((kind, recomputes), ASSUMED) if compute == "bf16" else ASSUMED
 
     def fits_with_spare(self, peak_bytes: int) -> bool | None:
@@ -105,17 +105,33 @@ class Device:
 # TPU v5p: https://cloud.google.com/tpu/docs/v5p  bf16 459 TFLOPS, 95 GB, 4,800 Gb/s between chips.
 # TPU v6e: https://cloud.google.com/tpu/docs/v6e  bf16 918 TFLOPS, 32 GB, 3,584 Gb/s between chips.
 #   Data centre network of both: as of v5e, an assumption.
-# Machines with A10, 3090, L4 or 4090: one 100 Gb/s adapter shared by eight devices, an assumption.
+# H100 PCIe and NVL: datasheet of H100 SXM and NVIDIA's product briefs. PCIe: bf16 1,513 with sparsity = 756 dense, fp32
+#   51 TFLOPS, PCIe 5.0 x16 (128 GB/s both directions together). NVL: bf16 1,671 with sparsity = 835 dense, fp32 60
+#   TFLOPS, 94 GB; NVLink joins two of them, so PCIe 5.0 is taken.
+# L40S: https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413  bf16 362 dense, fp32 91.6 TFLOPS, PCIe 4.0 x16.
+# A40: https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf  bf16 149.7 dense, fp32 37.4
+#   TFLOPS, PCIe 4.0 x16.
+# RTX A6000: NVIDIA's whitepaper of GA102 (version 2)  bf16 154.8 dense, fp32 38.7 TFLOPS, PCIe 4.0 x16.
+# T4: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
+#   fp16 65, fp32 8.1 TFLOPS, no bf16; PCIe 3.0 x16 (32 GB/s both directions together).
+# Machines with A10, A40, A6000, 3090, L4, L40S, T4, 4090 or such an H100: one 100 Gb/s adapter shared by eight devices,
+#   an assumption.
 # CPU: 0.1 TFLOPS a rank and 10 Gb/s between machines, round numbers to replace by your own.
 DEVICES = {
     "a100-40": Device("A100 40 GB", 40960 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
     "a100-80": Device("A100 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
+    "h100-pcie": Device("H100 PCIe 80 GB", 81559 * MIB, {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}, 64e9, 1.5e9),
+    "h100-nvl": Device("H100 NVL 94 GB", 95830 * MIB, {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}, 64e9, 1.5e9),
     "h100-96": Device("H100 96 GB", 97871 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "gh200-96": Device("GH200 96 GB", 97871 * MIB, {"bf16": 990e12, "fp16": 990e12, "fp32": 67e12}, 450e9, 50e9),
     "gb200-186": Device("GB200", 186 * 10**9, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 50e9),
     "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
     "v100-32": Device("V100 32 GB", 32768 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
+    "t4-16": Device("T4 16 GB", 15360 * MIB, {"fp16": 65e12, "fp32": 8.1e12}, 16e9, 1.5e9),
+    "a40-48": Device("A40 48 GB", 46068 * MIB, {"bf16": 149.7e12, "fp16": 149.7e12, "fp32": 37.4e12}, 32e9, 1.5e9),
+    "a6000-48": Device("RTX A6000", 49140 * MIB, {"bf16": 154.8e12, "fp16": 154.8e12, "fp32": 38.7e12}, 32e9, 1.5e9),
+    "l40s-48": Device("L40S 48 GB", 46068 * MIB, {"bf16": 362e12, "fp16": 362e12, "fp32": 91.6e12}, 32e9, 1.5e9),
     "a10-24": Device("A10 24 GB", 23028 * MIB, {"bf16": 125e12, "fp16": 125e12, "fp32": 31.2e12}, 32e9, 1.5e9),
     "3090-24": Device("RTX 3090", 24576 * MIB, {"bf16": 71e12, "fp16": 71e12, "fp32": 35.6e12}, 32e9, 1.5e9),
     "mi300x-192": Device("MI300X", 196608 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
@@ -128,6 +144,9 @@ DEVICES = {
     "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 224e9, 3.1e9),
     "cpu": Device("CPU", None, {"bf16": 0.1e12, "fp16": 0.1e12, "fp32": 0.1e12}, 10e9, 1.25e9, reserve_bytes=0),
 }
+
+BOARDS = {"pcie", "nvl"}
+"""Words in names of GPUs whose peak differs from that of the usual board."""
 
 _SIZES = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "m": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
 
@@ -150,9 +169,12 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
 
 def of_hardware(name: str, memory_bytes: int | None) -> Device:
     """The device with this driver name ("NVIDIA H100 80GB HBM3"), with the memory that the driver shows, if it does."""
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    found = [key for key in DEVICES if key.split("-")[0] in words]
-    if not found:
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    named = [key for key in DEVICES if key.split("-")[0] in words]
+    found = [key for key in named if BOARDS & {*key.split("-")} == BOARDS & words] or [
+        key for key in named if BOARDS.isdisjoint(key.split("-"))
+    ]
+    if not found or "mig" in words:  # a part of a GPU (MIG) has a part of its peak
         return Device(name, memory_bytes or None, {})
     closest = min(found, key=lambda key: abs((DEVICES[key].memory_bytes or 0) - (memory_bytes or 0)))
     return replace(DEVICES[closest], memory_bytes=memory_bytes or DEVICES[closest].memory_bytes)
