@@ -31,13 +31,19 @@ def compare(found: Any, expected: Any, bound: float, what: str) -> None:
 QUICK = ("usual", "evaluations_without_grad", "windows")
 
 
+def _mark_on_two_ranks(name: str) -> Any:
+    if loops.LOOPS[name].is_long_run_only:
+        return pytest.mark.loops
+    return () if name in QUICK else pytest.mark.slow
+
+
 def cases() -> list[Any]:
-    """All loops on two ranks in `make test`; on one, three and four ranks in `make test-loops`."""
+    """Most loops on two ranks in `make test`; the others, and all on other numbers of ranks, in `make test-loops`."""
     return [
         pytest.param(name, world, strategies, id=f"{name}-{world}", marks=marks)
         for name in loops.LOOPS
         for world, strategies, marks in (
-            (2, (1, 2, 3, 4), () if name in QUICK else pytest.mark.slow),
+            (2, (1, 2, 3, 4), _mark_on_two_ranks(name)),
             (1, (1, 3), pytest.mark.loops),
             (3, (1, 2, 3, 4), pytest.mark.loops),
             (4, (1, 3, 4, 5), pytest.mark.loops),

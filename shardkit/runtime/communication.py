@@ -14,7 +14,9 @@ class Communication(Topology):
     """Collectives over tensors and objects, a flag that all ranks see, and the launcher's hang detection."""
 
     def gather(self, tensor: Any) -> Any:
-        """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective."""
+        """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
+
+        Has no gradients; docs/concepts/loops.md says how a loss over all ranks' samples gets them."""
         self._run.accumulation.note_meeting()
         return collectives.gather(tensor)
 

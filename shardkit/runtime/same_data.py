@@ -41,7 +41,8 @@ class SameData:
             log.warning(
                 "data: all ranks had the same losses in the first %d steps, with batches of no prepared loader, so "
                 "they seem to train on the same samples; give the DataLoader to accelerator.prepare and read what it "
-                "returns, or give each rank samples of its own.",
+                "returns, or give each rank samples of its own. (A loss over the samples of all ranks is equal too, "
+                "and right.)",
                 CHECKED_STEPS,
             )
 

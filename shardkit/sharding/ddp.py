@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -28,8 +29,8 @@ class Replica(DistributedDataParallel):
     torch's reducer works once per forward of the wrapper, and for the parameters that were trainable at construction. A
     second backward (two losses, retain_graph) or a forward of the inner model (`unwrap_model(model).loss(...)`) would
     silently leave different gradients on the ranks: here they are reduced at the end of such a backward. If other
-    parameters became trainable, the dtype of one changed, or a backward raised an exception, torch's reducer is created
-    again.
+    parameters became trainable, the dtype or the strides of one changed, or a backward raised an exception, torch's
+    reducer is created again.
 
     Attributes that are set and are not DDP's own are set on the inner model, which reads them: `model.alpha = 0.5`.
     Weights are loaded with or without DDP's prefix `module.` in their names.
@@ -55,10 +56,11 @@ class Replica(DistributedDataParallel):
         vars(self).update(mine)
         self._all = list(model.parameters())
         self._kinds = self._present_kinds()
-        self._managed = {id(p) for p in self._all if p.requires_grad}
+        # Of each parameter that torch's reducer reduces, its number there.
+        self._managed = {id(p): number for number, p in enumerate(p for p in self._all if p.requires_grad)}
         self.is_first_backward = True
         self._is_awaited = False  # whether torch's reducer expects a backward
-        self._missing: set[int] = set()  # ids of the parameters whose gradients it still expects
+        self._missing: set[int] = set()  # ids of the parameters that no backward since the last forward has reached
         dtypes = {p.dtype for p in self._all if p.requires_grad}
         if self._section.comm_hook != "no":
             ddp_hooks.register(self, self._section)
@@ -66,9 +68,9 @@ class Replica(DistributedDataParallel):
             self.register_comm_hook(self._reduce_in, _reduce_in)
         self._takes_attributes = takes_attributes
 
-    def _present_kinds(self) -> list[tuple[bool, torch.dtype]]:
+    def _present_kinds(self) -> list[tuple[bool, torch.dtype, tuple[int, ...]]]:
         """Of each parameter what torch's reducer was created for."""
-        return [(p.requires_grad, p.dtype) for p in self._all]
+        return [(p.requires_grad, p.dtype, p.stride()) for p in self._all]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -87,7 +89,7 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kinds = self._present_kinds()
-        if not any(is_trained for is_trained, _ in kinds):
+        if not any(is_trained for is_trained, *_ in kinds):
             return self.module(*args, **kwargs)
         if self.is_first_backward and torch.is_grad_enabled() and (problems := refused_hooks(self.module)):
             raise ModelError("\n".join(problems))
@@ -112,7 +114,7 @@ class Replica(DistributedDataParallel):
         followed the last forward."""
         if self._is_awaited and len(self._missing) == len(self._managed):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
-        elif self._is_awaited and self._missing:
+        elif self._missing and not self._is_awaited and not self._may_be_unused:
             names = {id(p): fqn for fqn, p in self.module.named_parameters()}
             missing = list(dict.fromkeys(names.get(identity, "those no longer in it") for identity in self._missing))
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -134,24 +136,50 @@ class Replica(DistributedDataParallel):
         backward."""
         managed = sum(id(parameter) in self._managed for parameter in arrived)
         left_out = [p for p in self._all if id(p) not in self._managed] if len(arrived) > managed else []
-        if self._is_awaited:
-            # Unless find_unused_parameters or static_graph is set, torch waits for the gradients of all parameters.
-            self._missing -= {id(parameter) for parameter in arrived}
-            self._is_awaited = bool(self._missing) and not self._may_be_unused
-        else:
+        was_awaited = self._is_awaited
+        self._missing -= {id(parameter) for parameter in arrived}
+        if not was_awaited:
             left_out = self._all
+        elif managed:
+            self._is_awaited = False
+            if self._missing and not self._may_be_unused:
+                self._finish_reducer()
         take_mean_([p for p in left_out if p.requires_grad], self._may_be_unused)
+
+    def _finish_reducer(self) -> None:
+        """Let torch's reducer reduce after a backward that did not reach all parameters, such as the loss of one of two
+        heads: it would wait for the others, and would refuse the gradients of the next backward of the same forward."""
+        reducer: Any = self.reducer
+        missing = [p for p in self._all if id(p) in self._missing]
+        for parameter in missing:
+            reducer._autograd_hook(self._managed[id(parameter)])
+        # torch sets zeros where there is no gradient, at the end of backward.
+        without = [parameter for parameter in missing if parameter.grad is None]
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_drop_gradients, without))
+
+
+def _drop_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _with_prefix(replica: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Give the names of the inner model in a state dict the prefix of DDP's module, unless they have it."""
-    module = replica.get_submodule("module")
-    inner = [name for name, _ in chain(module.named_parameters(), module.named_buffers())]
-    if any(f"{prefix}module.{name}" in state_dict for name in inner):
+    _rename(replica.get_submodule("module"), state_dict, prefix, f"{prefix}module.")
+
+
+def _without_prefix(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the prefix of DDP's module from the names in a state dict, as that of a trained copy has."""
+    _rename(model, state_dict, f"{prefix}module.", prefix)
+
+
+def _rename(model: nn.Module, state_dict: dict[str, Any], found: str, expected: str) -> None:
+    """Replace the prefix `found` in a state dict of the model by `expected`, unless that one is there."""
+    names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
+    if any(expected + name in state_dict for name in names) or not any(found + name in state_dict for name in names):
         return
-    if any(prefix + name in state_dict for name in inner):
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    for name in [name for name in state_dict if name.startswith(found)]:
+        state_dict[expected + name.removeprefix(found)] = state_dict.pop(name)
 
 
 _newest: WeakKeyDictionary[nn.Module, ReferenceType[Replica]] = WeakKeyDictionary()
@@ -170,6 +198,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         means = GradientMean(model.parameters(), may_be_unused)
         attach(model, means)
         watch_backward(model, lambda arrived: means.reduce())
+        model.register_load_state_dict_pre_hook(_without_prefix)
         return model
     if (before := _newest.get(model)) is not None and (replica := before()) is not None:
         replica.retire()

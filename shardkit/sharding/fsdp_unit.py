@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from shardkit.errors import UsageError
+from shardkit.errors import ModelError, UsageError
 from shardkit.sharding.fsdp_internals import (
     groups_of,
     has_gradient,
@@ -102,6 +102,7 @@ class UnitGroup(FSDPParamGroup):
     _state: UnitState
     _number: int
     _is_parked: bool = False
+    _used: tuple[bool, ...] = ()  # for each parameter, whether the last backward reached it
     _on_gathered: Callable[[FSDPParam], None]
     _left: LeftOnModules | None = None
 
@@ -192,8 +193,21 @@ class UnitGroup(FSDPParamGroup):
         if torch.is_grad_enabled() or self._state._pass.is_second_due:
             return  # a later backward still needs the parameters; its end calls this again
         if self.reduce_grads and not getattr(self, "reduce_scatter_unused_params", False):
-            self._state._pass.trace.add(self._number, *map(has_gradient, self.fsdp_params))
+            used = tuple(map(has_gradient, self.fsdp_params))
+            self._state._pass.trace.add(self._number, *used)
+            self._note_used(used)
         super().post_backward()
+
+    def _note_used(self, used: tuple[bool, ...]) -> None:
+        """Raises ModelError if torch would add gradients of other parameters to those that it has not yet reduced
+        between the replicas of a hybrid strategy: it adds the buffers of two backwards, whatever is in them."""
+        if any(used) and self._partial_reduce_output is not None and used != self._used:
+            raise ModelError(
+                "backward: two backwards of a window reached different parameters of a unit, whose gradients are "
+                "reduced between replicas at the end of the window; set shardkit.ddp_find_unused_parameters: true, or "
+                "use all of the unit's parameters in each backward."
+            )
+        self._used = used if any(used) else self._used
 
     def _init_mp_dtypes(self) -> None:
         """torch takes the dtypes from trainable parameters only, but a wholly frozen unit may be trained later."""

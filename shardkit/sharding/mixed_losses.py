@@ -1,31 +1,80 @@
 """Losses that combine the output of a forward with sharded parameters, such as a weight penalty.
 
 `loss + 0.1 * weight.pow(2).sum()` is a DTensor if the weight is sharded. Its backward would pass DTensors to the part
-of the graph with plain tensors, which does not support them.
+of the graph with plain tensors, which does not support them. Sums are supported; see `keep_plain` for what is not.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from shardkit.distributed.tensors import is_dtensor
+from shardkit.errors import UsageError
 
 # The autograd nodes that convert a DTensor to a plain tensor.
 _TO_PLAIN = {"_ToTorchTensorBackward"}
 
 
 def keep_plain(loss: torch.Tensor) -> None:
-    """Convert gradients of a sharded loss to plain tensors where its graph reaches plain tensors. Not collective."""
+    """Convert gradients of a sharded loss to plain tensors where its graph reaches plain tensors. Not collective.
+
+    Raises UsageError if the gradient of a sharded parameter depends on a plain tensor (`loss * weight.sum()`): each
+    rank would compute that of its shard, with the values of its own samples only.
+    """
     if not is_dtensor(loss) or loss.grad_fn is None:
         return
     sharded = _sharded_nodes(loss.grad_fn)
-    for node in sharded:
-        for following, _ in node.next_functions:
-            if following is not None and following not in sharded and following.name() != _ACCUMULATES:
-                following.register_prehook(_whole)
+    meeting = [node for node in sharded if any(_plain_ones(node, sharded))]
+    for node in meeting:
+        for following in _plain_ones(node, sharded):
+            following.register_prehook(_whole)
+    for node in _with_users(meeting, sharded) if loss.device_mesh.size() > 1 else ():
+        operands = sum(following is not None for following, _ in node.next_functions)
+        if node.name() not in _ADDS and not (node.name() in _SCALES and operands == 1):
+            raise UsageError(
+                f"backward: the loss combines sharded parameters with values of this rank's samples by other than a "
+                f"sum (got {node.name()}), so their gradients would lack the samples of the other ranks; compute it in "
+                "the forward of a module of the model that has these parameters, and call this module: "
+                "model.weigh(losses)."
+            )
 
 
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
+
+# Operations whose gradient does not depend on their operands, and others that have this property if only one operand
+# has a gradient.
+_ADDS = {f"{name}Backward0" for name in ("Add", "Sub", "Neg", "Sum", "Mean", "Alias", "View", "Clone", "ToCopy")}
+_SCALES = {"MulBackward0", "DivBackward0"}
+
+
+def _plain_ones(node: Any, sharded: set[Any]) -> Iterator[Any]:
+    """The nodes of plain tensors that this node takes."""
+    for following, _ in node.next_functions:
+        if following is not None and following not in sharded and following.name() != _ACCUMULATES:
+            yield following
+
+
+def _with_users(nodes: Iterable[Any], among: set[Any]) -> set[Any]:
+    """These nodes, and those of `among` that use their results, directly or not."""
+    users = _users(among)
+    found: set[Any] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node in among:
+            found.add(node)
+            waiting += users.get(node, [])
+    return found
+
+
+def _users(nodes: Iterable[Any]) -> dict[Any, list[Any]]:
+    """For each node, those of `nodes` that take its result."""
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            users.setdefault(following, []).append(node)
+    return users
 
 
 def _sharded_nodes(root: Any) -> set[Any]:
@@ -39,18 +88,8 @@ def _sharded_nodes(root: Any) -> set[Any]:
             seen.add(node)
             order.append(node)
             waiting += [following for following, _ in node.next_functions]
-    sharded: set[Any] = set()
-    users: dict[Any, list[Any]] = {}
-    for node in order:
-        for following, _ in node.next_functions:
-            users.setdefault(following, []).append(node)
-    found = [node for node in order if is_dtensor(getattr(node, "variable", None))]
-    while found:
-        node = found.pop()
-        if node not in sharded and node.name() not in _TO_PLAIN:
-            sharded.add(node)
-            found += users.get(node, [])
-    return sharded
+    holders = [node for node in order if is_dtensor(getattr(node, "variable", None))]
+    return _with_users(holders, {node for node in order if node.name() not in _TO_PLAIN})
 
 
 def _whole(gradients: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -4,7 +4,19 @@ A loop is a function of a `Run`, which has the few calls that differ. What it `s
 the weights that it ends with must be the same everywhere.
 """
 
-from tests.loops import calls, dtypes, evaluation, handles, optimizers, phases, steps, windows  # noqa: F401
+from tests.loops import (  # noqa: F401
+    calls,
+    contrastive,
+    dtypes,
+    evaluation,
+    forms,
+    handles,
+    optimizers,
+    phases,
+    steps,
+    tasks,
+    windows,
+)
 from tests.loops.run import LOOPS as LOOPS
 from tests.loops.run import RanksRun as RanksRun
 from tests.loops.run import config_of as config_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ class Net(nn.Module):
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.head(self.features(tokens[:, :-1])), tokens)
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    """Linear layers of these widths, with tanh in between."""
+    inner = [one for pair in pairwise(sizes) for one in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*inner[:-1])
 
 
 def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -36,6 +37,8 @@ class Loop:
     refused_alone: bool = False
     """Whether they refuse it on one rank too."""
     bound: float = 3e-5
+    is_long_run_only: bool = False
+    """Whether only `make test-loops` runs it, on two ranks too."""
 
 
 LOOPS: dict[str, Loop] = {}
@@ -75,6 +78,14 @@ class Run:
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         return whole
+
+    def draw(self, number: int, *shape: int) -> torch.Tensor:
+        """This process's part of a global batch of numbers (samples, *shape)."""
+        return self.part(torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(number)))
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The global batch of what this process has a part of, with gradients."""
+        return part
 
     def loader(self, samples: int, size: int = BATCH) -> Any:
         data = torch.randint(0, WORDS, (samples, 6), generator=torch.Generator().manual_seed(99))
@@ -139,6 +150,9 @@ class RanksRun(Run):
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return all_gather_tensor_autograd(part.contiguous(), 0, dist.group.WORLD)
 
     def loader(self, samples: int, size: int = BATCH) -> Any:
         return super().loader(samples, size // self.accelerator.num_processes)
