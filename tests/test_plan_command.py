@@ -394,6 +394,12 @@ def test_a_device_by_the_drivers_name(name, memory, expected):
     assert (found.name, found.memory_bytes) == (expected, memory or None)
 
 
+def test_a_device_without_bf16_says_what_a_run_does(capsys):
+    arguments = ("--model", SMALL, "--world", "2", "--device", "t4", "--set")
+    assert "T4 16 GB does not support bf16" in plan(capsys, *arguments, "mixed_precision=bf16").replace("\n", " ")
+    assert "does not support" not in plan(capsys, *arguments, "mixed_precision=fp16")
+
+
 def test_the_page_names_every_device():
     page = (Path(__file__).parent.parent / "docs/how-to/plan.md").read_text()
     listed = re.search(r"`--device` knows (.*?);", page, re.DOTALL)
