@@ -209,7 +209,10 @@ def notes_on(request: PlanRequest) -> Iterator[str]:
             f"{device.name} does not support bf16, so a run there trains in fp32, with a warning; plan with "
             "--set mixed_precision=fp16."
         )
-    if eight_bits(config):
+    kind = eight_bits(config)
+    if kind and device.multiplies_in(kind) is False:
+        yield f"{device.name} does not compute in {kind}, so a run is refused; plan with --set mixed_precision=bf16."
+    elif kind:
         yield _EIGHT_BITS
     if config.shardkit.ddp.comm_hook == "power_sgd":
         yield _POWER_SGD
