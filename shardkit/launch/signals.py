@@ -24,11 +24,13 @@ def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> I
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Inside, signals that end a command wait until its end. For starting processes: a handler that raises between a
+    """Inside, signals that have a handler wait until its end. For starting processes: a handler that raises between a
     start and the assignment of its result would leave a process that nobody knows. Main thread only."""
     early: list[int] = []
+    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     with handled(
-        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), lambda number, frame: early.append(number)
+        [number for number in stopping if callable(signal.getsignal(number))],
+        lambda number, frame: early.append(number),
     ):
         yield
     for number in early:
