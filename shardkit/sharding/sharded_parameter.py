@@ -5,14 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices
+from shardkit.distributed.tensors import local_part, local_slices, sharded_like
 from shardkit.errors import UsageError
 
 _data: Any = torch.Tensor.data
 _get_data = _data.__get__
+
+
+class _Whole(torch.autograd.Function):
+    """The whole values of a sharded parameter. torch would give each rank the gradient of its own samples."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        return parameter.detach().full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        mean = gradients[0].contiguous() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return sharded_like(mean[local_slices(ctx.parameter)], ctx.parameter)
 
 
 class ShardedParameter(DTensor):
@@ -42,6 +58,13 @@ class ShardedParameter(DTensor):
                 local_part(self).copy_(local_part(values))
             else:
                 self.copy_(values)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole values, with torch's `grad_placements`; without it their gradient is the mean over all ranks, as
+        that of a parameter in forward, and backward is collective."""
+        if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
+            return _Whole.apply(self)
+        return super().full_tensor(grad_placements=grad_placements)
 
     def register_hook(self, hook: Any) -> Any:
         raise UsageError(

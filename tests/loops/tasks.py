@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, log_softmax, softplus
 
 from tests.loops.net import adam, layers
@@ -129,6 +130,23 @@ def losses_weighed_by_a_module(run: Run) -> None:
     model, optimizer = _two_heads(run, has_weights=True)
     for step in range(run.steps):
         loss = run.unwrap(model).weights(torch.stack(losses_of(model, run.draw(step, 5))))
+        run.backward(loss)
+        run.clip(model.parameters(), 0.5)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
+@loop(fsdp=BY_SIZE)
+def losses_weighed_by_the_whole_parameter(run: Run) -> None:
+    """Its gradient in the loop is the mean over ranks, and is added to that of the forward."""
+    model, optimizer = _two_heads(run)
+    for step in range(run.steps):
+        first, second = losses_of(model, run.draw(step, 5))
+        bias, weight = (
+            p.full_tensor() if isinstance(p, DTensor) else p
+            for p in (run.unwrap(model).policy.bias, run.unwrap(model).value.weight)
+        )
+        loss = first * bias.exp().sum() + second * weight.exp().mean() + bias.pow(2).sum()
         run.backward(loss)
         run.clip(model.parameters(), 0.5)
         run.step(optimizer)
