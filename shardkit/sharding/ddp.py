@@ -110,17 +110,21 @@ class Replica(DistributedDataParallel):
 
     def before_step(self) -> None:
         """Average gradients that were set without a backward (`torch.autograd.grad`, assignment). Raises ModelError if
-        a backward did not reach all parameters, so that torch's reducer still waits for them. Collective if no backward
-        followed the last forward."""
+        no backward reached a parameter that torch's reducer expects on every rank. Collective if no backward followed
+        the last forward."""
         if self._is_awaited and len(self._missing) == len(self._managed):
             take_mean_([p for p in self._all if p.grad is not None], may_be_unused=False)
         elif self._missing and not self._is_awaited and not self._may_be_unused:
-            names = {id(p): fqn for fqn, p in self.module.named_parameters()}
-            missing = list(dict.fromkeys(names.get(identity, "those no longer in it") for identity in self._missing))
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            self._refuse_missing([p for p in self._all if id(p) in self._missing and p.grad is None])
+
+    def _refuse_missing(self, missing: list[nn.Parameter]) -> None:
+        names = {id(p): fqn for fqn, p in self.module.named_parameters()}
+        if missing:
+            fqns = list(dict.fromkeys(names.get(id(p), "those no longer in it") for p in missing))
+            more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
             raise ModelError(
                 f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
-                f"{', '.join(missing[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
+                f"{', '.join(fqns[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
                 "change and tie modules before prepare."
             )
 

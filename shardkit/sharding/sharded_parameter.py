@@ -20,7 +20,7 @@ class _Whole(torch.autograd.Function):
     """The whole values of a sharded parameter. torch would give each rank the gradient of its own samples."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+    def forward(ctx: Any, parameter: Any) -> torch.Tensor:
         ctx.parameter = parameter
         return parameter.detach().full_tensor()
 

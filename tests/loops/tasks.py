@@ -66,6 +66,20 @@ def heads_one_by_one(run: Run) -> None:
         run.see_mean(first + second)
 
 
+@loop(fsdp=BY_SIZE, is_long_run_only=True)
+def heads_of_two_forwards(run: Run) -> None:
+    """Each forward and its backward are of one head."""
+    model, optimizer = _two_heads(run)
+    for step in range(run.steps):
+        first, _ = losses_of(model, run.draw(step, 5))
+        run.backward(first)
+        _, second = losses_of(model, run.draw(step + 50, 5))
+        run.backward(second)
+        run.clip(model.parameters(), 0.5)
+        run.step(optimizer)
+        run.see_mean(first + second)
+
+
 @loop(
     fsdp=BY_SIZE,
     accumulation=2,
