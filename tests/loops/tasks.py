@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, log_softmax, softplus
 
-from tests.loops.net import adam, layers
+from tests.loops.net import Net, adam, layers
 from tests.loops.run import BY_SIZE, Run, loop, whole
 
 SHARDED = (1, 2, 4, 5)
@@ -189,6 +189,25 @@ def rollouts_learned_several_times(run: Run) -> None:
                 run.see_mean(loss)
             if float(run.mean(ratio.log().abs().mean())) > 0.12:  # all ranks stop
                 break
+
+
+@loop(is_long_run_only=True)
+def texts_of_different_lengths(run: Run) -> None:
+    """GRPO: each rank generates until the longest text of all ranks has ended; what is behind an end does not count."""
+    model = Net()
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        tokens = run.batch(step)[:, :2]
+        ends = 3 + tokens[:, 0] % 4
+        while run.mean((ends > tokens.shape[1]).float().mean()) > 0:
+            with torch.no_grad():
+                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+        counts = torch.arange(1, tokens.shape[1]) < ends[:, None]
+        of_tokens = cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
+        loss = (of_tokens * counts * tokens[:, :1]).sum(1).mean() / run.mean(counts.float().sum(1).mean())
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
 
 
 @loop(fsdp=BY_SIZE, is_long_run_only=True)
