@@ -118,8 +118,8 @@ class Replica(DistributedDataParallel):
             self._refuse_missing([p for p in self._all if id(p) in self._missing and p.grad is None])
 
     def _refuse_missing(self, missing: list[nn.Parameter]) -> None:
-        names = {id(p): fqn for fqn, p in self.module.named_parameters()}
         if missing:
+            names = {id(p): fqn for fqn, p in self.module.named_parameters()}
             fqns = list(dict.fromkeys(names.get(id(p), "those no longer in it") for p in missing))
             more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
             raise ModelError(

@@ -30,8 +30,9 @@ def keep_plain(loss: torch.Tensor) -> None:
         for following in _plain_ones(node, sharded):
             following.register_prehook(_whole)
     for node in _with_users(meeting, sharded) if loss.device_mesh.size() > 1 else ():
+        kind = node.name().rstrip("0123456789").removesuffix("Backward")
         operands = sum(following is not None for following, _ in node.next_functions)
-        if node.name() not in _ADDS and not (node.name() in _SCALES and operands == 1):
+        if kind not in _ADDS and not (kind in _SCALES and operands == 1):
             raise UsageError(
                 f"backward: the loss combines sharded parameters with values of this rank's samples by other than a "
                 f"sum (got {node.name()}), so their gradients would lack the samples of the other ranks; compute it in "
@@ -44,8 +45,9 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 # Operations whose gradient does not depend on their operands, and others that have this property if only one operand
 # has a gradient.
-_ADDS = {f"{name}Backward0" for name in ("Add", "Sub", "Neg", "Sum", "Mean", "Alias", "View", "Clone", "ToCopy")}
-_SCALES = {"MulBackward0", "DivBackward0"}
+_SUMS = {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean"}
+_ADDS = _SUMS | {"Alias", "View", "Clone", "ToCopy", "Stack", "Cat", "Unsqueeze", "Squeeze", "Expand", "Select"}
+_SCALES = {"Mul", "Div"}
 
 
 def _plain_ones(node: Any, sharded: set[Any]) -> Iterator[Any]:

@@ -29,6 +29,17 @@ def _low_rank(linear: nn.Linear) -> None:
     parametrize.register_parametrization(linear, "weight", LowRank(*linear.weight.shape))
 
 
+def _fit(run: Run, model: nn.Module) -> None:
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    for step in range(run.steps):
+        loss = (model(run.draw(step, 5)) - 1).pow(2).mean()
+        run.backward(loss)
+        run.clip(model.parameters(), 1.0)
+        run.step(optimizer)
+        run.see_mean(loss)
+        model.train(step % 2 == 1)
+
+
 def _trained_with(register: Callable[[nn.Linear], Any]) -> Callable[[Run], None]:
     def trained(run: Run) -> None:
         torch.manual_seed(1)
@@ -36,14 +47,7 @@ def _trained_with(register: Callable[[nn.Linear], Any]) -> Callable[[Run], None]
         for one in model:
             if isinstance(one, nn.Linear):
                 register(one)
-        model, optimizer = run.prepare(model, adam(model.parameters()))
-        for step in range(run.steps):
-            loss = (model(run.draw(step, 5)) - 1).pow(2).mean()
-            run.backward(loss)
-            run.clip(model.parameters(), 1.0)
-            run.step(optimizer)
-            run.see_mean(loss)
-            model.train(step % 2 == 1)
+        _fit(run, model)
 
     return trained
 
@@ -131,11 +135,4 @@ class Routed(nn.Module):
 @loop(is_long_run_only=True)
 def experts_without_samples(run: Run) -> None:
     torch.manual_seed(3)
-    model = Routed()
-    model, optimizer = run.prepare(model, adam(model.parameters()))
-    for step in range(run.steps):
-        loss = (model(run.draw(step, 5)) - 1).pow(2).mean()
-        run.backward(loss)
-        run.clip(model.parameters(), 1.0)
-        run.step(optimizer)
-        run.see_mean(loss)
+    _fit(run, Routed())
