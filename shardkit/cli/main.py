@@ -11,6 +11,7 @@ from typing import Any
 from shardkit import __version__, env
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
 from shardkit.fast_exit import exit_without_torch_teardown
+from shardkit.launch import signals
 
 # If the reader of the output closes the pipe: the exit code of shells for a program that SIGPIPE (13) ended.
 EXIT_UNREAD = 128 + 13
@@ -31,6 +32,7 @@ VERBS = {
 def main(arguments: list[str] | None = None) -> None:
     """The program. Exits with 0, or the error's exit code (see shardkit/errors.py)."""
     _open_closed_streams()
+    signals.undo_of_parent()
     code = run(sys.argv[1:] if arguments is None else arguments)
     if "torch" in sys.modules:
         exit_without_torch_teardown(code)
@@ -57,6 +59,9 @@ def run(arguments: list[str]) -> int:
             _stop_printing()
             where = error.filename or "the output"
             print(f"shardkit {verb}: {where}: {error.strerror}; free some space and try again.", file=sys.stderr)
+            return EXIT_MACHINE
+        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # of tempfile.gettempdir
+            print(f"shardkit {verb}: {error.strerror}; set TMPDIR to a folder that can be written.", file=sys.stderr)
             return EXIT_MACHINE
         traceback.print_exc()
         print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
