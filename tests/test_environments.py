@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import main as command_line
+from shardkit.config import hardware
 from shardkit.errors import EXIT_MACHINE, MachineError
-from shardkit.launch import bootstrap, failure, folders, preflight, rank_files
+from shardkit.launch import bootstrap, diagnosis, failure, folders, preflight, rank_files
+from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.output import Output
 
 TIMEOUT_S = 120
@@ -91,6 +93,34 @@ def test_no_temporary_folder_at_all_is_no_bug(monkeypatch, capsys):
     assert "set TMPDIR to a folder that can be written" in capsys.readouterr().err
 
 
+# limits of the job
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/slurm/job_7/step\n", {"slurm/job_7/memory.max": "1073741824", "slurm/job_7/cpu.max": "100000 100000"}),
+        (
+            "4:memory:/docker/ab\n2:cpu,cpuacct:/docker/ab\n0::/\n",
+            {
+                "memory/memory.limit_in_bytes": "1073741824",  # the path of the host is not visible in the container
+                "cpu/docker/ab/cpu.cfs_quota_us": "50000",
+                "cpu/docker/ab/cpu.cfs_period_us": "100000",
+            },
+        ),
+        ("0::/../other\n", {"memory.max": "1073741824", "cpu.max": "100000 100000"}),
+    ],
+)
+def test_limits_of_every_control_group_above_count(tmp_path, monkeypatch, own, files):
+    for name, text in {**files, "cgroup": own}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", tmp_path / "cgroup")
+    found = hardware.detect()
+    assert (found.memory_bytes, found.cores) == (2**30, 1)
+
+
 # the script
 
 
@@ -131,6 +161,14 @@ def test_the_exit_code_is_the_one_that_the_shell_sees(given, code):
 
 
 # the rank's end
+
+
+def test_a_full_shared_memory_is_told_with_what_to_do():
+    try:
+        raise OSError(28, "No space left on device")
+    except OSError as error:
+        told = diagnosis.diagnose([RankOutcome(0, exit_code=1, error=failure.describe(0, error, set()))])
+    assert "docker run --shm-size=16g" in diagnosis.render(told, 0.0, "logs")
 
 
 def test_the_excepthook_of_the_script_learns_of_the_error(tmp_path, monkeypatch, capsys):
