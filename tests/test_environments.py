@@ -2,6 +2,7 @@
 are not plain files."""
 
 import io
+import pwd
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import main as command_line
-from shardkit.config import hardware
+from shardkit.config import files, hardware
 from shardkit.errors import EXIT_MACHINE, MachineError
 from shardkit.launch import bootstrap, diagnosis, failure, folders, preflight, rank_files
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.output import Output
+from shardkit.wizard import draft
 
 TIMEOUT_S = 120
 
@@ -210,3 +212,43 @@ def test_lines_without_end_of_several_ranks_are_shown_once(tmp_path, capsys):
     output.close()
     said += capsys.readouterr().out
     assert said.splitlines() in (["[0] no newline", "[1] no newline"], ["[1] no newline", "[0] no newline"])
+
+
+# the folders of a user
+
+
+def test_a_deleted_folder_an_unreadable_path_and_a_narrow_locale_are_no_bugs(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    try:
+        assert command_line.run(["launch", "--cpu", "train.py"]) == EXIT_MACHINE
+    finally:
+        monkeypatch.undo()
+    assert "the working folder was deleted; change to another one" in capsys.readouterr().err
+    assert command_line.run(["launch", "--cpu", "x" * 300]) == EXIT_MACHINE
+    assert "File name too long; choose a shorter path" in capsys.readouterr().err
+    monkeypatch.setattr(command_line, "_answer", lambda verb, arguments: "ü".encode("ascii"))
+    assert command_line.run(["launch"]) == EXIT_MACHINE
+    assert "('ü' is not in ascii); set PYTHONUTF8=1" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_folder_writes_a_configuration(tmp_path, monkeypatch, capsys):
+    """As in a container whose user is not in /etc/passwd."""
+
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    draft.keep(tmp_path / "shardkit.yaml", {"mixed_precision": "bf16"})
+    assert draft.find(tmp_path / "shardkit.yaml") is None
+    draft.discard()
+    monkeypatch.setenv("HF_HOME", "x" * 300)  # a place that cannot be looked at, as the home folder of another user
+    assert files.accelerates_own() is None
+    monkeypatch.chdir(tmp_path)
+    assert command_line.run(["config", "--defaults"]) == 0, capsys.readouterr().err
+    assert Path("shardkit.yaml").is_file()

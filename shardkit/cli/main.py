@@ -16,6 +16,17 @@ from shardkit.launch import signals
 # If the reader of the output closes the pipe: the exit code of shells for a program that SIGPIPE (13) ended.
 EXIT_UNREAD = 128 + 13
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ADVICE = {
+    **dict.fromkeys(FULL, "free some space and try again"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions and those of the folders above it"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "look at that disk or file system"),
+    errno.EROFS: "choose a folder that can be written",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EMFILE: "raise the limit: ulimit -n",
+}
+"""What to do about errors of the operating system that any command may meet."""
+
 VERBS = {
     "config": "create a shardkit.yaml by answering a few questions",
     "plan": "estimate memory and traffic per rank, for any number of GPUs, without having them",
@@ -55,17 +66,32 @@ def run(arguments: list[str]) -> int:
         _stop_printing()
         return code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in FULL:
             _stop_printing()
-            where = error.filename or "the output"
-            print(f"shardkit {verb}: {where}: {error.strerror}; free some space and try again.", file=sys.stderr)
-            return EXIT_MACHINE
-        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # of tempfile.gettempdir
-            print(f"shardkit {verb}: {error.strerror}; set TMPDIR to a folder that can be written.", file=sys.stderr)
+        if told := _problem_of_machine(error):
+            print(f"shardkit {verb}: {told}", file=sys.stderr)
             return EXIT_MACHINE
         traceback.print_exc()
         print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
         return EXIT_BUG
+
+
+def _problem_of_machine(error: Exception) -> str | None:
+    """What is wrong with the surroundings of any command, and what to do; None if the error is another one."""
+    if isinstance(error, OSError) and error.errno in ADVICE:
+        return f"{error.filename or 'the output'}: {error.strerror}; {ADVICE[error.errno]}."
+    if isinstance(error, UnicodeEncodeError):
+        found = f"{error.object[error.start : error.end]!r} is not in {error.encoding}"
+        return f"the locale has no such character ({found}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8."
+    if not isinstance(error, FileNotFoundError):
+        return None
+    if "temporary directory" in str(error):  # of tempfile.gettempdir
+        return f"{error.strerror}; set TMPDIR to a folder that can be written."
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working folder was deleted; change to another one."
+    return None
 
 
 def _answer(verb: str, arguments: list[str]) -> int:
