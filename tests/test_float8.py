@@ -97,6 +97,18 @@ def test_the_wizard_offers_it_where_all_gpus_have_it():
     assert offered(10.0) == ["bf16", "fp16", "no", "fp8", "mxfp8"]
 
 
+def test_the_wizard_offers_what_the_gpus_of_another_machine_have():
+    def asked(gpu: str) -> tuple[str, list[str]]:
+        situation = settle(Situation(hardware.Hardware((), 2, 2**34)), {"where": "elsewhere", "gpu": gpu})
+        possible = [one.value for one in options.precision(situation) if not one.disabled]
+        return situation.answers["mixed_precision"], possible
+
+    assert asked("h100-80") == ("bf16", ["bf16", "fp16", "no", "fp8"])
+    assert asked("b200-180") == ("bf16", ["bf16", "fp16", "no", "fp8", "mxfp8"])
+    assert asked("a100-80") == asked("unknown") == ("bf16", ["bf16", "fp16", "no"])
+    assert asked("t4-16") == ("fp16", ["fp16", "no"])
+
+
 def test_the_plan_counts_the_published_gain():
     assert roofline.EIGHT_BIT_SPEEDUP["fp8"] == pytest.approx(8532 / 6667, abs=0.005)
     assert roofline.EIGHT_BIT_SPEEDUP["mxfp8"] == pytest.approx(7401 / 6169, abs=0.005)

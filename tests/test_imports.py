@@ -140,3 +140,12 @@ def test_a_launch_loads_what_stands_in_for_accelerate_only_where_it_is_asked_for
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == "0"
+
+
+def test_editors_and_type_checkers_know_the_public_names():
+    import shardkit
+
+    stub = ast.parse((ROOT / "__init__.pyi").read_text())
+    named = {name.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert named == shardkit._WHERE
+    assert (ROOT / "py.typed").exists()

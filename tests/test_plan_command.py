@@ -394,6 +394,24 @@ def test_a_device_by_the_drivers_name(name, memory, expected):
     assert (found.name, found.memory_bytes) == (expected, memory or None)
 
 
+def test_a_device_without_bf16_says_what_a_run_does(capsys):
+    arguments = ("--model", SMALL, "--world", "2", "--device", "t4", "--set")
+    assert "T4 16 GB does not support bf16" in plan(capsys, *arguments, "mixed_precision=bf16").replace("\n", " ")
+    assert "does not support" not in plan(capsys, *arguments, "mixed_precision=fp16")
+
+
+def test_a_device_without_8_bits_is_no_faster_by_them_and_says_so(capsys):
+    def planned(device: str, precision: str) -> dict:
+        arguments = ("--model", SMALL, "--world", "2", "--batch-size", "1", "--json", "--device", device)
+        return json.loads(plan(capsys, *arguments, "--set", f"mixed_precision={precision}"))
+
+    for device, kind, computes in (("a100", "fp8", False), ("h100", "fp8", True), ("h100", "mxfp8", False)):
+        found, usual = planned(device, kind), planned(device, "bf16")
+        fastest, before = (one["strategies"][0]["step_time_estimate"]["compute_s"][0] for one in (found, usual))
+        assert (fastest < before) is computes
+        assert any(f"does not compute in {kind}" in note for note in found["notes"]) is not computes
+
+
 def test_the_page_names_every_device():
     page = (Path(__file__).parent.parent / "docs/how-to/plan.md").read_text()
     listed = re.search(r"`--device` knows (.*?);", page, re.DOTALL)

@@ -1,5 +1,6 @@
 """Who a process is, which device it has, and the world that was asked for."""
 
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -83,6 +84,15 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+def test_a_traceback_names_the_rank_once_however_many_runs_a_process_had(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(3):
+        assert process.start(Config(use_cpu=True, num_processes=1)).owns_group
+        process.leave()
+    sys.excepthook(ValueError, ValueError("told"), None)
+    assert capsys.readouterr().err == "[rank0]: ValueError: told\n"
+
+
 def test_a_tpu_without_torch_xla_is_refused_in_words():
     with pytest.raises(MachineError, match=r"needs the package torch_xla, which is not installed; pip install"):
         process.check_world(Config(distributed_type=DistributedType.XLA), {})

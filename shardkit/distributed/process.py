@@ -4,8 +4,8 @@ import atexit
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -265,19 +265,36 @@ def allow_connections(world_size: int) -> None:
         )
 
 
+_excepthooks: tuple[Any, Any] = (None, None)
+"""`sys.excepthook` before the last process group was started, and the one that torch installed then."""
+
+
+@contextmanager
+def _one_prefix() -> Iterator[None]:
+    """Starts a process group inside. torch puts the rank before each line of a traceback, once more for each group of a
+    process that starts several, one after another: here only for the last."""
+    global _excepthooks
+    before, torchs = _excepthooks
+    if torchs is not None and sys.excepthook is torchs:
+        sys.excepthook = before
+    before = sys.excepthook
+    yield
+    _excepthooks = (before, sys.excepthook)
+
+
 def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     allow_connections(ranks.world_size)
     if config.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     backend = accelerators.backend_for(device)
     timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
+    where: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size}
     if env.ranks() is None or (ranks.world_size == 1 and not env.get("MASTER_ADDR")):
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif env.get("TORCHELASTIC_RUN_ID"):
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
-    else:
-        store = stores.of_all_ranks(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
-        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif not env.get("TORCHELASTIC_RUN_ID"):
+        where["store"] = stores.of_all_ranks(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
+    with _one_prefix():
+        dist.init_process_group(backend, timeout=timeout, **where)
     if backend == "gloo" or ranks.world_size == 1:
         # Gloo's threads must end before the interpreter shuts down. Beside another backend only where no peer may be
         # lost: the end of a group of NCCL waits for its ranks.

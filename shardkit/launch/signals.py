@@ -53,10 +53,13 @@ def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> I
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Inside, signals that end a command wait until its end. For starting processes: a handler that raises between a
+    """Inside, signals that have a handler wait until its end. For starting processes: a handler that raises between a
     start and the assignment of its result would leave a process that nobody knows. Main thread only."""
     early: list[int] = []
-    with handled(ENDING, lambda number, frame: early.append(number)):
+    with handled(
+        [number for number in ENDING if callable(signal.getsignal(number))],
+        lambda number, frame: early.append(number),
+    ):
         yield
     for number in early:
         signal.raise_signal(number)

@@ -68,7 +68,7 @@ def answer(
         notes=(
             *request.description.notes,
             *(remark for remark in remarks if remark),
-            *notes_on(request.config),
+            *notes_on(request),
             *notes,
         ),
     )

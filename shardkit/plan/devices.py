@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from shardkit.config.hardware import EIGHT_BITS
 from shardkit.errors import UsageError
 
 GIB = 2**30
@@ -67,6 +68,12 @@ class Device:
         """Fraction of peak FLOPS reached in this dtype, with or without recomputation."""
         kind = re.sub(r" \d+ GB$", "", self.name)
         return EFFICIENCIES.get((kind, recomputes), ASSUMED) if compute == "bf16" else ASSUMED
+
+    def multiplies_in(self, kind: str) -> bool | None:
+        """Whether it multiplies matrices in fp8 or mxfp8; None where that is not known."""
+        known = (value for name, value in CAPABILITIES.items() if re.match(rf"{name}\b", self.name))
+        capability = next(known, None)
+        return None if capability is None else capability >= EIGHT_BITS[kind]
 
     def fits_with_spare(self, peak_bytes: int) -> bool | None:
         """As `fits`, with SPARE of the memory left free."""
@@ -144,6 +151,13 @@ DEVICES = {
     "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 224e9, 3.1e9),
     "cpu": Device("CPU", None, {"bf16": 0.1e12, "fp16": 0.1e12, "fp32": 0.1e12}, 10e9, 1.25e9, reserve_bytes=0),
 }
+
+# https://developer.nvidia.com/cuda-gpus
+CAPABILITIES = {
+    **{"V100": 7.0, "T4": 7.5, "A100": 8.0, "A10": 8.6, "A40": 8.6, "RTX A6000": 8.6, "RTX 3090": 8.6},
+    **{"L4": 8.9, "L40S": 8.9, "RTX 4090": 8.9, "H100": 9.0, "GH200": 9.0, "H200": 9.0, "B200": 10.0, "GB200": 10.0},
+}
+"""NVIDIA's compute capability by the beginning of a device's name."""
 
 BOARDS = {"pcie", "nvl"}
 """Words in names of GPUs whose peak differs from that of the usual board."""

@@ -4,6 +4,7 @@ of their bandwidth, from full overlap of the two to none. Always an interval; on
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
 from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode, Parameter
@@ -94,7 +95,8 @@ def step_time(
     flops = tokens * (work.useful + recomputed_part(config) * work.forward)
     efficiency = device.efficiency(compute, recomputes)
     best = efficiency.high * (COMPILE_SPEEDUP if config.shardkit.compile else 1.0)
-    best *= EIGHT_BIT_SPEEDUP.get(config.mixed_precision, 1.0)
+    if (kind := eight_bits(config)) and device.multiplies_in(kind) is not False:
+        best *= EIGHT_BIT_SPEEDUP[kind]
     return StepTime(
         compute_s=(flops / (peak * best), flops / (peak * efficiency.typical), flops / (peak * efficiency.low)),
         inside_s=traffic.inside_bytes / (device.link_bytes_per_s * LINK_EFFICIENCY) if traffic.inside_bytes else 0.0,

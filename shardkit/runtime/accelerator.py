@@ -21,7 +21,7 @@ batch.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -143,10 +143,12 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         step_boundary.watch(self._run)
         prepare.watch_optimizers(self._run)
 
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(type(self), name):  # a property of this class whose body raised AttributeError
-            return object.__getattribute__(self, name)
-        raise AttributeError(unsupported.attribute_text(name))
+    if not TYPE_CHECKING:  # a type checker reports unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property of this class whose body raised AttributeError
+                return object.__getattribute__(self, name)
+            raise AttributeError(unsupported.attribute_text(name))
 
     # ---- prepare ----
 

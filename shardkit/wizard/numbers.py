@@ -8,14 +8,14 @@ from shardkit.config.schema import Config, DistributedType, FsdpConfig, Sharding
 from shardkit.errors import ShardkitError
 from shardkit.model.blocks import BlockClass
 from shardkit.model.describe import ModelDescription
-from shardkit.plan import devices
 from shardkit.plan.answer import fits
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import Candidate, suggest
 from shardkit.sizes import in_words
+from shardkit.wizard.conditions import planned
 from shardkit.wizard.prompter import Option
-from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, Situation
+from shardkit.wizard.situation import CPU, HERE, SEVERAL, Situation
 
 GIB = 2**30
 HEAD = f"{'memory':>11}  {'fits':<4}  traffic a step"
@@ -32,8 +32,8 @@ def device_of(s: Situation) -> Device:
     if s.on_cpu:
         share = s.hardware.memory_bytes // max(1, s.per_machine) if s.where in {HERE, CPU, SEVERAL} else None
         return Device("CPU", share, {}, reserve_bytes=0)
-    if s.where == ELSEWHERE or not s.gpus:
-        return devices.find(s.planned_device) if s.planned_device else Device("GPU", None, {})
+    if (elsewhere := planned(s)) is not None:
+        return elsewhere
     return Device("GPU", min((d.memory_bytes for d in s.hardware.devices if d.memory_bytes), default=None), {})
 
 

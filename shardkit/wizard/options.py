@@ -69,9 +69,7 @@ def precision(s: Situation) -> Sequence[Option]:
     old = gpu_without_bf16(s)
     no_bf16 = f"{old} does not support it" if old and not s.on_cpu and said != "bf16" else ""
     eight_bits = [
-        Option(name, name, text)
-        for name, text in EIGHT_BIT_TEXTS.items()
-        if said == name or (not s.on_tpu and s.where != ELSEWHERE and has_eight_bits(s, name))
+        Option(name, name, text) for name, text in EIGHT_BIT_TEXTS.items() if said == name or has_eight_bits(s, name)
     ]
     return (
         Option("bf16", "bf16", "same range as fp32, no loss scaling", disabled=no_bf16),
