@@ -4,6 +4,7 @@ are not plain files."""
 import io
 import pwd
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -93,6 +94,20 @@ def test_no_temporary_folder_at_all_is_no_bug(monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_answer", lambda verb, arguments: tempfile.gettempdir())
     assert command_line.run(["launch"]) == EXIT_MACHINE
     assert "set TMPDIR to a folder that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another limit")
+def test_a_folder_too_long_for_sockets_is_told(tmp_path):
+    longest = str(tmp_path / "x")
+    longest += "x" * (preflight.SOCKET_FOLDER_BYTES - len(longest))
+    for folder, is_short in ((longest, True), (f"{longest}x", False)):
+        Path(folder, "pymp-12345678").mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as made:
+            try:
+                made.bind(f"{folder}/pymp-12345678/listener-12345678")
+            except OSError:
+                assert not is_short
+        assert (preflight.socket_warning(folder) is None) == is_short
 
 
 # limits of the job
@@ -252,3 +267,14 @@ def test_a_user_without_a_home_folder_writes_a_configuration(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert command_line.run(["config", "--defaults"]) == 0, capsys.readouterr().err
     assert Path("shardkit.yaml").is_file()
+
+
+def test_a_limit_of_processes_is_no_bug():
+    code = (
+        "import resource, sys; from shardkit.cli import main; resource.setrlimit(resource.RLIMIT_NPROC, (0, 0));"
+        "import os, threading; os.getuid() or os.setuid(54321); main._answer = lambda *_: threading.Thread().start();"
+        "main.main(['launch'])"
+    )
+    done = launch(Path.cwd(), "-c", code)
+    assert done.returncode == EXIT_MACHINE, done.stderr
+    assert "raise the limits: ulimit -u" in done.stderr

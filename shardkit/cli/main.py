@@ -27,6 +27,9 @@ ADVICE = {
 }
 """What to do about errors of the operating system that any command may meet."""
 
+TOO_MANY = ("can't start new thread", "Resource temporarily unavailable", "Failed to init uv loop")
+"""Errors of Python, the kernel and torch's store where the user has too many processes, threads or open files."""
+
 VERBS = {
     "config": "create a shardkit.yaml by answering a few questions",
     "plan": "estimate memory and traffic per rank, for any number of GPUs, without having them",
@@ -80,6 +83,8 @@ def _problem_of_machine(error: Exception) -> str | None:
     """What is wrong with the surroundings of any command, and what to do; None if the error is another one."""
     if isinstance(error, OSError) and error.errno in ADVICE:
         return f"{error.filename or 'the output'}: {error.strerror}; {ADVICE[error.errno]}."
+    if isinstance(error, (BlockingIOError, RuntimeError)) and any(text in str(error) for text in TOO_MANY):
+        return f"{error}; end other processes of this user, or raise the limits: ulimit -u, ulimit -n."
     if isinstance(error, UnicodeEncodeError):
         found = f"{error.object[error.start : error.end]!r} is not in {error.encoding}"
         return f"the locale has no such character ({found}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8."

@@ -1,5 +1,6 @@
 """Checks before ranks are started, without torch. All problems are reported at once."""
 
+import os
 import re
 import socket
 import sys
@@ -21,6 +22,8 @@ from shardkit.storage.url import Url, is_url, place_of
 
 # Host memory of a process that has imported torch and shardkit (torch 2.13 on Linux: 0.2 to 0.3 GiB).
 RANK_BYTES = 2**28
+SOCKET_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+"""The longest path of a folder in which Python's multiprocessing can make a socket (unix(7): 107 bytes)."""
 _SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|fi)?sh\b")
 _EXECS_PYTHON = (b"'''exec", b'"""exec', b'"exec"')
 """The second line of a Python script that starts its own interpreter through a shell, as pip writes for long paths."""
@@ -173,6 +176,17 @@ def core_warning(config: Config, machine: Machine) -> str | None:
     if device_of(config) != "cpu" or ranks_here <= machine.cores:
         return None
     return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; the run will be slow."
+
+
+def socket_warning(temporary: str) -> str | None:
+    """A warning if sockets in the folder for temporary files would have too long a path; else None."""
+    size = len(os.fsencode(temporary))
+    if size <= SOCKET_FOLDER_BYTES:
+        return None
+    return (
+        f"warning: TMPDIR is a path of {size} bytes; sockets need at most {SOCKET_FOLDER_BYTES}, and data loaders with "
+        "num_workers, which use them, would wait for ever; set TMPDIR to a shorter path, such as /tmp."
+    )
 
 
 def job_warning(config: Config, job: Scheduler | None) -> str | None:
