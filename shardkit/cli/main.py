@@ -72,6 +72,8 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, OSError) and error.errno in FULL:
             _stop_printing()
         if told := _problem_of_machine(error):
+            if env.is_true("SHARDKIT_DEBUG"):
+                traceback.print_exc()
             print(f"shardkit {verb}: {told}", file=sys.stderr)
             return EXIT_MACHINE
         traceback.print_exc()
@@ -82,7 +84,8 @@ def run(arguments: list[str]) -> int:
 def _problem_of_machine(error: Exception) -> str | None:
     """What is wrong with the surroundings of any command, and what to do; None if the error is another one."""
     if isinstance(error, OSError) and error.errno in ADVICE:
-        return f"{error.filename or 'the output'}: {error.strerror}; {ADVICE[error.errno]}."
+        where = error.filename or ("the output" if error.errno in FULL else "the system")
+        return f"{where}: {error.strerror}; {ADVICE[error.errno]}."
     if isinstance(error, (BlockingIOError, RuntimeError)) and any(text in str(error) for text in TOO_MANY):
         return f"{error}; end other processes of this user, or raise the limits: ulimit -u, ulimit -n."
     if isinstance(error, UnicodeEncodeError):

@@ -24,6 +24,7 @@ from shardkit.storage.url import Url, is_url, place_of
 RANK_BYTES = 2**28
 SOCKET_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 """The longest path of a folder in which Python's multiprocessing can make a socket (unix(7): 107 bytes)."""
+_STREAMS = {"-", "/dev/stdin", "/dev/null"}
 _SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|fi)?sh\b")
 _EXECS_PYTHON = (b"'''exec", b'"""exec', b'"exec"')
 """The second line of a Python script that starts its own interpreter through a shell, as pip writes for long paths."""
@@ -62,7 +63,7 @@ def script_problems(script: str, is_module: bool) -> list[Problem]:
     if is_module:
         return [] if _module_exists(script) else [Problem(_unknown_module(script))]
     path = Path(script)
-    if script == "-" or script.startswith(("/dev/", "/proc/")) or path.is_fifo():
+    if script in _STREAMS or script.startswith(("/dev/fd/", "/proc/self/fd/")) or path.is_fifo():
         return [Problem(f"launch: script {script} is a stream, which only one rank could read; save it to a file.")]
     if path.is_file():
         return [Problem(f"launch: script {script} {text}") for text in [_problem_of_content(path)] if text]

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+ENDING = tuple(one for one in signal.Signals if one.name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"})
 """The signals with which users and schedulers end a command."""
 
 
@@ -17,6 +17,8 @@ def undo_of_parent() -> None:
     have succeeded; signals that it blocks never arrive. Ignored signals other than SIGCHLD stay ignored until ranks
     run. Process 1 of a container is not ended by a signal's default action, so it gets a handler that does it.
     """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING, signal.SIGUSR2, signal.SIGCHLD})
     if os.getpid() == 1:
