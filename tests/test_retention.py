@@ -2,10 +2,11 @@
 
 import os
 import shutil
+from datetime import datetime, timedelta
 
 import pytest
 
-from shardkit.checkpoint import folder, manifest, retention
+from shardkit.checkpoint import commit, folder, manifest, retention
 from tests import checkpoints
 from tests.test_faults_save import prepared
 
@@ -54,6 +55,21 @@ def test_a_checkpoint_that_was_replaced_is_looked_at_again(root):
     shutil.rmtree(root / "step-00000001")
     checkpoints.save(prepared("plain"), folder.step_folder(root, 1), 1)
     assert steps_in(retention.expendable(root, 7)) == [2], "it was committed last now"
+
+
+def test_checkpoints_stay_in_order_where_the_clock_is_set_back(tmp_path, monkeypatch):
+    class Yesterday(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) - timedelta(days=1)
+
+    live = prepared("plain")
+    checkpoints.save(live, folder.step_folder(tmp_path, 1), 1, in_series=True)
+    monkeypatch.setattr(commit, "datetime", Yesterday)
+    for step in (2, 3):
+        checkpoints.save(live, folder.step_folder(tmp_path, step), step, in_series=True)
+    assert steps_in(folder.candidates(tmp_path)) == [3, 2, 1]
+    assert steps_in(retention.expendable(tmp_path, 1)) == [1, 2]
 
 
 def test_what_is_damaged_does_not_count_and_does_not_go(root):

@@ -5,7 +5,8 @@ import os
 import platform
 import time
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retent
 from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
-from shardkit.checkpoint.save_request import PreparedSave
+from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.distributed.control import words
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
@@ -125,7 +126,7 @@ def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Ma
         save_id=request.save_id,
         run_id=request.run_id,
         parent=request.parent,
-        created_utc=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        created_utc=_time_of_commit(request).isoformat(timespec="microseconds"),
         world_size=len(written),
         mesh=request.mesh,
         config_sha256=None if config is None else digests.of_bytes("sha256", config.encode()),
@@ -138,6 +139,19 @@ def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Ma
         additions=prepared.added,
         data=request.save_id if isinstance(request.final, Url) else None,
     )
+
+
+def _time_of_commit(request: SaveRequest) -> datetime:
+    """Now; but later than the previous checkpoint of the series, also if the clock was set back: a resume and retention
+    order checkpoints by these times. Not in stores, which refuse requests from machines with a wrong clock."""
+    now = datetime.now(timezone.utc)
+    root = request.final.parent
+    if not request.in_series or not isinstance(root, Path) or (latest := folder.read_latest(root)) is None:
+        return now
+    with suppress(CheckpointError, OSError, ValueError):  # it was deleted or damaged
+        previous = datetime.fromisoformat(manifest.read(root / latest).created_utc)
+        return max(now, previous + timedelta(microseconds=1))
+    return now
 
 
 def model_fingerprint(index: Index) -> str:

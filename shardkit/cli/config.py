@@ -235,7 +235,7 @@ def _target(output: Path | None, user: bool) -> Path:
 
 def _save(start: "Config", target: Path, source: Path | None, model: str | None, force: bool, dry_run: bool) -> None:
     from shardkit.config.command import command_for
-    from shardkit.config.files import dump, make_folder_of, user_path
+    from shardkit.config.files import dump, is_users, make_folder_of
 
     in_place = source is not None and target.exists() and source.resolve() == target.resolve()
     text = _edited(target, start) if in_place else dump(start, path=target)
@@ -246,13 +246,14 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
     if dry_run:
         print(text, end="")
         return
-    if target == user_path():
+    of_user = is_users(target)
+    if of_user:
         make_folder_of(target)
     write_target(text, target, force)
     print(target)
-    again = f"{command_for(start, None if target == user_path() else target)} --force"
+    again = f"{command_for(start, None if of_user else target)} --force"
     again += f" --model {shlex.quote(model)}" if model else ""
-    print(f"to repeat this: {again}{' --user' if target == user_path() else ''}")
+    print(f"to repeat this: {again}{' --user' if of_user else ''}")
 
 
 def _edited(path: Path, config: "Config") -> str:

@@ -249,6 +249,8 @@ def checked(
     switches: "Switches",
 ) -> tuple[Any, Any]:
     """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes."""
+    import tempfile
+
     from shardkit import env
     from shardkit.config import files, hardware
     from shardkit.launch import environment, pod, preflight, spec
@@ -279,6 +281,7 @@ def checked(
         *loaded.notes,
         None if loaded.path else _other_file(),
         preflight.core_warning(loaded.config, machine),
+        preflight.socket_warning(tempfile.gettempdir()),
         preflight.job_warning(loaded.config, found.scheduler),
         environment.cpu_note(loaded.config, device, source),
         *(_notes_on_schedules(command, is_module, switches) if loaded.config.num_processes > 1 else []),

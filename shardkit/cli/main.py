@@ -11,9 +11,24 @@ from typing import Any
 from shardkit import __version__, env
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
 from shardkit.fast_exit import exit_without_torch_teardown
+from shardkit.launch import signals
 
 # If the reader of the output closes the pipe: the exit code of shells for a program that SIGPIPE (13) ended.
 EXIT_UNREAD = 128 + 13
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ADVICE = {
+    **dict.fromkeys(FULL, "free some space and try again"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions and those of the folders above it"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "look at that disk or file system"),
+    errno.EROFS: "choose a folder that can be written",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EMFILE: "raise the limit: ulimit -n",
+}
+"""What to do about errors of the operating system that any command may meet."""
+
+TOO_MANY = ("can't start new thread", "Resource temporarily unavailable", "Failed to init uv loop")
+"""Errors of Python, the kernel and torch's store where the user has too many processes, threads or open files."""
 
 VERBS = {
     "config": "create a shardkit.yaml by answering a few questions",
@@ -31,6 +46,7 @@ VERBS = {
 def main(arguments: list[str] | None = None) -> None:
     """The program. Exits with 0, or the error's exit code (see shardkit/errors.py)."""
     _open_closed_streams()
+    signals.undo_of_parent()
     code = run(sys.argv[1:] if arguments is None else arguments)
     if "torch" in sys.modules:
         exit_without_torch_teardown(code)
@@ -53,14 +69,37 @@ def run(arguments: list[str]) -> int:
         _stop_printing()
         return code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in FULL:
             _stop_printing()
-            where = error.filename or "the output"
-            print(f"shardkit {verb}: {where}: {error.strerror}; free some space and try again.", file=sys.stderr)
+        if told := _problem_of_machine(error):
+            if env.is_true("SHARDKIT_DEBUG"):
+                traceback.print_exc()
+            print(f"shardkit {verb}: {told}", file=sys.stderr)
             return EXIT_MACHINE
         traceback.print_exc()
         print("shardkit: this is a bug in shardkit; please report it with the lines above.", file=sys.stderr)
         return EXIT_BUG
+
+
+def _problem_of_machine(error: Exception) -> str | None:
+    """What is wrong with the surroundings of any command, and what to do; None if the error is another one."""
+    if isinstance(error, OSError) and error.errno in ADVICE:
+        where = error.filename or ("the output" if error.errno in FULL else "the system")
+        return f"{where}: {error.strerror}; {ADVICE[error.errno]}."
+    if isinstance(error, (BlockingIOError, RuntimeError)) and any(text in str(error) for text in TOO_MANY):
+        return f"{error}; end other processes of this user, or raise the limits: ulimit -u, ulimit -n."
+    if isinstance(error, UnicodeEncodeError):
+        found = f"{error.object[error.start : error.end]!r} is not in {error.encoding}"
+        return f"the locale has no such character ({found}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8."
+    if not isinstance(error, FileNotFoundError):
+        return None
+    if "temporary directory" in str(error):  # of tempfile.gettempdir
+        return f"{error.strerror}; set TMPDIR to a folder that can be written."
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working folder was deleted; change to another one."
+    return None
 
 
 def _answer(verb: str, arguments: list[str]) -> int:

@@ -77,6 +77,13 @@ def user_path() -> Path:
         raise UsageError("config: --user needs a home folder, and there is none; use --output.") from None
 
 
+def is_users(path: Path) -> bool:
+    """Whether this is the path of the user's file; False where there is no home folder."""
+    with contextlib.suppress(UsageError):
+        return path == user_path()
+    return False
+
+
 def accelerates_own() -> Path | None:
     """The file that `accelerate config` writes in the user's cache, if there is one. It is read only when named."""
     cache = env.get("XDG_CACHE_HOME")
@@ -86,7 +93,7 @@ def accelerates_own() -> Path | None:
     except RuntimeError:
         return None
     places = [folder / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "yml", "json")]
-    return next((path for path in places if path.is_file()), None)
+    return next((path for path in places if os.path.isfile(path)), None)  # False in a home folder of another user
 
 
 def read(path: Path | str) -> LoadedConfig:

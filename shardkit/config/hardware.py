@@ -5,12 +5,13 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from shardkit import env
 from shardkit.config.scheduler import Scheduler, scheduler
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 # bf16 needs an NVIDIA GPU of compute capability 8.0 or newer (CUDA C++ Programming Guide, arithmetic instructions).
 _BF16_CAPABILITY = 8.0
 EIGHT_BITS = {"fp8": 8.9, "mxfp8": 10.0}
@@ -142,9 +143,11 @@ def _instance(gpu: Device, uuid: str, listed: str) -> Device:
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota = _text(_CGROUP / "cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        count = min(count, max(1, round(int(quota[0]) / int(quota[1]))))
+    for folder in _control_groups("cpu"):
+        new, old = _text(folder / "cpu.max"), [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota = new.split() or [text.strip() for text in old]
+        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
+            count = min(count, max(1, round(int(quota[0]) / int(quota[1]))))
     return count
 
 
@@ -153,10 +156,27 @@ def _memory_bytes() -> int:
     limits = [int(total[1]) * 1024] if total else []
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = _text(_CGROUP / path).strip()
-        limits += [int(text)] if text.isdigit() else []
+    for folder in _control_groups("memory"):
+        texts = [_text(folder / name).strip() for name in ("memory.max", "memory.limit_in_bytes")]
+        limits += [int(text) for text in texts if text.isdigit()]
     return min(limits, default=0)
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """The folders of this process's control group and of those above it: a limit of any of them applies.
+
+    Schedulers (SLURM, systemd) set limits on groups below the root. In a container the path in /proc may be that of
+    the host, of which only the root is visible. Version 2 has one tree, version 1 one for each controller.
+    """
+    folders = []
+    for line in _text(_OWN_GROUPS).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" or controller in controllers.split(","):
+            top = _CGROUP if number == "0" else _CGROUP / controller
+            group = PurePosixPath("/", path)
+            folders += [top / place.relative_to("/") for place in (group, *group.parents)]
+    return folders or [_CGROUP]
 
 
 def _text(path: Path) -> str:

@@ -305,7 +305,7 @@ def signals_to(watch: Monitor) -> Iterator[None]:
             say(f"launch: {diagnosis.signal_name(number)}: telling the ranks to stop{limit}; once more ends them now")
         watch.tell_to_stop(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    with signals.handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), tell):
+    with signals.handled(signals.ENDING, tell):
         yield
 
 

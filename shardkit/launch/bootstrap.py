@@ -9,22 +9,24 @@ which does not need it starts at once.
 
 import ctypes
 import faulthandler
+import io
 import os
 import runpy
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
 from shardkit.fast_exit import exit_without_torch_teardown
-from shardkit.launch import failure, names, processes, rank_files
+from shardkit.launch import failure, names, preloaded, processes, rank_files, signals
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LEAVE_TIMEOUT_S = 30.0
@@ -34,6 +36,7 @@ OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 def main(arguments: list[str]) -> int:
     """Runs the script. Returns the exit code that Python would have."""
     die_with(int(env.get(names.LAUNCHER_PID) or 0))
+    signals.as_in_new_process()
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
     place = rank_files.ProgressWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
     log_dir = Path(env.get(names.LOG_DIR) or ".")
@@ -119,9 +122,9 @@ def run(arguments: list[str]) -> None:
         sys.argv = arguments[1:]
         put_first_in_path(Path.cwd())
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
-    elif Path(arguments[0]).is_dir():
+    elif preloaded.is_container(arguments[0]):
         sys.argv = arguments
-        put_first_in_path(Path(arguments[0]).absolute())
+        sys.path[: not ignores_script_folder()] = [str(Path(arguments[0]).absolute())]
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         sys.argv = arguments
@@ -131,12 +134,23 @@ def run(arguments: list[str]) -> None:
 
 def put_first_in_path(folder: Path) -> None:
     """Replaces the first entry of sys.path by the script's folder, as Python would set it."""
-    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # python -P (since 3.11) and -I: no such folder
+    if not ignores_script_folder():
         sys.path[0] = str(folder)
+
+
+def ignores_script_folder() -> bool:
+    """Whether Python leaves the script's folder out of sys.path: -P (since 3.11) and -I. It adds a folder or zip file
+    that it runs all the same."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
 def run_script(script: str, names: dict[str, object]) -> None:
     """Runs a file in the namespace of `__main__`."""
+    if script.endswith(".pyc"):
+        compiled = SourcelessFileLoader("__main__", script)
+        names.update(__file__=script, __cached__=None, __loader__=compiled)
+        exec(compiled.get_code("__main__"), names)  # type: ignore[arg-type]  # None: of a namespace package only
+        return
     names.update(__file__=script, __cached__=None, __loader__=SourceFileLoader("__main__", script))
     exec(compile(Path(script).read_bytes(), script, "exec"), names)
 
@@ -153,10 +167,36 @@ def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) ->
     text = f"{record.kind}: {record.message}" if expected else record.traceback
     with suppress(OSError):  # a full disk; the launcher still gets the error below
         log_file.write(f"{text}\n".encode(errors="backslashreplace"))
-    rank_files.write_error(folder, record)
+    try:
+        rank_files.write_error(folder, record)
+    except OSError as problem:  # the launcher's temporary folder is full or was removed
+        print(f"{text.rstrip()}\nlaunch: the error above could not be reported: {problem}", file=sys.stderr)
+    call_own_hook(error, log_file)
     if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # let the other ranks report, too
         leave_together(folder, rank)
     return code
+
+
+def call_own_hook(error: BaseException, log_file: BinaryIO) -> None:
+    """Calls the `sys.excepthook` that the script or a library has set, as Python would: trackers note there that a run
+    has failed. What it prints goes to the rank's log, since the launcher prints the traceback."""
+    hook = hook_of_script()
+    if hook is None or isinstance(error, SystemExit):
+        return
+    printed = io.StringIO()
+    with redirect_stderr(printed), suppress(Exception, SystemExit):  # the error that is reported stays the first one
+        hook(type(error), error, error.__traceback__)
+    with suppress(OSError):
+        log_file.write(printed.getvalue().encode(errors="backslashreplace"))
+
+
+def hook_of_script() -> Callable[..., object] | None:
+    """`sys.excepthook` if it is neither Python's nor torch's, which puts the rank before what another one prints."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
+        inner = [cell.cell_contents for cell in hook.__closure__ or ()]
+        hook = next((value for value in inner if callable(value)), sys.__excepthook__)
+    return None if hook is sys.__excepthook__ else hook
 
 
 def leave_together(folder: Path, rank: int) -> None:

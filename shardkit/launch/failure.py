@@ -81,7 +81,7 @@ def collectives_of(message: str) -> str:
 def exit_code_of(error: BaseException) -> int:
     """The exit code that Python would have; shardkit's errors have their own."""
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        return error.code & 0xFF if isinstance(error.code, int) else 0 if error.code is None else 1
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return error.exit_code if isinstance(error, ShardkitError) else 1

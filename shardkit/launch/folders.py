@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardkit.errors import MachineError
+from shardkit.launch import rank_files
 from shardkit.launch.rank_files import private
 
 PREFIX = "shardkit-"
 IN_USE = "in-use"
 """The file in a run's temporary folder that its launcher keeps locked until its process ends."""
 PRIVATE = 0o700
+SPACE_BYTES = 1 << 18
+"""Free space that a temporary folder must have: the state and the traceback of each rank are a few KiB."""
 
 
 def make_log_dir(configured: str | None) -> Path:
@@ -63,10 +66,29 @@ def write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """A temporary folder of this launch, local to the machine. Also removes those of killed launches."""
-    remove_orphans(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name, locked(Path(name)):
+    """A temporary folder of this launch, local to the machine. Also removes those of killed launches. Raises
+    MachineError."""
+    where = Path(tempfile.gettempdir())
+    remove_orphans(where)
+    with contextlib.ExitStack() as stack:
+        try:
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True))
+            stack.enter_context(locked(Path(name)))
+            check_space(Path(name))
+        except OSError as error:
+            raise MachineError(
+                f"launch: the temporary folder {where} cannot be used ({error.strerror}); free some space there, or "
+                "set TMPDIR to another folder."
+            ) from None
         yield Path(name)
+
+
+def check_space(folder: Path) -> None:
+    """Raises OSError if the folder has no space for what ranks write there."""
+    path = folder / "space"
+    with path.open("wb") as file:
+        rank_files.reserve(file.fileno(), SPACE_BYTES)
+    path.unlink()
 
 
 @contextlib.contextmanager

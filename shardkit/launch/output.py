@@ -193,7 +193,7 @@ class Output:
         if stream is self._asking and text.startswith(stream.shown):
             self._asking = None
             self._write(stream.screen, f"{text[len(stream.shown) :]}\n")
-        else:
+        elif not stream.shown or text != stream.shown:  # else it was shown, before a line of another rank
             self._print(stream.screen, stream.rank, text)
         stream.shown = ""
 

@@ -1,5 +1,7 @@
 """Checks before ranks are started, without torch. All problems are reported at once."""
 
+import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from shardkit.config import tasks, xla
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError, ShardkitError
-from shardkit.launch import pod, ports
+from shardkit.launch import pod, ports, preloaded
 from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks, world_size_of
 from shardkit.sizes import in_words
 from shardkit.storage import objects
@@ -20,6 +22,12 @@ from shardkit.storage.url import Url, is_url, place_of
 
 # Host memory of a process that has imported torch and shardkit (torch 2.13 on Linux: 0.2 to 0.3 GiB).
 RANK_BYTES = 2**28
+SOCKET_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+"""The longest path of a folder in which Python's multiprocessing can make a socket (unix(7): 107 bytes)."""
+_STREAMS = {"-", "/dev/stdin", "/dev/null"}
+_SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|fi)?sh\b")
+_EXECS_PYTHON = (b"'''exec", b'"""exec', b'"exec"')
+"""The second line of a Python script that starts its own interpreter through a shell, as pip writes for long paths."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +59,15 @@ def raise_all(problems: list[Problem]) -> None:
 
 
 def script_problems(script: str, is_module: bool) -> list[Problem]:
-    """Whether the script or module exists."""
+    """Whether the script or module exists, and can be run by every rank."""
     if is_module:
-        return [] if _module_exists(script) else [Problem(f"launch: module {script} was not found; check its name.")]
+        return [] if _module_exists(script) else [Problem(_unknown_module(script))]
     path = Path(script)
-    if path.is_file() or (path.is_dir() and (path / "__main__.py").is_file()):
+    if script in _STREAMS or script.startswith(("/dev/fd/", "/proc/self/fd/")) or path.is_fifo():
+        return [Problem(f"launch: script {script} is a stream, which only one rank could read; save it to a file.")]
+    if path.is_file():
+        return [Problem(f"launch: script {script} {text}") for text in [_problem_of_content(path)] if text]
+    if path.is_dir() and (path / "__main__.py").is_file():
         return []
     what = "is a folder without __main__.py" if path.is_dir() else "does not exist"
     return [Problem(f"launch: script {script} {what} (in {Path.cwd().name}/); {_near(path)}")]
@@ -167,6 +179,17 @@ def core_warning(config: Config, machine: Machine) -> str | None:
     return f"warning: {ranks_here} ranks share {machine.cores} CPU cores; the run will be slow."
 
 
+def socket_warning(temporary: str) -> str | None:
+    """A warning if sockets in the folder for temporary files would have too long a path; else None."""
+    size = len(os.fsencode(temporary))
+    if size <= SOCKET_FOLDER_BYTES:
+        return None
+    return (
+        f"warning: TMPDIR is a path of {size} bytes; sockets need at most {SOCKET_FOLDER_BYTES}, and data loaders with "
+        "num_workers, which use them, would wait for ever; set TMPDIR to a shorter path, such as /tmp."
+    )
+
+
 def job_warning(config: Config, job: Scheduler | None) -> str | None:
     """A warning if the scheduler's job has another number of machines than the configuration; else None."""
     if job is None or job.machines == config.num_machines:
@@ -176,6 +199,28 @@ def job_warning(config: Config, job: Scheduler | None) -> str | None:
         f"warning: the {job.name} job has {job.machines} machines, but num_machines is {config.num_machines}{alone}; "
         f"add --num-machines {job.machines} for one run on all of them."
     )
+
+
+def _problem_of_content(path: Path) -> str | None:
+    """Why a file cannot be a Python script, and what to do; None if it can."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        return f"cannot be read ({error.strerror}); check its permissions."
+    first, _, rest = head.partition(b"\n")
+    if _SHELL.match(first) and not rest.startswith(_EXECS_PYTHON):
+        words = first.decode(errors="backslashreplace").strip()
+        return f"is not a Python script (its first line is {words}); give the Python script that it starts."
+    if b"\0" in head and path.suffix != ".pyc" and not preloaded.is_container(str(path)):
+        return "is not a Python script (it is a binary file); give a .py file, or -m MODULE for an installed program."
+    return None
+
+
+def _unknown_module(name: str) -> str:
+    if Path(name).is_file():
+        return f"launch: -m needs the name of a module (got the file {name}); leave out -m, or name it with dots."
+    return f"launch: module {name} was not found; check its name."
 
 
 def _module_exists(name: str) -> bool:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import warnings
+import zipimport
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,7 +79,14 @@ def folder_of(script: str, is_module: bool) -> Path:
     path = Path(script)
     if is_module:
         return Path.cwd()
-    return path.absolute() if path.is_dir() else path.resolve().parent
+    return path.absolute() if is_container(script) else path.resolve().parent
+
+
+def is_container(script: str) -> bool:
+    """Whether it is a folder or a zip file, whose `__main__` Python runs."""
+    with suppress(zipimport.ZipImportError):
+        return Path(script).is_dir() or bool(zipimport.zipimporter(script))
+    return False
 
 
 # ---- in the rank ----

@@ -51,7 +51,7 @@ class ProgressWriter:
         path = progress_path(folder, rank)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            _reserve(descriptor, PLACE_BYTES)
+            reserve(descriptor, PLACE_BYTES)
             self._bytes = mmap.mmap(descriptor, PLACE_BYTES)
         finally:
             os.close(descriptor)
@@ -82,7 +82,7 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _reserve(descriptor: int, size_bytes: int) -> None:
+def reserve(descriptor: int, size_bytes: int) -> None:
     """Allocate the file's blocks: writing to a mapped page without disk space would raise SIGBUS."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size_bytes)

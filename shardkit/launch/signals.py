@@ -1,9 +1,40 @@
 """Signals that a command takes itself instead of ending by them."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+
+ENDING = tuple(one for one in signal.Signals if one.name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"})
+"""The signals with which users and schedulers end a command."""
+
+
+def undo_of_parent() -> None:
+    """Undo what the process that started this command has done to its signals. At the start of a command.
+
+    A parent that ignores SIGCHLD (`trap '' CHLD`) takes the exit codes of ranks away, so that a failed one seems to
+    have succeeded; signals that it blocks never arrive. Ignored signals other than SIGCHLD stay ignored until ranks
+    run. Process 1 of a container is not ended by a signal's default action, so it gets a handler that does it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING, signal.SIGUSR2, signal.SIGCHLD})
+    if os.getpid() == 1:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, lambda number, frame: os._exit(128 + number))
+
+
+def as_in_new_process() -> None:
+    """In a rank: the actions that Python starts with, whatever the launcher or its parent has set. Without them a rank
+    of a launch in the background of a shell script would ignore Ctrl-C. SIGHUP stays ignored under nohup."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -27,9 +58,8 @@ def held() -> Iterator[None]:
     """Inside, signals that have a handler wait until its end. For starting processes: a handler that raises between a
     start and the assignment of its result would leave a process that nobody knows. Main thread only."""
     early: list[int] = []
-    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     with handled(
-        [number for number in stopping if callable(signal.getsignal(number))],
+        [number for number in ENDING if callable(signal.getsignal(number))],
         lambda number, frame: early.append(number),
     ):
         yield

@@ -27,9 +27,12 @@ class Draft:
 
 
 def path() -> Path:
-    """The path of the draft."""
+    """The path of the draft. Raises OSError where there is no home folder."""
     base = env.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "shardkit" / "draft.json"
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "state") / "shardkit" / "draft.json"
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
 
 
 def keep(target: Path, given: dict[str, Any]) -> None:

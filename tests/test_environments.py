@@ -1,0 +1,280 @@
+"""Launches in odd but ordinary surroundings: a parent that ignores signals, no space for temporary files, scripts that
+are not plain files."""
+
+import io
+import pwd
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli import main as command_line
+from shardkit.config import files, hardware
+from shardkit.errors import EXIT_MACHINE, MachineError
+from shardkit.launch import bootstrap, diagnosis, failure, folders, preflight, rank_files
+from shardkit.launch.diagnosis import RankOutcome
+from shardkit.launch.output import Output
+from shardkit.wizard import draft
+
+TIMEOUT_S = 120
+
+FAILS = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise ValueError("boom")
+time.sleep(600)
+"""
+
+WAITS = """
+import time
+print("up", flush=True)
+time.sleep(600)
+"""
+
+PARENT = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2])
+os.execv(sys.executable, [sys.executable, "-m", "shardkit", "launch", "--cpu", "-n", "2", *sys.argv[1:]])
+"""
+"""A parent that ignores and blocks signals, and becomes a launch."""
+
+
+def launch(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """A launch of 2 ranks by these words after `python`, to its end."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+# the parent
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_told_where_the_parent_ignores_the_end_of_children(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    done = launch(tmp_path, "-c", PARENT, "--start", "exec", "fails.py")
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 failed first: ValueError: boom" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_that_the_parent_ignored_and_blocked_ends_the_ranks(tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    words = [sys.executable, "-c", PARENT, "--start", "fork", "waits.py"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert any("up" in line for line in iter(process.stdout.readline, ""))
+        process.send_signal(signal.SIGTERM)
+        said = process.stdout.read()
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "SIGTERM ended the ranks" in said
+
+
+# temporary files
+
+
+def test_a_temporary_folder_without_space_is_told_before_ranks_start(monkeypatch):
+    monkeypatch.setattr(folders, "SPACE_BYTES", 1 << 60)
+    says = r"the temporary folder .* cannot be used \(.*\); free some space there"
+    with pytest.raises(MachineError, match=says), folders.temporary():
+        pass
+
+
+def test_no_temporary_folder_at_all_is_no_bug(monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [])
+    monkeypatch.setattr(command_line, "_answer", lambda verb, arguments: tempfile.gettempdir())
+    assert command_line.run(["launch"]) == EXIT_MACHINE
+    assert "set TMPDIR to a folder that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another limit")
+def test_a_folder_too_long_for_sockets_is_told(tmp_path):
+    longest = str(tmp_path / "x")
+    longest += "x" * (preflight.SOCKET_FOLDER_BYTES - len(longest))
+    for folder, is_short in ((longest, True), (f"{longest}x", False)):
+        Path(folder, "pymp-12345678").mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as made:
+            try:
+                made.bind(f"{folder}/pymp-12345678/listener-12345678")
+            except OSError:
+                assert not is_short
+        assert (preflight.socket_warning(folder) is None) == is_short
+
+
+# limits of the job
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/slurm/job_7/step\n", {"slurm/job_7/memory.max": "1073741824", "slurm/job_7/cpu.max": "100000 100000"}),
+        (
+            "4:memory:/docker/ab\n2:cpu,cpuacct:/docker/ab\n0::/\n",
+            {
+                "memory/memory.limit_in_bytes": "1073741824",  # the path of the host is not visible in the container
+                "cpu/docker/ab/cpu.cfs_quota_us": "50000",
+                "cpu/docker/ab/cpu.cfs_period_us": "100000",
+            },
+        ),
+        ("0::/../other\n", {"memory.max": "1073741824", "cpu.max": "100000 100000"}),
+    ],
+)
+def test_limits_of_every_control_group_above_count(tmp_path, monkeypatch, own, files):
+    for name, text in {**files, "cgroup": own}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", tmp_path / "cgroup")
+    found = hardware.detect()
+    assert (found.memory_bytes, found.cores) == (2**30, 1)
+
+
+# the script
+
+
+@pytest.mark.slow
+def test_a_zip_file_runs_as_python_would_run_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # Python adds what it runs all the same
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", "import inside, sys\nprint(inside.word, sys.argv[1:])\n")
+        archive.writestr("inside.py", "word = 'zipped'\n")
+    done = launch(tmp_path, "-m", "shardkit", "launch", "--cpu", "-n", "2", "app.zip", "--x")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] zipped ['--x']", "[1] zipped ['--x']"]
+
+
+def test_what_is_no_python_script_is_told_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text("#!/usr/bin/env bash\npython train.py\n")
+    Path("pip-wrote-this").write_text("#!/bin/sh\n'''exec' /a/python \"$0\" \"$@\"\n' '''\n")
+    Path("train.py").write_text("#!/usr/bin/env python\n")
+    Path("own").mkdir()
+    Path("own", "b.py").touch()
+
+    def says(script: str, is_module: bool = False) -> str:
+        return "".join(problem.text for problem in preflight.script_problems(script, is_module))
+
+    assert "(its first line is #!/usr/bin/env bash); give the Python script" in says("run.sh")
+    assert "it is a binary file" in says(sys.executable)
+    for stream in ("-", "/dev/stdin", "/dev/fd/63"):
+        assert "is a stream, which only one rank could read" in says(stream)
+    assert "-m needs the name of a module (got the file own/b.py)" in says("own/b.py", is_module=True)
+    assert says("train.py") == says("pip-wrote-this") == ""
+
+
+@pytest.mark.parametrize(("given", "code"), [(True, 1), (300, 44), (-1, 255), (None, 0), ("text", 1)])
+def test_the_exit_code_is_the_one_that_the_shell_sees(given, code):
+    found = failure.exit_code_of(SystemExit(given))
+    assert (found, type(found)) == (code, int)
+
+
+# the rank's end
+
+
+def test_a_full_shared_memory_is_told_with_what_to_do():
+    try:
+        raise OSError(28, "No space left on device")
+    except OSError as error:
+        told = diagnosis.diagnose([RankOutcome(0, exit_code=1, error=failure.describe(0, error, set()))])
+    assert "docker run --shm-size=16g" in diagnosis.render(told, 0.0, "logs")
+
+
+def test_the_excepthook_of_the_script_learns_of_the_error(tmp_path, monkeypatch, capsys):
+    told = []
+
+    def hook(kind, error, trace):
+        told.append((kind, error))
+        print("from the hook", file=sys.stderr)
+
+    error = ValueError("boom")
+    monkeypatch.setattr(sys, "excepthook", hook)
+    with open(tmp_path / "log", "wb", buffering=0) as log:
+        assert bootstrap.report(tmp_path, 0, error, log) == 1
+        assert bootstrap.report(tmp_path, 0, SystemExit(2), log) == 2
+    assert told == [(ValueError, error)]
+    assert "from the hook" in (tmp_path / "log").read_text()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_that_cannot_be_reported_is_printed(tmp_path, capsys):
+    assert bootstrap.report(tmp_path / "gone", 0, ValueError("boom"), io.BytesIO()) == 1
+    said = capsys.readouterr().err
+    assert "ValueError: boom" in said
+    assert "the error above could not be reported" in said
+
+
+def test_lines_without_end_of_several_ranks_are_shown_once(tmp_path, capsys):
+    for rank in range(2):
+        rank_files.ProgressWriter(tmp_path, rank, rank).post("starting", 0, is_watched=False)
+    output = Output(tmp_path, tmp_path, 2, 1, None, True)
+    output.start()
+    for rank in range(2):
+        with open(tmp_path / f"out-{rank}", "w") as pipe:
+            pipe.write("no newline")
+    said, until = "", time.monotonic() + TIMEOUT_S
+    while said.count("no newline") < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+        said += capsys.readouterr().out
+    output.close()
+    said += capsys.readouterr().out
+    assert said.splitlines() in (["[0] no newline", "[1] no newline"], ["[1] no newline", "[0] no newline"])
+
+
+# the folders of a user
+
+
+def test_a_deleted_folder_an_unreadable_path_and_a_narrow_locale_are_no_bugs(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    try:
+        assert command_line.run(["launch", "--cpu", "train.py"]) == EXIT_MACHINE
+    finally:
+        monkeypatch.undo()
+    assert "the working folder was deleted; change to another one" in capsys.readouterr().err
+    assert command_line.run(["launch", "--cpu", "x" * 300]) == EXIT_MACHINE
+    assert "File name too long; choose a shorter path" in capsys.readouterr().err
+    monkeypatch.setattr(command_line, "_answer", lambda verb, arguments: "ü".encode("ascii"))
+    assert command_line.run(["launch"]) == EXIT_MACHINE
+    assert "('ü' is not in ascii); set PYTHONUTF8=1" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_folder_writes_a_configuration(tmp_path, monkeypatch, capsys):
+    """As in a container whose user is not in /etc/passwd."""
+
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    draft.keep(tmp_path / "shardkit.yaml", {"mixed_precision": "bf16"})
+    assert draft.find(tmp_path / "shardkit.yaml") is None
+    draft.discard()
+    monkeypatch.setenv("HF_HOME", "x" * 300)  # a place that cannot be looked at, as the home folder of another user
+    assert files.accelerates_own() is None
+    monkeypatch.chdir(tmp_path)
+    assert command_line.run(["config", "--defaults"]) == 0, capsys.readouterr().err
+    assert Path("shardkit.yaml").is_file()
+
+
+def test_a_limit_of_processes_is_no_bug():
+    code = (
+        "import resource, sys; from shardkit.cli import main; resource.setrlimit(resource.RLIMIT_NPROC, (0, 0));"
+        "import os, threading; os.getuid() or os.setuid(54321); main._answer = lambda *_: threading.Thread().start();"
+        "main.main(['launch'])"
+    )
+    done = launch(Path.cwd(), "-c", code)
+    assert done.returncode == EXIT_MACHINE, done.stderr
+    assert "raise the limits: ulimit -u" in done.stderr
