@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from shardkit.model.tree import ModuleNode, Parameter
 
@@ -27,10 +28,17 @@ def tree_of(model: nn.Module) -> ModuleNode:
             type(module).__name__,
             tuple(parameter(fqn, name, p) for name, p in module._parameters.items() if p is not None),
             tuple(visit(child, prefix + name) for name, child in module._modules.items() if child is not None),
-            isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward,
+            _is_container(module),
             tuple(parameter(fqn, name, b) for name, b in module._buffers.items() if b is not None),
             None if first == fqn else first,
             isinstance(module, nn.modules.batchnorm._NormBase),
         )
 
     return visit(model, "")
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it has no forward; or is a parametrization, which is called within that of its module, and which
+    fully_shard of torch 2.11 refuses as a ModuleList."""
+    has_forward = type(module).forward is not nn.Module.forward and not isinstance(module, ParametrizationList)
+    return isinstance(module, CONTAINERS) and not has_forward

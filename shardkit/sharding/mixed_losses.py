@@ -47,6 +47,7 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"
 # has a gradient.
 _SUMS = {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean"}
 _ADDS = _SUMS | {"Alias", "View", "Clone", "ToCopy", "Stack", "Cat", "Unsqueeze", "Squeeze", "Expand", "Select"}
+_ADDS |= {"ReshapeAlias", "UnsafeView", "Permute", "Transpose", "T"}
 _SCALES = {"Mul", "Div"}
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices, sharded_like
+from shardkit.distributed.tensors import local_part, local_slices, sharded_like, whole
 from shardkit.errors import UsageError
 
 _data: Any = torch.Tensor.data
@@ -22,13 +22,14 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> torch.Tensor:
         ctx.parameter = parameter
-        return parameter.detach().full_tensor()
+        return whole(parameter)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         mean = gradients[0].contiguous() / dist.get_world_size()
         dist.all_reduce(mean)
-        return sharded_like(mean[local_slices(ctx.parameter)], ctx.parameter)
+        part = mean[local_slices(ctx.parameter)].to(ctx.parameter.device)  # an offloaded one is in host memory
+        return sharded_like(part, ctx.parameter)
 
 
 class ShardedParameter(DTensor):
