@@ -31,22 +31,23 @@ def compare(found: Any, expected: Any, bound: float, what: str) -> None:
 QUICK = ("usual", "evaluations_without_grad", "windows")
 
 
-def _mark_on_two_ranks(name: str) -> Any:
-    if loops.LOOPS[name].is_long_run_only:
-        return pytest.mark.loops
-    return () if name in QUICK else pytest.mark.slow
+def _on_two_ranks(name: str) -> list[tuple[tuple[int, ...], Any]]:
+    """Strategies and marks: in `make test` the quick ones under all strategies, most others under 1 and 3."""
+    if name in QUICK:
+        return [((1, 2, 3, 4), ())]
+    usual = pytest.mark.loops if loops.LOOPS[name].is_long_run_only else pytest.mark.slow
+    return [((1, 3), usual), ((2, 4), pytest.mark.loops)]
 
 
 def cases() -> list[Any]:
     """Most loops on two ranks in `make test`; the others, and all on other numbers of ranks, in `make test-loops`."""
+    on_others = [(1, (1, 3)), (3, (1, 2, 3, 4)), (4, (1, 3, 4, 5))]
     return [
-        pytest.param(name, world, strategies, id=f"{name}-{world}", marks=marks)
+        pytest.param(name, world, strategies, id=f"{name}-{world}-{''.join(map(str, strategies))}", marks=marks)
         for name in loops.LOOPS
         for world, strategies, marks in (
-            (2, (1, 2, 3, 4), _mark_on_two_ranks(name)),
-            (1, (1, 3), pytest.mark.loops),
-            (3, (1, 2, 3, 4), pytest.mark.loops),
-            (4, (1, 3, 4, 5), pytest.mark.loops),
+            *((2, strategies, marks) for strategies, marks in _on_two_ranks(name)),
+            *((world, strategies, pytest.mark.loops) for world, strategies in on_others),
         )
     ]
 
