@@ -45,6 +45,16 @@ def replace(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def users_folder(name: str, default: str) -> Path | None:
+    """The folder that the variable names; else `default` in the home folder; None where there is no home folder."""
+    if chosen := os.environ.get(name):
+        return Path(chosen)
+    try:
+        return Path.home() / default
+    except RuntimeError:
+        return None
+
+
 def is_true(name: str) -> bool:
     """Whether the variable is set to 1, true, yes or on."""
     return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}

@@ -70,11 +70,10 @@ def find(start: Path) -> Path | None:
 
 def user_path() -> Path:
     """The path of the user's file, written by `shardkit config --user`."""
-    base = env.get("XDG_CONFIG_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".config") / "shardkit" / "config.yaml"
-    except RuntimeError:
-        raise UsageError("config: --user needs a home folder, and there is none; use --output.") from None
+    folder = env.users_folder("XDG_CONFIG_HOME", ".config")
+    if folder is None:
+        raise UsageError("config: --user needs a home folder, and there is none; use --output.")
+    return folder / "shardkit" / "config.yaml"
 
 
 def is_users(path: Path) -> bool:
@@ -86,11 +85,9 @@ def is_users(path: Path) -> bool:
 
 def accelerates_own() -> Path | None:
     """The file that `accelerate config` writes in the user's cache, if there is one. It is read only when named."""
-    cache = env.get("XDG_CACHE_HOME")
-    home = env.get("HF_HOME")
-    try:
-        folder = Path(home) if home else (Path(cache) if cache else Path.home() / ".cache") / "huggingface"
-    except RuntimeError:
+    home, cache = env.get("HF_HOME"), env.users_folder("XDG_CACHE_HOME", ".cache")
+    folder = Path(home) if home else cache and cache / "huggingface"
+    if folder is None:
         return None
     places = [folder / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "yml", "json")]
     return next((path for path in places if os.path.isfile(path)), None)  # False in a home folder of another user

@@ -18,6 +18,11 @@ EIGHT_BITS = {"fp8": 8.9, "mxfp8": 10.0}
 """The same for products of matrices in fp8, and in fp8 with a scale for each 32 numbers (PTX ISA, mma and tcgen05)."""
 
 
+def multiplies_in(capability: float | None, dtype: str) -> bool | None:
+    """Whether a GPU of this capability multiplies matrices in fp8 or mxfp8; None where that is not known."""
+    return None if capability is None else capability >= EIGHT_BITS[dtype]
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator that this process may use."""
@@ -33,7 +38,7 @@ class Device:
 
     def multiplies_in(self, dtype: str) -> bool | None:
         """Whether it multiplies matrices in fp8 or mxfp8; None where that is not known."""
-        return None if self.capability is None else self.capability >= EIGHT_BITS[dtype]
+        return multiplies_in(self.capability, dtype)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import atexit
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import accelerators, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError
-from shardkit.launch import names
+from shardkit.launch import failure, names
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -265,23 +265,6 @@ def allow_connections(world_size: int) -> None:
         )
 
 
-_excepthooks: tuple[Any, Any] = (None, None)
-"""`sys.excepthook` before the last process group was started, and the one that torch installed then."""
-
-
-@contextmanager
-def _one_prefix() -> Iterator[None]:
-    """Starts a process group inside. torch puts the rank before each line of a traceback, once more for each group of a
-    process that starts several, one after another: here only for the last."""
-    global _excepthooks
-    before, torchs = _excepthooks
-    if torchs is not None and sys.excepthook is torchs:
-        sys.excepthook = before
-    before = sys.excepthook
-    yield
-    _excepthooks = (before, sys.excepthook)
-
-
 def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
     allow_connections(ranks.world_size)
     if config.debug:
@@ -293,8 +276,8 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
         where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif not env.get("TORCHELASTIC_RUN_ID"):
         where["store"] = stores.of_all_ranks(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
-    with _one_prefix():
-        dist.init_process_group(backend, timeout=timeout, **where)
+    sys.excepthook = failure.own_excepthook()  # else tracebacks name the rank once for each group that was started
+    dist.init_process_group(backend, timeout=timeout, **where)
     if backend == "gloo" or ranks.world_size == 1:
         # Gloo's threads must end before the interpreter shuts down. Beside another backend only where no peer may be
         # lost: the end of a group of NCCL waits for its ranks.

@@ -15,13 +15,12 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
 from importlib import import_module
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 from shardkit import env
 from shardkit.errors import EXIT_PREEMPTED, ConfigError, ShardkitError
@@ -180,23 +179,14 @@ def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) ->
 def call_own_hook(error: BaseException, log_file: BinaryIO) -> None:
     """Calls the `sys.excepthook` that the script or a library has set, as Python would: trackers note there that a run
     has failed. What it prints goes to the rank's log, since the launcher prints the traceback."""
-    hook = hook_of_script()
-    if hook is None or isinstance(error, SystemExit):
+    hook = failure.own_excepthook()
+    if hook is sys.__excepthook__ or isinstance(error, SystemExit):
         return
     printed = io.StringIO()
     with redirect_stderr(printed), suppress(Exception, SystemExit):  # the error that is reported stays the first one
         hook(type(error), error, error.__traceback__)
     with suppress(OSError):
         log_file.write(printed.getvalue().encode(errors="backslashreplace"))
-
-
-def hook_of_script() -> Callable[..., object] | None:
-    """`sys.excepthook` if it is neither Python's nor torch's, which puts the rank before what another one prints."""
-    hook: Any = sys.excepthook
-    while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
-        inner = [cell.cell_contents for cell in hook.__closure__ or ()]
-        hook = next((value for value in inner if callable(value)), sys.__excepthook__)
-    return None if hook is sys.__excepthook__ else hook
 
 
 def leave_together(folder: Path, rank: int) -> None:

@@ -1,10 +1,13 @@
 """An exception of a training script as a record: type, message, line, and whether it only reports a lost peer."""
 
 import re
+import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from shardkit.errors import EXIT_INTERRUPTED, ShardkitError
 from shardkit.launch.rank_files import RankError
@@ -24,6 +27,16 @@ MISMATCH = re.compile(
     re.IGNORECASE,
 )
 """One rank's part of torch's message on mismatched collectives, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+
+
+def own_excepthook() -> Callable[..., object]:
+    """`sys.excepthook` below torch's: each start of a process group adds one, which puts the rank before each line that
+    the one below prints."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
+        inner = [cell.cell_contents for cell in hook.__closure__ or ()]
+        hook = next((value for value in inner if callable(value)), sys.__excepthook__)
+    return hook
 
 
 def describe(rank: int, error: BaseException, own_files: set[str]) -> RankError:

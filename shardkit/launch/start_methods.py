@@ -101,7 +101,7 @@ def all_or_none() -> Iterator[list[RankProcess]]:
     except BaseException:
         for process in started:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)  # not its group: a forked one may not lead one yet
         while any(process.poll() is None for process in started):
             time.sleep(POLL_S)
         raise

@@ -40,5 +40,5 @@ def tree_of(model: nn.Module) -> ModuleNode:
 def _is_container(module: nn.Module) -> bool:
     """Whether it has no forward; or is a parametrization, which is called within that of its module, and which
     fully_shard of torch 2.11 refuses as a ModuleList."""
-    has_forward = type(module).forward is not nn.Module.forward and not isinstance(module, ParametrizationList)
-    return isinstance(module, CONTAINERS) and not has_forward
+    has_no_forward = isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward
+    return has_no_forward or isinstance(module, ParametrizationList)

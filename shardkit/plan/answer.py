@@ -204,7 +204,7 @@ _POWER_SGD = "power_sgd: traffic is that of uncompressed gradients, as before po
 def notes_on(request: PlanRequest) -> Iterator[str]:
     """Notes on settings that the plan does not count in full, or that the device does not support."""
     config, device = request.config, request.device
-    if dtypes(config).param == "bf16" and device.flops and "bf16" not in device.flops:
+    if dtypes(config).param == "bf16" and device.lacks_bf16:
         yield (
             f"{device.name} does not support bf16, so a run there trains in fp32, with a warning; plan with "
             "--set mixed_precision=fp16."

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from shardkit.config.hardware import EIGHT_BITS
+from shardkit.config.hardware import multiplies_in
 from shardkit.errors import UsageError
 
 GIB = 2**30
@@ -69,11 +69,15 @@ class Device:
         kind = re.sub(r" \d+ GB$", "", self.name)
         return EFFICIENCIES.get((kind, recomputes), ASSUMED) if compute == "bf16" else ASSUMED
 
-    def multiplies_in(self, kind: str) -> bool | None:
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether it is known not to compute in bf16."""
+        return bool(self.flops) and "bf16" not in self.flops
+
+    def multiplies_in(self, dtype: str) -> bool | None:
         """Whether it multiplies matrices in fp8 or mxfp8; None where that is not known."""
         known = (value for name, value in CAPABILITIES.items() if re.match(rf"{name}\b", self.name))
-        capability = next(known, None)
-        return None if capability is None else capability >= EIGHT_BITS[kind]
+        return multiplies_in(next(known, None), dtype)
 
     def fits_with_spare(self, peak_bytes: int) -> bool | None:
         """As `fits`, with SPARE of the memory left free."""

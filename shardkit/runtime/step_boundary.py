@@ -26,8 +26,7 @@ def watch(run: Run) -> None:
     modules."""
     if env.resolved_config_path() is not None:
         preemption.install()
-    if run.watch is None:
-        run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late)
+    run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late)
     run.events.at_boundary = partial(pass_boundary, run)
 
 

@@ -95,8 +95,9 @@ def _methods() -> dict[str, Any]:
     keep_values = {"requires_grad_", "detach_", "share_memory_", "rename_"}
     reshape = {"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"}
     reshape |= {"as_strided_", "sparse_resize_", "sparse_resize_and_clear_", "resize_as_sparse_"}
-    named = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - keep_values
-    operators = {name for name in dir(torch.Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(torch.Tensor)}
+    known = set(dir(torch.Tensor))
+    named = {name for name in known if name.endswith("_") and not name.startswith("_")} - keep_values
+    operators = {name for name in known if name.startswith("__i") and f"__{name[3:]}" in known}
     methods = {name: _writing(name) for name in (named - reshape) | operators}
     return {**methods, **dict.fromkeys([*reshape, "__setitem__"], _refuse)}
 

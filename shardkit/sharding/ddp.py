@@ -140,9 +140,8 @@ class Replica(DistributedDataParallel):
         backward."""
         managed = sum(id(parameter) in self._managed for parameter in arrived)
         left_out = [p for p in self._all if id(p) not in self._managed] if len(arrived) > managed else []
-        was_awaited = self._is_awaited
         self._missing -= {id(parameter) for parameter in arrived}
-        if not was_awaited:
+        if not self._is_awaited:
             left_out = self._all
         elif managed:
             self._is_awaited = False

@@ -4,7 +4,8 @@
 of the graph with plain tensors, which does not support them. Sums are supported; see `keep_plain` for what is not.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,14 +26,13 @@ def keep_plain(loss: torch.Tensor) -> None:
     if not is_dtensor(loss) or loss.grad_fn is None:
         return
     sharded = _sharded_nodes(loss.grad_fn)
-    meeting = [node for node in sharded if any(_plain_ones(node, sharded))]
-    for node in meeting:
-        for following in _plain_ones(node, sharded):
-            following.register_prehook(_whole)
+    meeting = {node: plain for node in sharded if (plain := _plain_ones(node, sharded))}
+    for following in chain.from_iterable(meeting.values()):
+        following.register_prehook(_whole)
     for node in _with_users(meeting, sharded) if loss.device_mesh.size() > 1 else ():
         kind = node.name().rstrip("0123456789").removesuffix("Backward")
         operands = sum(following is not None for following, _ in node.next_functions)
-        if kind not in _ADDS and not (kind in _SCALES and operands == 1):
+        if kind not in _SUMS | _VIEWS and not (kind in _SCALES and operands == 1):
             raise UsageError(
                 f"backward: the loss combines sharded parameters with values of this rank's samples by other than a "
                 f"sum (got {node.name()}), so their gradients would lack the samples of the other ranks; compute it in "
@@ -43,19 +43,21 @@ def keep_plain(loss: torch.Tensor) -> None:
 
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 
-# Operations whose gradient does not depend on their operands, and others that have this property if only one operand
-# has a gradient.
-_SUMS = {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean"}
-_ADDS = _SUMS | {"Alias", "View", "Clone", "ToCopy", "Stack", "Cat", "Unsqueeze", "Squeeze", "Expand", "Select"}
-_ADDS |= {"ReshapeAlias", "UnsafeView", "Permute", "Transpose", "T"}
+# Operations whose gradient does not depend on their operands; the scales have this property if only one operand has a
+# gradient.
+_SUMS = {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat"}
+_VIEWS = {"Alias", "View", "Clone", "ToCopy", "Unsqueeze", "Squeeze", "Expand", "Select", "ReshapeAlias"}
+_VIEWS |= {"UnsafeView", "Permute", "Transpose", "T"}
 _SCALES = {"Mul", "Div"}
 
 
-def _plain_ones(node: Any, sharded: set[Any]) -> Iterator[Any]:
+def _plain_ones(node: Any, sharded: set[Any]) -> list[Any]:
     """The nodes of plain tensors that this node takes."""
-    for following, _ in node.next_functions:
-        if following is not None and following not in sharded and following.name() != _ACCUMULATES:
-            yield following
+    return [
+        following
+        for following, _ in node.next_functions
+        if following is not None and following not in sharded and following.name() != _ACCUMULATES
+    ]
 
 
 def _with_users(nodes: Iterable[Any], among: set[Any]) -> set[Any]:

@@ -128,7 +128,7 @@ def gpu_without_bf16(s: Situation) -> str | None:
     if s.on_tpu:
         return None
     if (elsewhere := planned(s)) is not None:
-        return elsewhere.name if elsewhere.flops and "bf16" not in elsewhere.flops else None
+        return elsewhere.name if elsewhere.lacks_bf16 else None
     return next((device.name for device in s.hardware.devices if not device.has_bf16), None)
 
 

@@ -28,11 +28,10 @@ class Draft:
 
 def path() -> Path:
     """The path of the draft. Raises OSError where there is no home folder."""
-    base = env.get("XDG_STATE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".local" / "state") / "shardkit" / "draft.json"
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from None
+    folder = env.users_folder("XDG_STATE_HOME", ".local/state")
+    if folder is None:
+        raise FileNotFoundError("there is no home folder")
+    return folder / "shardkit" / "draft.json"
 
 
 def keep(target: Path, given: dict[str, Any]) -> None:
