@@ -209,6 +209,17 @@ def test_the_largest_batch_fits_and_the_next_one_does_not():
     assert str(found.value) in found.text
 
 
+def test_a_search_for_the_largest_batch_evaluates_few_sizes():
+    evaluated = []
+
+    def evaluate(request: PlanRequest):
+        evaluated.append(request.batch_size)
+        return row(request)
+
+    found = find(Question.MAX_BATCH, make_request("gpt:layers=24,hidden=1024,heads=16"), evaluate)
+    assert evaluated == [1, 2, found.value, found.value + 1]  # a simulation of each takes seconds
+
+
 def _with(request: PlanRequest, **changed: object) -> PlanRequest:
     from dataclasses import replace
 

@@ -48,9 +48,15 @@ def find(question: Question, request: PlanRequest, evaluate: Evaluate = row) -> 
 
 def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     """The largest micro-batch per rank that fits, for the configured strategy."""
-    _check_known("max-batch", evaluate(replace(request, batch_size=1)))
+    first = evaluate(replace(request, batch_size=1))
+    _check_known("max-batch", first)
     room = (request.device.memory_bytes or 0) - request.device.reserve_bytes
-    largest = _largest(lambda size: evaluate(replace(request, batch_size=size)).memory.peak.total, room, LARGEST_BATCH)
+    largest = _largest(
+        lambda size: evaluate(replace(request, batch_size=size)).memory.peak.total,
+        first.memory.peak.total,
+        room,
+        LARGEST_BATCH,
+    )
     where = f"{configured_strategy(request.config).value} on {request.world_size:,} x {request.device.name}"
     if largest == 0:
         return Finding("max-batch", None, f"Not even one sequence per rank fits: {where}.")
@@ -65,23 +71,21 @@ def _check_known(question: str, found: Row) -> None:
         )
 
 
-def _largest(peak: Callable[[int], int], room: int, limit: int) -> int:
-    """The largest number up to `limit` whose peak is at most `room`, 0 for none. Peaks grow almost linearly, so the
-    secant through two known points is tried first, alternating with bisection."""
-    known = {1: peak(1)}
+def _largest(peak: Callable[[int], int], first: int, room: int, limit: int) -> int:
+    """The largest number up to `limit` whose peak is at most `room`, 0 for none. `first`: the peak of 1. Peaks grow
+    almost linearly, so 2, the secant's number and its neighbour are mostly enough; every third guess bisects."""
+    known = {1: first}
     if known[1] > room:
         return 0
     known[2] = peak(2)
     low, high = (2, limit + 1) if known[2] <= room else (1, 2)
-    is_middle = False
     while high - low > 1:
         other = high if high in known else 1 if low > 1 else 2
         slope = max(1.0, (known[other] - known[low]) / (other - low))
-        guess = (low + min(high, 8 * low)) // 2 if is_middle else low + int((room - known[low]) / slope)
-        guess = min(max(guess, low + 1), high - 1)
+        secant = low + int((room - known[low]) / slope)
+        guess = (low + min(high, 8 * low)) // 2 if len(known) % 3 == 1 else min(max(secant, low + 1), high - 1)
         known[guess] = peak(guess)
         low, high = (guess, high) if known[guess] <= room else (low, guess)
-        is_middle = not is_middle
     return low
 
 
