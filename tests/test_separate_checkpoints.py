@@ -750,6 +750,45 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(ranks, tmp_path):
     assert all("after step 0" in message for message in ranks.run(2, told_to_stop_in_evaluation, str(path)))
 
 
+@pytest.mark.parametrize(
+    ("loop", "project_dir", "is_signalled", "is_told"),
+    [
+        ("plain", "run", False, True),
+        ("plain", None, False, False),
+        ("plain", None, True, True),
+        ("backward", "run", True, False),
+        ("loader", "run", False, False),
+        ("two optimizers", "run", False, False),
+    ],
+)
+def test_a_loop_without_step_boundaries_is_told_that_no_signal_stops_it(
+    tmp_path, monkeypatch, capsys, loop, project_dir, is_signalled, is_told
+):
+    settings = {"use_cpu": True, "distributed_type": "NO"}
+    files.write(files.read_text("distributed_type: 'NO'\nuse_cpu: true\n").config, tmp_path / "resolved.yaml")
+    monkeypatch.setenv(env.RESOLVED, str(tmp_path / "resolved.yaml"))
+    folder = project_dir and str(tmp_path / project_dir)
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=bool(folder))
+    try:
+        accelerator = Accelerator(config=settings, project_config=project)
+        model = torch.nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(1 + (loop == "two optimizers"))]
+        model, *optimizers = accelerator.prepare(model, *optimizers)
+        batches = accelerator.prepare(DataLoader(Points(4))) if loop in ("loader", "two optimizers") else range(4)
+        if is_signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Preempted) if loop == "backward" else nullcontext():
+            for _ in batches:
+                for optimizer in optimizers:
+                    loss = model(torch.ones(1, 2)).sum()
+                    accelerator.backward(loss) if loop == "backward" else loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        preemption.uninstall()
+    assert capsys.readouterr().err.count("stop signals: this loop cannot save and stop at one") == is_told
+
+
 @pytest.mark.parametrize(("saved_at", "is_told"), [(2, True), (3, False), (0, False)])
 def test_a_run_that_ends_after_its_newest_checkpoint_says_so(tmp_path, capsys, saved_at, is_told):
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)

@@ -246,6 +246,8 @@ class Accumulation:
         self._has_stepped_in_micro_batch = True
         self._has_foreign_backward = False
         self._own_calls_at_step = self._own_calls
+        if self._boundary_is_due and self._boundary_loader is None and id(optimizer) in self._stepped:
+            self.events.on_missed_boundary()
         self._boundary_is_due = True
         self._boundary_loader = active_loader(self._loaders)
         if self._boundary_loader is not None:

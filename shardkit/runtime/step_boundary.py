@@ -26,6 +26,7 @@ def watch(run: Run) -> None:
     modules."""
     if env.resolved_config_path() is not None:
         preemption.install()
+        run.events.on_missed_boundary = partial(_warn_without_boundaries, run)
     run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late)
     run.events.at_boundary = partial(pass_boundary, run)
 
@@ -49,6 +50,20 @@ def pass_boundary(run: Run) -> None:
         f"launch: stopped by a signal after step {step}; nothing was saved, because the script sets no project folder: "
         "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
     )
+
+
+def _warn_without_boundaries(run: Run) -> None:
+    """Warns once of a loop that a stop signal cannot end: at once if its checkpoints have a folder, else at the
+    signal."""
+    if not (names_checkpoints(run) or preemption.is_requested_here()):
+        return
+    run.events.on_missed_boundary = lambda: None
+    if run.process.is_main:
+        log.warning(
+            "stop signals: this loop cannot save and stop at one (got steps without a prepared loader, accumulate() or "
+            "accelerator.backward(), which show where a step ends); call accelerator.backward(loss) in place of "
+            "loss.backward()."
+        )
 
 
 def _warn_unless_resumed(run: Run) -> None:

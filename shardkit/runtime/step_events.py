@@ -27,5 +27,7 @@ class StepEvents:
     """Called after each optimizer step."""
     at_boundary: Callable[[], None] = _nothing
     """Called between two steps, where the run may stop."""
+    on_missed_boundary: Callable[[], None] = _nothing
+    """Called where an optimizer steps again, and nothing has shown where the two steps meet."""
     on_new_group: Callable[[], None] = _nothing
     """Called after a param group was added to a prepared optimizer."""
