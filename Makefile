@@ -59,7 +59,7 @@ test-ray: .venv/.ready
 
 .venv-storage/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-storage
-	.venv-storage/bin/python -m pip install --quiet --editable '.[test,test-storage]'
+	.venv-storage/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,test-storage]'
 	touch $@
 
 test-storage: .venv-storage/.ready

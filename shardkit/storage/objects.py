@@ -351,6 +351,8 @@ def problem(folder: Url) -> str | None:
         remove(probe)
     except ShardkitError as error:
         return str(error)
+    except PermissionError as error:
+        return f"storage: {folder}: cannot be written: {error.strerror}."  # names the remedy
     except OSError as error:
         what = f"{folder.parts[0]}: no such bucket" if isinstance(error, FileNotFoundError) else error.strerror
         return f"storage: {folder}: cannot be written ({what}); check the URL and the credentials."
