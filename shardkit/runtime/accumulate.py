@@ -15,6 +15,7 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
+from shardkit.runtime.boundaries import Boundaries
 from shardkit.runtime.step_events import StepEvents
 from shardkit.sharding.gradient_sync import deferred, finish_deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
@@ -56,6 +57,7 @@ class Accumulation:
         self.counters = counters
         self.backward_calls = 0
         self.events = events
+        self.boundaries = Boundaries(events)
         self._loaders = loaders
         self._is_full = True
         self._deferred_models: Sequence[nn.Module] = ()
@@ -67,7 +69,6 @@ class Accumulation:
         self._model_calls = self._model_calls_before_window = 0
         self._backwards_since_step = 0
         self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
-        self._calls_at_boundary = 0
         self._scaler = scaler
         self._scaler_is_behind = False
         self._divisor = steps
@@ -80,9 +81,6 @@ class Accumulation:
         self.micro_batches = 0
         """Micro-batches begun in this process."""
         self._samples_since_step = 0
-        self._have_ranks_met = False
-        self._boundary_is_due = False
-        self._boundary_loader: PreparedLoader | None = None
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -131,7 +129,7 @@ class Accumulation:
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
-        self._pass_boundary_without_loader()
+        self.boundaries.before_batch()
         progress.post("backward", self.counters.step)
         if not (self.is_inside and self._window > 1):
             # Earlier gradients of this window, of an optimizer yet to step, have the old scale.
@@ -246,13 +244,11 @@ class Accumulation:
         self._has_stepped_in_micro_batch = True
         self._has_foreign_backward = False
         self._own_calls_at_step = self._own_calls
-        if self._boundary_is_due and self._boundary_loader is None and id(optimizer) in self._stepped:
-            self.events.on_missed_boundary()
-        self._boundary_is_due = True
-        self._boundary_loader = active_loader(self._loaders)
-        if self._boundary_loader is not None:
+        current = active_loader(self._loaders)
+        self.boundaries.note_step(current, is_repeated=id(optimizer) in self._stepped)
+        if current is not None:
             for loader in self._loaders:
-                loader.note_step(self._boundary_loader.last_yield)
+                loader.note_step(current.last_yield)
         if was_skipped:
             return
         if id(optimizer) in self._stepped:
@@ -287,34 +283,15 @@ class Accumulation:
             return False
         return self.backward_calls == self._calls_before_micro_batch or self._has_stepped_in_micro_batch
 
-    def note_meeting(self) -> None:
-        """Notes that all ranks have just run a collective, so they process this batch together."""
-        self._have_ranks_met = True
-
     def after_batch(self, loader: PreparedLoader) -> None:
-        """Called by a loader when the loop requests the next batch: the previous one is done.
-
-        A step boundary follows a training step; or a batch of another loop (an evaluation) in which all ranks ran a
-        collective and no window is open. (A loop that rank 0 runs alone must not wait for the others.)
-        """
+        """Called by a loader when the loop requests the next batch: the previous one is done."""
         progress.post("data", self.counters.step)
         xla.flush()
-        met, self._have_ranks_met = self._have_ranks_met, False
-        if self._boundary_is_due and loader is self._boundary_loader:
-            self._boundary_is_due = False
-            self.events.at_boundary()
-        elif met and loader is not self._boundary_loader and self.counters.micro_step == 0:
-            self.events.at_boundary()
-        elif self._steps_by_hand():
-            self._calls_at_boundary = self.backward_calls
-            self.events.at_boundary()
-
-    def _steps_by_hand(self) -> bool:
-        """Whether the loop updates the weights itself: there was a backward, but no known optimizer steps."""
-        return not self._stepped and self._is_full and self.backward_calls > self._calls_at_boundary
+        by_hand = 0 if self._stepped or not self._is_full else self.backward_calls
+        self.boundaries.after_batch(loader, is_window_open=self.counters.micro_step > 0, backwards_by_hand=by_hand)
 
     def _begin(self) -> None:
-        self._pass_boundary_without_loader()
+        self.boundaries.before_batch()
         progress.post("forward", self.counters.step)
         if self.counters.micro_step == 0:
             self._divisor = self.steps
@@ -359,8 +336,3 @@ class Accumulation:
         if self._scaler is not None and self._scaler_is_behind:
             self._scaler_is_behind = False
             self._scaler.update()
-
-    def _pass_boundary_without_loader(self) -> None:
-        if self._boundary_is_due and self._boundary_loader is None:
-            self._boundary_is_due = False
-            self.events.at_boundary()

@@ -17,20 +17,20 @@ class Communication(Topology):
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
 
         Has no gradients; docs/concepts/loops.md says how a loss over all ranks' samples gets them."""
-        self._run.accumulation.note_meeting()
+        self._run.accumulation.boundaries.note_meeting()
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the padding of the loader's last batch; objects that are not tensors as one list.
         Collective."""
-        self._run.accumulation.note_meeting()
+        self._run.accumulation.boundaries.note_meeting()
         return collectives.gather_real(
             input_data, padding.real_samples(self._run.loaders, input_data, use_gather_object), use_gather_object
         )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
-        self._run.accumulation.note_meeting()
+        self._run.accumulation.boundaries.note_meeting()
         return collectives.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
