@@ -11,13 +11,15 @@ TORCH_newest := 2.15.*
 TORCH_xla := 2.9.*
 # For `make gpu` on a machine without a network: a folder of wheels of the small dependencies. torch is the machine's own.
 WHEELS ?=
-# Where Python cannot make environments (no python3-venv) or has all of these: make gpu GPU_PYTHON=python3
+# Where a Python has all of these: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= .venv-gpu/bin/python
 GPU_NEEDS := questionary pyyaml pydantic safetensors typer xxhash numpy pytest pytest-timeout
 # Measured beside where they can be had: accelerate; steps in 8 bits.
 GPU_WANTS := accelerate torchao
 # For all sections together; what they have by then is kept.
 GPU_MINUTES ?= 19
+# Some sections only, where a command may not take so long: gpu.json keeps the others.
+GPU_ONLY ?=
 .PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -83,16 +85,19 @@ test-oldest test-newest: test-%: .venv-%/.ready
 test-xla: .venv-xla/.ready
 	.venv-xla/bin/python -m pytest -m xla tests/test_xla.py
 
+# PYTHON's own packages, pip among them, are named in around.pth: venv itself takes none of another environment.
 .venv-gpu/.ready: pyproject.toml
-	$(PYTHON) -m venv --system-site-packages .venv-gpu
-	.venv-gpu/bin/python -c 'import torch' || { echo 'make gpu: torch is not among the packages of $(PYTHON); name a Python that has it and the rest: make gpu GPU_PYTHON=...' >&2; exit 1; }
+	$(PYTHON) -m venv --without-pip --system-site-packages .venv-gpu
+	$(PYTHON) -c 'import site; print("import site;", *(f"site.addsitedir({place!r});" for place in site.getsitepackages()))' \
+		> "$$(.venv-gpu/bin/python -c 'import site; print(site.getsitepackages()[0])')/around.pth"
+	.venv-gpu/bin/python -c 'import torch' || { echo 'make gpu: torch is not among the packages of $(PYTHON); name a Python that has it: make gpu PYTHON=...' >&2; exit 1; }
 	.venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) $(GPU_NEEDS)
 	-for package in $(GPU_WANTS); do .venv-gpu/bin/python -m pip install --quiet --retries 1 --timeout 10 $(if $(WHEELS),--no-index --find-links $(WHEELS)) $$package; done
 	touch $@
 
-gpu: export PYTHONPATH := $(CURDIR)
+gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu: $(if $(filter .venv-gpu/%,$(GPU_PYTHON)),.venv-gpu/.ready)
-	$(GPU_PYTHON) -m benchmarks.gpu --minutes $(GPU_MINUTES) --output gpu.json --table gpu.md
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ONLY:%=--only %) --minutes $(GPU_MINUTES) --output gpu.json --table gpu.md
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

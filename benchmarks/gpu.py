@@ -13,7 +13,8 @@ largest      the most layers that train, with parameters on the device and in ho
 
 Each measurement is a process of its own, and contestants take turns. Every section has its share of the minutes, and
 those that end early leave theirs to the next; one that is cut short, or fails, keeps what it has, and the others go on.
-The JSON is written after each measurement. `--small` and `--device cpu` are for trying the benchmark itself: their
+The JSON is written after each measurement, and keeps the sections of an earlier run of the same versions on such a
+device, so that `--only` measures in parts. `--small` and `--device cpu` are for trying the benchmark itself: their
 figures mean nothing.
 """
 
@@ -58,7 +59,8 @@ Found = Iterator[dict[str, Any]]
 def main() -> None:
     """Measure what is asked for, print it, write JSON and a table."""
     options = _options()
-    result: dict[str, Any] = {**interleaved.surroundings(), **described(options), "small": options.small}
+    surroundings = {**interleaved.surroundings(), **described(options), "small": options.small}
+    result: dict[str, Any] = {**surroundings, **_measured_before(options, surroundings)}
     names = options.only or list(SECTIONS)
     for name, until in zip(names, _ends(names, options.minutes), strict=True):
         print(f"{name.upper()}", flush=True)
@@ -104,6 +106,15 @@ def described(options: Options) -> dict[str, Any]:
         )
     name, cuda = json.loads(done.stdout)
     return {"device": device, "device_name": name, "cuda": cuda}
+
+
+def _measured_before(options: Options, surroundings: dict[str, Any]) -> dict[str, Any]:
+    """The sections that an earlier run in the same surroundings has left in the output."""
+    if options.output is None or not options.output.exists():
+        return {}
+    before = json.loads(options.output.read_text())
+    is_same = all(before.get(name) == surroundings[name] for name in surroundings.keys() - {"load"})
+    return {name: before[name] for name in SECTIONS if is_same and name in before}
 
 
 def measured_section(name: str, options: Options) -> Found:

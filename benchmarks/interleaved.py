@@ -119,5 +119,7 @@ def summary(measured: Mapping[str, Sequence[float]], ratios: Iterable[Ratio]) ->
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Leaves the result as JSON."""
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    """Leaves the result as JSON: the whole of it or, where this process is killed, what was there."""
+    begun = path.with_name(f"{path.name}.begun")
+    begun.write_text(json.dumps(result, indent=2) + "\n")
+    begun.replace(path)

@@ -51,13 +51,14 @@ def run(
 
 def started(asked: Path, answer: Path, variables: dict[str, str]) -> subprocess.Popen:
     """A process that carries out an order."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, ROOT / "tests" / "scripts" / "on_device.py", asked, answer],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         cwd=asked.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
     )
 
 

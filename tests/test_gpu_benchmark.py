@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu, gpu_words
 from shardkit.config import hardware
+from tests import test_gpu
 
 ROOT = Path(__file__).parent.parent
 LONG = "test_with_a_name_that_leaves_pytest_no_room_for_the_reason_why_it_is_skipped"
@@ -60,6 +61,38 @@ def test_a_section_that_fails_keeps_what_it_has_and_the_others_go_on(tmp_path, m
     assert "  strategy 1: not measured (OutOfMemoryError)\n  failed: KeyError: 'peak_bytes'" in said
     assert f"3 layers) and more\n  ended early: {gpu.OVER}" in said
     assert "| waits | within the goal: no more often than by hand |" in table.read_text()
+
+
+def test_sections_measured_in_parts_come_together(tmp_path, monkeypatch):
+    """Of the same versions on such a device; where a process is killed while it writes, what was there stays."""
+    output = tmp_path / "gpu.json"
+    options = gpu.Options(output=output)
+    here = {"device_name": "NVIDIA H100 80GB HBM3", "versions": {"torch": "2.13.0"}, "small": False, "load": 0.1}
+    assert gpu._measured_before(options, here) == {}
+    gpu._write(options, {**here, "waits": {"shardkit": {"a": 1.0}}})
+    found = gpu._measured_before(options, {**here, "load": 3.0})
+    assert found == {"waits": {"shardkit": {"a": 1.0}}}
+    assert gpu._measured_before(options, {**here, "device_name": "NVIDIA H200"}) == {}
+
+    def write_half(path, text):
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        gpu._write(options, {**here, "waits": {"shardkit": {"a": 2.0}}})
+    assert json.loads(output.read_text())["waits"] == {"shardkit": {"a": 1.0}}
+
+
+def test_an_order_leaves_packages_beside_the_checkout_where_they_are(tmp_path, monkeypatch):
+    """Such as those that `pip install --target` has put into a folder that PYTHONPATH names."""
+    (tmp_path / "only_here.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(test_gpu, "ROOT", tmp_path)
+    (tmp_path / "tests" / "scripts").mkdir(parents=True)
+    (tmp_path / "tests" / "scripts" / "on_device.py").write_text("import only_here")
+    begun = test_gpu.started(tmp_path / "order.json", tmp_path / "answer.json", {})
+    assert begun.communicate(timeout=60)[1] == "" and begun.returncode == 0
 
 
 @pytest.mark.slow
