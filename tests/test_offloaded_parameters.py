@@ -134,6 +134,15 @@ def test_a_parameter_is_pickled_from_where_it_lies(offload):
     assert found._local_tensor.device.type == "cpu" and torch.equal(found._local_tensor, local_part(weight))
 
 
+def test_a_whole_parameter_and_its_gradient_are_where_ranks_communicate(offload):
+    """For Adafactor and Muon. The meta device stands for the GPU: values are not needed."""
+    mesh = DeviceMesh("meta", [0], mesh_dim_names=("shard",))
+    weight = nn.Parameter(on_host(torch.ones(4, 3), mesh))
+    weight.grad = on_host(torch.ones(4, 3), mesh)
+    found = local_step._whole(weight)
+    assert found.device.type == "meta" and found.grad is not None and found.grad.device.type == "meta"
+
+
 def test_a_loaded_state_of_whole_tensors_goes_where_the_step_is():
     """Adafactor's, loaded into host memory: the step gathers the parameter on the GPU. Its count stays."""
     row = {"step": torch.tensor(2.0), "row_var": torch.ones(3)}

@@ -314,7 +314,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
         return parameter
     with torch.no_grad():
         value = whole(parameter)
-        value.grad = parameter.grad.full_tensor() if is_dtensor(parameter.grad) else parameter.grad
+        value.grad = whole(parameter.grad) if is_dtensor(parameter.grad) else parameter.grad
     return value
 
 
