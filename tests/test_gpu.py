@@ -49,16 +49,21 @@ def run(
     return json.loads(answer.read_text())
 
 
-def started(asked: Path, answer: Path, variables: dict[str, str]) -> subprocess.Popen:
-    """A process that carries out an order."""
+def variables() -> dict[str, str]:
+    """This process's, with the checkout on the path of Python's modules."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def started(asked: Path, answer: Path, more: dict[str, str]) -> subprocess.Popen:
+    """A process that carries out an order."""
     return subprocess.Popen(
         [sys.executable, ROOT / "tests" / "scripts" / "on_device.py", asked, answer],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         cwd=asked.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
+        env={**variables(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **more},
     )
 
 
@@ -175,6 +180,23 @@ def test_two_ranks_share_one_device_through_gloo(tmp_path, device, strategy):
     assert found[0]["norms"] == found[1]["norms"]
     losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]
     assert losses == pytest.approx(reference(device, 4), abs=1e-4)
+
+
+@ON_BOTH
+def test_the_starter_script_is_launched_and_resumed(tmp_path, device):
+    """As in the README, on this machine's device."""
+    place = ["--cpu"] if device == "cpu" else []
+    launch = [sys.executable, "-m", "shardkit", "launch", "-n", "1", *place, "--set", "distributed_type=FSDP"]
+    launch += ["--mixed-precision", "bf16"]
+    script = [ROOT / "templates" / "train.py", "--save-every=4", "--log-every=1"]
+    said = ""
+    for resume, steps in (("never", 4), ("auto", 6)):
+        command = [*launch, "--resume", resume, *script, f"--steps={steps}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140, cwd=tmp_path, env=variables())
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+    assert f"1 rank, {device}, " in said and "compute bf16" in said
+    assert "step    5  loss" in said and "step    4  loss" not in said
 
 
 def free_port() -> int:

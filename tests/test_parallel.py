@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,6 +379,34 @@ def _raise(*_: Any) -> None:
 def test_an_aborted_backward_leaves_no_trace(ranks):
     for first, second in ranks.run(2, after_an_aborted_backward):
         assert first == second
+
+
+class NamedStream(torch.cpu.Stream):
+    """Notes for whom it waits: (its name, the other's)."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, stream: Any) -> None:
+        self.waits.append((self.name, getattr(stream, "name", "")))
+
+
+def test_streams_wait_for_each_other_after_an_aborted_pass(alone, monkeypatch):
+    """Memory that the pass has left is used again at once, by any of them. A CPU has no streams: these stand for a
+    GPU's."""
+    model = parallel(models.Scaled(), config_for(1, fsdp_transformer_layer_cls_to_wrap="Sequential"))
+    shared, waits = fsdp_internals.root_of(model)._comm_ctx, []
+    own = NamedStream("the script's", waits)
+    names = [name for name in vars(shared) if name.endswith("_stream")]
+    for name in names:
+        monkeypatch.setattr(shared, name, NamedStream(name, waits))
+    monkeypatch.setattr(shared, "device_handle", SimpleNamespace(current_stream=lambda: own))
+    model.head.register_forward_pre_hook(_raise)
+    with pytest.raises(RuntimeError, match="aborted"):
+        model(torch.ones(2, 8))
+    found = [pair for pair in waits if own.name in pair]
+    assert len(names) == 4
+    assert {*found[:4]} == {(own.name, name) for name in names} and {*found[4:]} == {(n, own.name) for n in names}
 
 
 def test_ignored_modules_train_on_all_ranks_alike(ranks):

@@ -25,6 +25,7 @@ def recover_if_raised(state: Any) -> None:
 def _recover(state: Any) -> None:
     """Resets all units of the model to their state between steps. Gradients that are not reduced yet are dropped."""
     context, shared = state._state_ctx, state._comm_ctx
+    _join_streams(shared)
     for one in context.all_states:
         one._training_state = TrainingState.IDLE
         for group in groups_of(one):
@@ -39,6 +40,20 @@ def _recover(state: Any) -> None:
     context.post_backward_final_callback_queued = False
     context.manual_backward_finalization_active = None  # read by torch 2.15
     state._pass.keeps_graph = state._pass.is_second_due = False
+
+
+def _join_streams(shared: Any) -> None:
+    """Makes what comes next on the device wait for what is in flight there: the memory of a gather that is dropped here
+    may be used again at once, while another stream still reads it."""
+    streams = (
+        *(shared.all_gather_copy_in_stream, shared.all_gather_stream),
+        *(shared.reduce_scatter_stream, shared.all_reduce_stream),
+    )
+    current = shared.device_handle.current_stream()
+    for stream in streams:
+        current.wait_stream(stream)
+    for stream in streams:
+        stream.wait_stream(current)
 
 
 def _forget_gradients(group: Any) -> None:
