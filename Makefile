@@ -95,7 +95,7 @@ test-xla: .venv-xla/.ready
 	-for package in $(GPU_WANTS); do .venv-gpu/bin/python -m pip install --quiet --retries 1 --timeout 10 $(if $(WHEELS),--no-index --find-links $(WHEELS)) $$package; done
 	touch $@
 
-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu: $(if $(filter .venv-gpu/%,$(GPU_PYTHON)),.venv-gpu/.ready)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ONLY:%=--only %) --minutes $(GPU_MINUTES) --output gpu.json --table gpu.md
 

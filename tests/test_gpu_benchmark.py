@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -82,6 +83,16 @@ def test_sections_measured_in_parts_come_together(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         gpu._write(options, {**here, "waits": {"shardkit": {"a": 2.0}}})
     assert json.loads(output.read_text())["waits"] == {"shardkit": {"a": 1.0}}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_make_measures_what_is_asked_for_and_keeps_the_path_of_packages(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    command = ["make", "--silent", "gpu", "GPU_PYTHON=printenv PYTHONPATH; echo", "GPU_ONLY=tests waits"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    path, benchmark = done.stdout.splitlines()
+    assert path == f"{ROOT}:/packages"
+    assert benchmark.startswith("-m benchmarks.gpu --only tests --only waits --minutes 19 ")
 
 
 def test_an_order_leaves_packages_beside_the_checkout_where_they_are(tmp_path, monkeypatch):
