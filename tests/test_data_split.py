@@ -7,12 +7,12 @@ import logging.handlers
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.data.loader import prepare_loader
 from shardkit.errors import CheckpointError, UsageError
-from tests.loaders import CPU, Flow, prepared, run
+from tests.loaders import CPU, Flow, Numbers, prepared, run
 
 
 class Part(IterableDataset):
@@ -226,6 +226,37 @@ def test_a_stream_that_is_split_over_others_than_the_ranks_is_refused_on_all(ran
     ranks.run(2, refused, mixed, "the stream is split by rank on some ranks only; split it on all of them, or on none.")
     with pytest.raises(UsageError, match=r"not over the 1 ranks \(got part 0 of 4 on rank 0\)"):
         prepare_loader(DataLoader(Part(0, 4)), 0, 1, CPU, 7)
+
+
+def accepted(make):
+    loader_of(make, dist.get_rank(), dist.get_world_size())
+
+
+def subset(rank, world_size):
+    return Subset(Numbers(), range(rank, 40, world_size))
+
+
+def same_subset(rank, world_size):
+    return Subset(Numbers(), range(0, 40, world_size))
+
+
+def rows(rank, world_size):
+    from datasets import Dataset
+
+    return Dataset.from_dict({"x": list(range(40)), "constant": [0] * 40})
+
+
+def rows_of_rank(rank, world_size):
+    return rows(rank, world_size).remove_columns("constant").shard(world_size, rank)
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [(same_subset, subset), pytest.param(rows, rows_of_rank, marks=[needs_datasets, pytest.mark.slow])],
+)
+def test_a_data_set_that_each_rank_has_split_is_refused_on_all(ranks, whole, part):
+    ranks.run(2, refused, part, "prepare: the dataset is another part or order of the data on each rank")
+    ranks.run(2, accepted, whole)
 
 
 def test_a_position_of_version_0_1_is_refused_on_another_number_of_ranks():

@@ -1,14 +1,21 @@
-"""A loader that was not prepared, or its name from before, gives every rank the same samples: this is said."""
+"""A loader that was not prepared, or its name from before, gives every rank the same samples: this is said. Loaders
+that read different data on each rank would lose samples: an error."""
 
 import logging
+import os
+import random
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
 
 from shardkit import Accelerator
+from shardkit.data.first_items import are_different, fields_of
+from shardkit.errors import UsageError
 from tests import loops
+from tests.loaders import Flow, Numbers
 from tests.loops.net import Net, adam, loss_of
 from tests.loops.run import WORDS
 
@@ -53,3 +60,99 @@ def test_the_same_samples_on_all_ranks_are_noticed(ranks):
                 assert "give the DataLoader to accelerator.prepare and read what it returns" in text
             else:
                 assert told == [], (strategy, how)
+
+
+class OwnRandom(Sampler):
+    """Shuffles with a generator of its own."""
+
+    def __init__(self, seed=None):
+        self.random = random.Random(seed)
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        return iter(self.random.sample(range(40), 40))
+
+
+class OwnRandomBatches(OwnRandom):
+    def __iter__(self):
+        numbers = self.random.sample(range(40), 40)
+        return iter([numbers[begin : begin + 4] for begin in range(0, 40, 4)])
+
+
+class OwnPart(IterableDataset):
+    """Yields its rank's part, as the streams of some libraries do; and the same text on all ranks."""
+
+    def __iter__(self):
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return ((number, object()) for number in range(rank, 40, world))
+
+
+class LooksDifferent(Flow):
+    def __iter__(self):
+        return ((number, f"/scratch/{os.getpid()}/{number}") for number in super().__iter__())
+
+
+def declared(dataset, split):
+    dataset.split_by_rank = split
+    return dataset
+
+
+def numbers_of(items):
+    return torch.tensor([float(item[0] if isinstance(item, tuple) else item) for item in items])
+
+
+STREAMS_AND_ORDERS = {
+    "a sampler of its own": lambda: DataLoader(Numbers(), batch_size=4, sampler=OwnRandom()),
+    "a batch sampler of its own": lambda: DataLoader(Numbers(), batch_sampler=OwnRandomBatches()),
+    "a subset of its own": lambda: DataLoader(
+        Numbers(), batch_size=4, sampler=SubsetRandomSampler(range(int(os.environ["RANK"]), 40, 2))
+    ),
+    "a stream by RANK": lambda: DataLoader(OwnPart(), batch_size=4, collate_fn=numbers_of),
+    "a seeded sampler": lambda: DataLoader(Numbers(), batch_size=4, sampler=OwnRandom(5)),
+    "a whole stream": lambda: DataLoader(LooksDifferent(), batch_size=4, collate_fn=numbers_of),
+    "a stream by RANK, declared": lambda: DataLoader(
+        declared(OwnPart(), (int(os.environ["RANK"]), 2)), batch_size=4, collate_fn=numbers_of
+    ),
+    "a stream by RANK, declared whole": lambda: DataLoader(
+        declared(OwnPart(), False), batch_size=4, collate_fn=numbers_of
+    ),
+}
+
+
+def first_steps(name: str) -> str:
+    """The error of this rank in two steps; empty where there is none."""
+    accelerator = Accelerator(config={"use_cpu": True})
+    model = nn.Linear(1, 1)
+    parts = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), STREAMS_AND_ORDERS[name]())
+    model, optimizer, loader = parts
+    try:
+        for _, batch in zip(range(2), loader, strict=False):
+            accelerator.backward(model(batch.float().reshape(-1, 1)).mean())
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    finally:
+        accelerator.free_memory()
+    return ""
+
+
+@pytest.mark.parametrize("name", STREAMS_AND_ORDERS)
+def test_items_that_differ_between_ranks_are_an_error_before_the_first_step(ranks, name):
+    texts = ranks.run(2, first_steps, name)
+    assert texts[0] == texts[1]
+    if "its own" in name or name.endswith("by RANK"):
+        assert texts[0].startswith("data: the dataset or sampler of prepared loader 1 yields different items on each")
+    else:
+        assert texts[0] == ""
+
+
+def test_items_are_different_only_if_no_field_is_the_same():
+    one = fields_of([(number, f"/a/{number}", object()) for number in range(20)])
+    same = fields_of([(number, f"/b/{number}", object()) for number in range(20)])
+    other = fields_of([(number + 1, f"/b/{number}", object()) for number in range(20)])
+    assert are_different([one, other]) and are_different([one, same, other])
+    assert not are_different([one, same]) and not are_different([same, other])
+    assert not are_different([fields_of([object()]), fields_of([object()])]) and not are_different([[], []])
+    assert are_different([fields_of([torch.zeros(2)]), fields_of([torch.ones(2)])])

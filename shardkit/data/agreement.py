@@ -1,12 +1,14 @@
 """What ranks agree on when a loader is prepared: one seed, and that all of them read the same data."""
 
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from shardkit.data import hugging_face
+from shardkit.data.first_items import COMPARED, are_different, fields_of
 from shardkit.data.private_random import stream_seed
 from shardkit.data.shares import uneven_text
 from shardkit.data.sources import Source
@@ -57,8 +59,14 @@ def _facts(source: Source) -> dict[str, Any]:
         "the sampler's length": source.units if is_whole else None,
         "the global batch size": source.total_batch_size,
         "shuffle": hugging_face.shuffle_digest(source.dataset),
+        "first": fields_of(_stored_items(source.dataset)),
         "split": source.split,
     }
+
+
+def _stored_items(dataset: Any) -> list[Any]:
+    """What tells one part of the data from another, where it is known without reading a sample."""
+    return list(islice(dataset.indices, COMPARED)) if isinstance(dataset, Subset) else hugging_face.first_row(dataset)
 
 
 def _problem(answers: list[dict[str, Any]], world_size: int) -> str | None:
@@ -70,6 +78,11 @@ def _problem(answers: list[dict[str, Any]], world_size: int) -> str | None:
                 f"{what} is not the same on all ranks (got {', '.join(map(str, sizes[:8]))} by rank); give every rank "
                 "the whole dataset and the same batch_size: shardkit shards it."
             )
+    if are_different([own["first"] for own in answers]):
+        return (
+            "the dataset is another part or order of the data on each rank, and each rank would be given a part of "
+            "that; give every rank the whole dataset, not split by rank, and seed a random split alike on all ranks."
+        )
     if len({own["shuffle"] for own in answers}) > 1:
         return (
             "the stream is shuffled in a different order on each rank (no seed?); give its shuffle(seed=...) the same "

@@ -17,6 +17,13 @@ def split_of(dataset: Any) -> tuple[int, int] | None:
     return None if split is None else (split.rank, split.world_size)
 
 
+def first_row(dataset: Any) -> list[dict[str, Any]]:
+    """The first row of a `datasets.Dataset`, as stored: nothing is decoded or transformed. Empty for other datasets."""
+    if not (hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")) or is_stream(dataset):
+        return []
+    return dataset.with_format("arrow")[:1].to_pylist()
+
+
 def loses_samples(dataset: Any) -> bool:
     """Whether its own state leaves out the samples in a shuffle buffer (documented at `IterableDataset.state_dict`)."""
     return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in _steps(dataset))

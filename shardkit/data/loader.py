@@ -168,6 +168,11 @@ class PreparedLoader:
         return 0 if self._loop is None else self._loop.last_yield
 
     @property
+    def first(self) -> list[str] | None:
+        """Inside a loop, where every rank reads the whole order or stream: digests of its first items."""
+        return None if self._loop is None else self._source.first
+
+    @property
     def began(self) -> int:
         """The value of `last_yield`'s counter when the loop began."""
         return 0 if self._loop is None else self._loop.began

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from shardkit.data import hugging_face, sampler, shares
+from shardkit.data.first_items import COMPARED, fields_of
 from shardkit.data.position import EPOCH_IS_OVER, Position
 from shardkit.data.private_random import stream_seed
 from shardkit.data.sampler import Drawn
@@ -52,6 +53,10 @@ class Source(Protocol):
         """This rank's batches from a position to the end of its epoch. `is_moved`: the position was set, and does not
         follow the batches read before."""
 
+    @property
+    def first(self) -> list[str] | None:
+        """Where every rank reads the whole order or stream: digests of the first items of the newest one."""
+
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
         """Number of samples in the first `batches` global batches of the position's epoch."""
 
@@ -90,6 +95,7 @@ class SampledSource:
     """A map-style dataset with a sampler of single indices."""
 
     split: tuple[int, int] | None = None
+    _newest: sampler.Indexed | Drawn | None = None
 
     def __init__(self, loader: DataLoader, layout: BatchLayout) -> None:
         self.layout = layout
@@ -102,7 +108,7 @@ class SampledSource:
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
-        order = self._order(seed, start)
+        order = self._newest = self._order(seed, start)
         if isinstance(order, Drawn):
             own_shares = shares.shares_of_drawn(order, start.samples, self.layout)
         else:
@@ -115,7 +121,11 @@ class SampledSource:
 
     def _order(self, seed: int, start: Position) -> sampler.Indexed | Drawn:
         known = sampler.indexed(self._sampler, seed, start.epoch, start.order)
-        return known or Drawn(self._sampler, seed, start.epoch, keep=self.layout.world_size - 1)
+        return known or _draw(self._sampler, seed, start, self.layout)
+
+    @property
+    def first(self) -> list[str] | None:
+        return _first_of(self._newest)
 
     def __len__(self) -> int:
         return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
@@ -126,6 +136,7 @@ class BatchSampledSource:
     world_size batches form one."""
 
     split: tuple[int, int] | None = None
+    _newest: sampler.Indexed | Drawn | None = None
 
     def __init__(self, loader: DataLoader, layout: BatchLayout, split_batches: bool) -> None:
         self.layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
@@ -139,7 +150,8 @@ class BatchSampledSource:
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
-        own_shares = self._shares_of(self._order(seed, start), start.samples, self.layout)
+        order = self._newest = self._order(seed, start)
+        own_shares = self._shares_of(order, start.samples, self.layout)
         return _sampled(self, self._indices, own_shares, seed, start)
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
@@ -147,7 +159,11 @@ class BatchSampledSource:
         return sum(len(batch) for _ in range(batches) for batch in order.take(size))
 
     def _order(self, seed: int, start: Position) -> Drawn:
-        return Drawn(self._sampler, seed, start.epoch, keep=self.layout.world_size - 1)
+        return _draw(self._sampler, seed, start, self.layout)
+
+    @property
+    def first(self) -> list[str] | None:
+        return _first_of(self._newest)
 
     def __len__(self) -> int:
         return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
@@ -166,6 +182,7 @@ class StreamSource:
         self.total_batch_size = layout.global_batch
         self.dataset_length = self.units = sampler.length_of(loader.dataset)
         self.stream, self._is_moved = Stream(loader.dataset, self.layout), False
+        self.first: list[str] | None = None
         collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
         size = None if loader.batch_size is None else own_size
         self.loader = _rebuilt(loader, self.stream, batch_size=size, collate_fn=collate)
@@ -185,6 +202,7 @@ class StreamSource:
         batches = with_last((batch, self.stream.snapshot) for batch in batches_of(self.loader))
         if self._parts == 1:
             for (batch, state), is_last in batches:
+                self.first = batch.first or self.first
                 if batch.problem:
                     raise UsageError(batch.problem)
                 yield Piece(batch.batch, batch.samples, batch.is_padded, is_last, EPOCH_IS_OVER if is_last else state)
@@ -220,6 +238,17 @@ def _without_ranks(users: Any, dataset: Any) -> Any:
     if not sampler.is_plain_distributed(users):
         return users
     return RandomSampler(dataset) if users.shuffle else SequentialSampler(dataset)
+
+
+def _draw(users: Any, seed: int, start: Position, layout: BatchLayout) -> Drawn:
+    """The epoch's order. Its first items are kept, for padding and to compare ranks."""
+    return Drawn(users, seed, start.epoch, keep=max(layout.world_size - 1, COMPARED))
+
+
+def _first_of(order: sampler.Indexed | Drawn | None) -> list[str] | None:
+    if isinstance(order, Drawn):
+        return fields_of(order.first)
+    return None if order is None else fields_of(order.items(torch.arange(min(COMPARED, order.length))))
 
 
 def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:

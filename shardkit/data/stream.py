@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.data import hugging_face
+from shardkit.data.first_items import fields_of
 from shardkit.data.private_random import PrivateRandom, stream_seed
 from shardkit.data.shares import BatchLayout, split
 from shardkit.distributed import control
@@ -34,6 +35,8 @@ class Slot:
     is_padded: bool
     problem: str | None = None
     """Why the batch cannot be split over ranks; there is no value then."""
+    first: list[str] | None = None
+    """For the first global batch that is read: digests of its fields, to compare ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Counted:
     samples: int
     is_padded: bool
     problem: str | None = None
+    first: list[str] | None = None
 
     def pin_memory(self, device: Any = None) -> "Counted":
         """Called by DataLoader where pin_memory is on."""
@@ -64,7 +68,7 @@ class CountingCollate:
         if first.problem:
             return Counted(None, first.samples, False, first.problem)
         value = self.collate([slot.value for slot in slots] if self.is_batched else slots.value)
-        return Counted(value, first.samples, first.is_padded)
+        return Counted(value, first.samples, first.is_padded, first=first.first)
 
 
 class Stream(IterableDataset):
@@ -80,6 +84,7 @@ class Stream(IterableDataset):
         self.dataset = dataset
         self.layout = layout
         self.keeps_state = _keeps_state(dataset)
+        self.is_compared = getattr(dataset, "split_by_rank", None) is not False
         self.saved: Any = None
         """A snapshot to start from instead of skipping; only without workers."""
         self.snapshot: Any = None
@@ -120,9 +125,10 @@ class Stream(IterableDataset):
                 continue
             if worker is not None:  # as for a map-style dataset's batches
                 set_seed(stream_seed(seed_of_rank, samples + number * self.layout.global_batch))
-            yield from self._own(chunk)
+            is_compared = number == 0 and self.layout.world_size > 1 and self.is_compared
+            yield from self._own(chunk, fields_of(chunk) if is_compared else None)
 
-    def _own(self, chunk: list[Any]) -> Iterator[Slot]:
+    def _own(self, chunk: list[Any], first: list[str] | None) -> Iterator[Slot]:
         """This rank's slice of a global batch."""
         try:
             part, is_padded = split(chunk, self.layout, spare=chunk)
@@ -130,7 +136,7 @@ class Stream(IterableDataset):
             yield Slot(None, len(chunk), False, str(error))
             return
         for value in part:
-            yield Slot(value, len(chunk), is_padded)
+            yield Slot(value, len(chunk), is_padded, first=first)
 
     def _chunks(self, source: Iterator[Any], randomness: PrivateRandom, is_worker: bool) -> Iterator[list[Any]]:
         size = self.layout.global_batch

@@ -1,11 +1,14 @@
-"""Detects ranks that train on the same samples: a loader that was not prepared gives every rank all of them."""
+"""Detects ranks that train on the same samples: a loader that was not prepared gives every rank all of them. And ranks
+whose loaders read different data, although shardkit gives each rank a part of the same data."""
 
 from collections.abc import Sequence
 
 import torch
 
+from shardkit.data.first_items import are_different
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed.control import ControlGroup
+from shardkit.errors import UsageError
 from shardkit.log import get_logger
 
 log = get_logger(__name__)
@@ -31,9 +34,12 @@ class SameData:
             self._loss = loss.detach() if own else None
 
     def check(self) -> None:
-        """Warns, once, if the ranks had equal losses in each of the first steps. Collective in these steps."""
+        """Raises UsageError on all ranks where their loaders read different data. Warns, once, if the ranks had equal
+        losses in each of the first steps. Collective in these steps."""
         if not self._left:
             return
+        if problem := self._control.decide([loader.first for loader in self._loaders], _difference):
+            raise UsageError(problem)
         self._left -= 1
         self._losses.append(None if self._loss is None else float(self._loss))
         self._loss = None
@@ -49,3 +55,18 @@ class SameData:
 
 def _are_equal(losses: list[list[float | None]]) -> bool:
     return len(losses) > 1 and None not in losses[0] and all(of_rank == losses[0] for of_rank in losses)
+
+
+def _difference(first: list[list[list[str] | None]]) -> str | None:
+    """What is wrong where a loader's first items differ between ranks; None where nothing is."""
+    for number, of_loader in enumerate(zip(*first, strict=False), 1):
+        known = [fields for fields in of_loader if fields is not None]
+        if len(known) > 1 and are_different(known):
+            return (
+                f"data: the dataset or sampler of prepared loader {number} yields different items on each rank, and "
+                "each keeps only its part of them, so samples would be lost; seed a random generator of its own alike "
+                "on all ranks; give an IterableDataset that yields only its rank's part (by RANK, as LitData, "
+                "MosaicML Streaming or WebDataset's split_by_node do) the attribute split_by_rank = (rank, number of "
+                "ranks), or False if its samples only look different."
+            )
+    return None
