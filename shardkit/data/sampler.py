@@ -5,7 +5,7 @@ Drawn(sampler, ...)                  custom samplers, read only as far as needed
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -160,8 +160,23 @@ class _Share:
     def take(self, count: int) -> list[Any]:
         with self._random, _attributes(self._own):
             if self._iterator is None:
-                self._iterator = iter(self._sampler)
+                self._iterator = items_of(self._sampler)
             return list(islice(self._iterator, count))
+
+
+def items_of(users: Iterable[Any]) -> Iterator[Any]:
+    """What it yields, by one `iter` and then `next` alone: an object that is its own iterator may begin anew at every
+    `iter`, which `for` and `islice` call."""
+    iterator = iter(users)
+
+    def items() -> Iterator[Any]:
+        while True:
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
+
+    return items()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardkit.data import hugging_face
 from shardkit.data.first_items import fields_of
 from shardkit.data.private_random import PrivateRandom, stream_seed
+from shardkit.data.sampler import items_of
 from shardkit.data.shares import BatchLayout, split
 from shardkit.distributed import control
 from shardkit.distributed.seed import set_seed
@@ -164,12 +165,12 @@ class Stream(IterableDataset):
                 self.dataset.load_state_dict(deepcopy(self._beginning))
             if saved is not None:
                 self.dataset.load_state_dict(saved)
-                return iter(self.dataset)
+                return items_of(self.dataset)
         return self._skipped(samples)
 
     def _skipped(self, start: int) -> Iterator[Any]:
         """The dataset's iterator, past the first `start` samples."""
-        source = iter(self.dataset)
+        source = items_of(self.dataset)
         skipped = sum(1 for _ in islice(source, start))
         if skipped < start:
             raise CheckpointError(
