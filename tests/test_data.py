@@ -127,6 +127,30 @@ def test_a_dataset_of_ready_batches():
     assert parts == [list(range(0, 40, 2)), list(range(1, 40, 2))]
 
 
+class Rows(Numbers):
+    """Asked for the rows of a batch at once."""
+
+    def __getitem__(self, indices):
+        assert type(indices) is list
+        return torch.tensor(indices)
+
+
+def rows_at_once(rank, world, size=12, workers=0):
+    batches = BatchSampler(RandomSampler(range(40)), size // world, drop_last=False)
+    return prepared(rank, world, dataset=Rows(), sampler=batches, batch_size=None, num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_dataset_that_is_asked_for_many_rows_at_once(workers):
+    expected, _ = run(1, shuffle=True)
+    for world in (1, 2):
+        before, state = run(world, make=rows_at_once, stop=1, workers=workers)
+        assert before == expected[:12] and state["samples_seen"] == 12
+        rest, _ = run(2, state, make=rows_at_once, size=8, workers=workers)
+        assert before + rest == expected
+    assert rows_at_once(0, 2).batch_size == 6 and len(rows_at_once(0, 2)) == 4
+
+
 def test_a_distributed_sampler_is_not_sharded_twice(capsys):
     assert run(2, make=distributed, shuffle=False)[0] == list(range(40))
     assert "DistributedSampler already shards over ranks" in capsys.readouterr().err
@@ -145,6 +169,26 @@ def test_every_rank_takes_its_slices_of_a_stream(kind):
     assert padded[:26] == alone[:26]
     assert len(padded) == 28
     assert run(2, dataset=kind(26), drop_last=True)[0] == alone[:24]
+
+
+class ItsOwnIterator(Flow):
+    """Begins anew at every iter(), as classes with __next__ do."""
+
+    def __iter__(self):
+        self.left = list(range(self.length))
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+def test_a_stream_or_sampler_that_is_its_own_iterator_is_begun_once():
+    for options in ({"dataset": ItsOwnIterator(40)}, {"sampler": ItsOwnIterator(40)}):
+        before, state = run(1, stop=6, **options)
+        rest, _ = run(2, state, stop=3, **options)
+        assert before + rest == list(range(40))
 
 
 def test_the_end_of_a_stream_is_known_in_time():

@@ -263,6 +263,10 @@ COLLATED = {
     "data class": lambda numbers: Example(torch.stack(numbers)),
     "list": list,
     "nothing": lambda numbers: None,
+    "ragged": lambda numbers: {
+        "x": torch.stack(numbers),
+        "parts": torch.nested.nested_tensor([*map(torch.ones, numbers)]),
+    },
     "text": lambda numbers: "text",
 }
 
@@ -273,6 +277,7 @@ def first_tensor(batch):
     return batch[0] if isinstance(batch, (list, tuple)) else batch
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("kind", COLLATED)
 @pytest.mark.parametrize("dataset", [Numbers, Flow])
 def test_batches_of_any_kind_are_as_plain_torch_gives_them(kind, dataset):
@@ -597,9 +602,16 @@ def objects_of_each_sample(accelerator, first, second):
     return [torch.stack(found)]
 
 
+def ready_batches(accelerator, first, second):
+    """The last of the three has no partner on the other rank."""
+    loader = accelerator.prepare(DataLoader(torch.arange(15).reshape(3, 5), batch_size=None))
+    return [accelerator.gather_for_metrics(batch * 2) // 2 for batch in loader]
+
+
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
+        (ready_batches, [*range(15)]),
         (objects_of_each_sample, [*range(100, 117)]),
         (both_of_a_zip, [*range(24), *range(100, 117)]),
         (one_ahead, [*range(100, 117)]),

@@ -11,14 +11,14 @@ from shardkit.data import hugging_face
 from shardkit.data.first_items import COMPARED, are_different, fields_of
 from shardkit.data.private_random import stream_seed
 from shardkit.data.shares import uneven_text
-from shardkit.data.sources import Source
+from shardkit.data.sources import Source, batch_sampler_of
 from shardkit.distributed import control
 from shardkit.errors import UsageError
 
 
 def generator_of(loader: Any) -> torch.Generator | None:
     """The generator that the user gave to the loader, prepared or not, or to its sampler."""
-    batches = loader.batch_sampler
+    batches = batch_sampler_of(loader)
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     return next((found for one in holders if (found := getattr(one, "generator", None)) is not None), None)
 

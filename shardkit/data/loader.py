@@ -19,7 +19,7 @@ from shardkit.data.agreement import agreed_seed, own_seed
 from shardkit.data.device import to_device
 from shardkit.data.loop import Loop
 from shardkit.data.position import EPOCH_IS_OVER, Position, facts_of, misfit, saved_position
-from shardkit.data.sources import Source, batch_size_of, layout_of, source_of
+from shardkit.data.sources import Source, batch_sampler_of, batch_size_of, layout_of, source_of
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 
@@ -236,6 +236,11 @@ class PreparedLoader:
         """Samples in this rank's batches; None where the dataset or a custom batch sampler forms the batches."""
         size = batch_size_of(self._users)
         return None if size is None else self._source.layout.global_batch // self._source.layout.world_size
+
+    @property
+    def has_ready_batches(self) -> bool:
+        """Whether the dataset forms the batches: samples are then counted in batches."""
+        return self._users.batch_size is None and batch_sampler_of(self._users) is None
 
     @property
     def total_batch_size(self) -> int:

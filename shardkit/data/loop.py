@@ -77,6 +77,6 @@ class Loop:
         """The batch, with its tensors and length noted."""
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         self.tensors = [ref(tensor) for tensor in tensors]
-        lengths = {len(tensor) for tensor in tensors if tensor.dim()}
+        lengths = {tensor.size(0) for tensor in tensors if tensor.dim()}  # len() fails for nested tensors
         self.local_samples = lengths.pop() if len(lengths) == 1 else None
         return batch

@@ -21,14 +21,14 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     loaders alternate and the batch is ambiguous.
     """
     loaders = list(loaders)
+    size = _samples_in(given, as_objects)
     ended = [loader for loader in loaders if not loader.is_iterating]
     if ahead := [loader for loader in ended if _is_of(given, loader)]:  # the loop is one batch ahead of `given`
-        return ahead[0].last_remainder if ahead[0].last_remainder >= 0 else None
+        return _real(ahead[0], ahead[0].last_remainder, size)
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
-    size = _samples_in(given, as_objects)
     possible = known or [loader for loader in candidates if size is None or loader.local_samples in (None, size)]
-    found = {loader.remainder for loader in possible}
+    found = {_real(loader, loader.remainder, size) for loader in possible}
     if len(found) > 1:
         raise UsageError(
             f"gather_for_metrics: {len(possible)} loaders are read alternately, and one of them is at a padded batch "
@@ -37,8 +37,14 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
         )
     if candidates and not possible and any(loader.remainder >= 0 for loader in candidates):
         _warn_of_other_length()
-    real = next(iter(found), -1)
-    return None if real < 0 else real
+    return next(iter(found), None)
+
+
+def _real(loader: PreparedLoader, remainder: int, size: int | None) -> int | None:
+    """The loader's `remainder` in samples; None where it is not padded. Of ready batches, each a rank's."""
+    if remainder < 0:
+        return None
+    return remainder * (1 if size is None else size) if loader.has_ready_batches else remainder
 
 
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
@@ -62,7 +68,7 @@ def _samples_in(given: Any, as_objects: bool) -> int | None:
     leaves = tree_leaves(given)
     if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return len(given) if isinstance(given, list) else None
-    sizes = {len(leaf) for leaf in leaves if leaf.dim()}
+    sizes = {leaf.size(0) for leaf in leaves if leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 

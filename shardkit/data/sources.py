@@ -67,14 +67,14 @@ def source_of(loader: DataLoader, layout: BatchLayout, split_batches: bool) -> S
     """The source for this loader's dataset and sampler."""
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, layout)
-    if loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler:
+    if type(batch_sampler_of(loader)) in (BatchSampler, type(None)):
         return SampledSource(loader, layout)
     return BatchSampledSource(loader, layout, split_batches)
 
 
 def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: bool, even: bool) -> BatchLayout:
     """How the loader's batches form global batches. UsageError where they cannot be split evenly."""
-    drops = loader.drop_last or bool(getattr(loader.batch_sampler, "drop_last", False))
+    drops = loader.drop_last or bool(getattr(batch_sampler_of(loader), "drop_last", False))
     size = batch_size_of(loader)
     if not split_batches or size is None:
         return BatchLayout(rank, world_size, world_size * (size or 1), drops, even)
@@ -88,7 +88,15 @@ def layout_of(loader: DataLoader, rank: int, world_size: int, split_batches: boo
 
 def batch_size_of(loader: DataLoader) -> int | None:
     """Samples in one of the loader's batches; None where the dataset or a custom batch sampler forms them."""
-    return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else loader.batch_size
+    batches = batch_sampler_of(loader)
+    return batches.batch_size if type(batches) is BatchSampler else loader.batch_size
+
+
+def batch_sampler_of(loader: DataLoader) -> Any:
+    """What yields the indices of a batch: also a BatchSampler as `sampler`, whose lists the dataset gets whole; None
+    where the dataset forms the batches."""
+    own: Any = loader.sampler
+    return own if loader.batch_sampler is None and isinstance(own, BatchSampler) else loader.batch_sampler
 
 
 class SampledSource:
@@ -102,9 +110,9 @@ class SampledSource:
         self.total_batch_size = layout.global_batch
         self.dataset = loader.dataset
         self.dataset_length = sampler.length_of(loader.dataset)
-        self._sampler = _without_ranks(getattr(loader.batch_sampler, "sampler", loader.sampler), loader.dataset)
+        self._sampler = _without_ranks(getattr(batch_sampler_of(loader), "sampler", loader.sampler), loader.dataset)
         self.units = sampler.epoch_length(self._sampler)
-        self._indices = IndexQueue(is_batched=loader.batch_sampler is not None)
+        self._indices = IndexQueue(loader)
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
@@ -140,13 +148,13 @@ class BatchSampledSource:
 
     def __init__(self, loader: DataLoader, layout: BatchLayout, split_batches: bool) -> None:
         self.layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
-        self.total_batch_size = (getattr(loader.batch_sampler, "batch_size", None) or 1) * self.layout.global_batch
+        self._sampler = batch_sampler_of(loader)
+        self.total_batch_size = (getattr(self._sampler, "batch_size", None) or 1) * self.layout.global_batch
         self.dataset = loader.dataset
         self.dataset_length = sampler.length_of(loader.dataset)
-        self._sampler: Any = loader.batch_sampler
         self.units = sampler.epoch_length(self._sampler)
         self._shares_of = shares.shares_of_each_batch if split_batches else shares.shares_of_batches
-        self._indices = IndexQueue(is_batched=True)
+        self._indices = IndexQueue(loader)
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
@@ -259,13 +267,14 @@ def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:
 class IndexQueue(Sampler):
     """The sampler of the rebuilt DataLoader: the indices of the current epoch."""
 
-    def __init__(self, is_batched: bool) -> None:
-        self.is_batched = is_batched
+    def __init__(self, loader: DataLoader) -> None:
+        self._is_batched = loader.batch_sampler is not None
+        self.yields_lists = batch_sampler_of(loader) is not None
         self.indices: Iterator[Any] = iter(())
 
     def as_argument(self) -> dict[str, Any]:
         """The DataLoader arguments: it replaces the batch sampler, or the sampler where the loader does not batch."""
-        return {"batch_sampler": self} if self.is_batched else {"batch_size": None, "sampler": self}
+        return {"batch_sampler": self} if self._is_batched else {"batch_size": None, "sampler": self}
 
     def __iter__(self) -> Iterator[Any]:
         return self.indices
@@ -277,7 +286,6 @@ def _sampled(
     """Batches with the facts of their shares. No batch is read ahead here, so random draws of samples stay in step with
     the loop; the shares say which batch is the last."""
     handed_out: deque[tuple[int, bool, bool]] = deque()
-    is_batched = queue.is_batched
     seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
     source.loader.generator.manual_seed(seed_of_rank)
 
@@ -285,10 +293,12 @@ def _sampled(
         position = start.samples
         for share in own:
             handed_out.append((share.samples, share.is_padded, share.is_last))
-            batch = Indices(share.items)
-            batch.seed = stream_seed(seed_of_rank, position)
+            batch = list(share.items)
+            if source.loader.num_workers:
+                batch = Indices(batch)
+                batch.seed = stream_seed(seed_of_rank, position)
             position += share.samples
-            yield batch if is_batched else share.items[0]
+            yield batch if queue.yields_lists else batch[0]
 
     queue.indices = indices()
     for batch in batches_of(source.loader):
