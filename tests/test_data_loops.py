@@ -28,6 +28,7 @@ from torch.utils.data import (
 from shardkit import Accelerator
 from shardkit.data.device import to_device
 from shardkit.data.loader import prepare_loader, skip_first_batches
+from shardkit.errors import UsageError
 from tests.golden.positions import KINDS
 from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, run
 
@@ -250,6 +251,11 @@ class Sendable:
         return Sendable(self.x.to(device))
 
 
+class MovesItself(Sendable):
+    def to(self, device):
+        self.x = self.x.to(device)
+
+
 Pair = namedtuple("Pair", ["x", "to"])  # a field that bears the name of a method
 
 
@@ -260,6 +266,7 @@ COLLATED = {
     "tuple": lambda numbers: (torch.stack(numbers), None, 3.5),
     "named tuple": lambda numbers: Pair(torch.stack(numbers), torch.ones(1)),
     "object": lambda numbers: Sendable(torch.stack(numbers)),
+    "object that moves itself": lambda numbers: MovesItself(torch.stack(numbers)),
     "data class": lambda numbers: Example(torch.stack(numbers)),
     "list": list,
     "nothing": lambda numbers: None,
@@ -357,6 +364,38 @@ def test_a_loader_class_with_an_iteration_of_its_own_is_named(capsys):
 
     assert flat(prepare_loader(Own(Numbers(8)), 0, 1, CPU)) == list(range(8))
     assert "data: Own overrides __iter__, which is not used" in capsys.readouterr().err
+
+    class Filtering(DataLoader):
+        def _get_iterator(self):
+            return map(str, super()._get_iterator())
+
+    assert flat(prepare_loader(Filtering(Numbers(8)), 0, 1, CPU)) == list(range(8))
+    assert "data: Filtering overrides _get_iterator, which is not used" in capsys.readouterr().err
+
+
+class Repeated:
+    """A batch sampler that begins again for ever, so that workers are kept over epochs."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        while True:
+            yield from self.batches
+
+
+def test_a_loader_class_that_ends_epochs_of_an_endless_sampler_is_refused():
+    class KeepsWorkers(DataLoader):
+        def __len__(self):
+            return len(self.batch_sampler.batches)
+
+        def __iter__(self):
+            return islice(super().__iter__(), len(self))
+
+    loader = KeepsWorkers(Numbers(8), batch_sampler=Repeated([[0, 1], [2, 3]]))
+    assert len(list(loader)) == 2
+    with pytest.raises(UsageError, match=r"prepare: KeepsWorkers ends its epochs by itself .*Repeated\); use a torch"):
+        prepare_loader(loader, 0, 1, CPU)
 
 
 class Slow(Numbers):

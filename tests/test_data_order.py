@@ -17,7 +17,7 @@ from shardkit.data.private_random import stream_seed
 from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE
 from shardkit.errors import CheckpointError
 from tests.golden import positions
-from tests.loaders import CPU, Chance, Numbers, Reversed, distributed, flat, moved, prepared, run
+from tests.loaders import CPU, Chance, Numbers, Pairs, Reversed, distributed, flat, moved, prepared, run
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = [SHORT, 100_003, 2**17, 250_000]
@@ -194,6 +194,18 @@ def test_len_is_what_the_users_sampler_says():
         with pytest.raises(TypeError, match=f"object of type '{kind.__name__}' has no len"):
             len(endless(0, 2, kind))
     assert len(distributed(0, 2, Reversed)) == 5, "all ranks' samples, in batches of 2 x 4"
+
+
+class UnknownLength(Pairs):
+    def __len__(self):
+        raise ValueError("the number of batches is not known before they are made")
+
+
+def test_a_batch_sampler_that_refuses_to_tell_its_length_is_read_to_its_end():
+    loader = prepare_loader(DataLoader(Numbers(), batch_sampler=UnknownLength()), 0, 1, CPU, 7)
+    assert flat(loader) == list(range(40))
+    with pytest.raises(ValueError, match="not known before they are made"):
+        len(loader)
 
 
 def test_what_a_sampler_draws_is_a_function_of_seed_and_epoch_whatever_the_loop_draws():

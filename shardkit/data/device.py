@@ -19,7 +19,8 @@ def to_device(value: Any, device: torch.device | None) -> Any:
             return xla.spread_batch(value)
         return value.to(device, non_blocking=value.device.type == "cpu" and value.is_pinned())
     if callable(getattr(value, "to", None)):
-        return value.to(device)
+        moved = value.to(device)
+        return value if moved is None else moved  # a batch class may move itself and return nothing
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, (list, tuple)):

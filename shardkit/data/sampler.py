@@ -221,5 +221,5 @@ def length_of(sized: Any) -> int | None:
     """Its length; None where it has none."""
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError, ValueError, OverflowError):
         return None

@@ -305,12 +305,27 @@ def _sampled(
         yield Piece(batch, *handed_out.popleft())
 
 
+def _refuse_own_end(loader: DataLoader) -> None:
+    """UsageError where the loader's own iteration ends its epochs: read without it, the first would never end."""
+    batches = batch_sampler_of(loader)
+    if batches is None or sampler.length_of(loader) is None or sampler.length_of(batches) is not None:
+        return
+    raise UsageError(
+        f"prepare: {type(loader).__name__} ends its epochs by itself (got a batch sampler without a length, "
+        f"{type(batches).__name__}); use a torch DataLoader: with persistent_workers=True its workers are kept as well."
+    )
+
+
 def _rebuilt(loader: DataLoader, dataset: Any = None, **changes: Any) -> DataLoader:
     """The user's DataLoader with `changes`. Its workers are seeded from a private generator, so that starting an epoch
     draws nothing from the global one."""
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    own = [
+        name for name in ("__iter__", "_get_iterator") if getattr(type(loader), name) is not getattr(DataLoader, name)
+    ]
+    if own:
+        _refuse_own_end(loader)
         log.warning(
-            f"data: {type(loader).__name__} overrides __iter__, which is not used: its dataset is read by a "
+            f"data: {type(loader).__name__} overrides {own[0]}, which is not used: its dataset is read by a "
             "torch DataLoader with the same sampler, collate_fn and workers."
         )
     if not loader.in_order:
