@@ -91,6 +91,8 @@ class PreparedLoader:
         epoch = loop.position.epoch
         try:
             for piece in self._source.pieces(self._seed, loop.position, is_moved):
+                if not loop.last_yield:
+                    loop.first = self._source.first
                 loop.take(piece)
                 self._loop = loop  # loops over one loader may alternate
                 yield loop.given(to_device(piece.batch, self._device))
@@ -170,7 +172,7 @@ class PreparedLoader:
     @property
     def first(self) -> list[str] | None:
         """Inside a loop, where every rank reads the whole order or stream: digests of its first items."""
-        return None if self._loop is None else self._source.first
+        return None if self._loop is None else self._loop.first
 
     @property
     def began(self) -> int:

@@ -35,6 +35,8 @@ class Loop:
     """Samples in this rank's current batch; None where its tensors have different lengths."""
     tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
     """The tensors of this rank's current batch."""
+    first: list[str] | None = None
+    """Where every rank reads the whole order or stream: digests of its first items."""
     is_open: bool = True
     is_finished: bool = False
     """Whether it reached the end of its epoch; its position is then the start of the next one."""

@@ -64,9 +64,9 @@ def _difference(first: list[list[list[str] | None]]) -> str | None:
         if len(known) > 1 and are_different(known):
             return (
                 f"data: the dataset or sampler of prepared loader {number} yields different items on each rank, and "
-                "each keeps only its part of them, so samples would be lost; seed a random generator of its own alike "
-                "on all ranks; give an IterableDataset that yields only its rank's part (by RANK, as LitData, "
-                "MosaicML Streaming or WebDataset's split_by_node do) the attribute split_by_rank = (rank, number of "
-                "ranks), or False if its samples only look different."
+                "each keeps only its part of them, so samples would be lost; begin as many loops over it on every "
+                "rank; seed a random generator of its own alike on all ranks; give an IterableDataset that yields only "
+                "its rank's part (by RANK, as LitData, MosaicML Streaming or WebDataset's split_by_node do) the "
+                "attribute split_by_rank = (rank, number of ranks), or False if its samples only look different."
             )
     return None
