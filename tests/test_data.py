@@ -449,6 +449,15 @@ def test_the_rest_of_a_loader_is_as_the_user_made_it():
         prepare_loader([1, 2], 0, 1, CPU, 7)
 
 
+@pytest.mark.parametrize("name", ["collate_fn", "num_workers", "dataset", "batch_size"])
+def test_a_prepared_loader_is_not_changed_without_effect(name):
+    loader = prepared()
+    with pytest.raises(UsageError, match=rf"^data: {name} of a prepared loader cannot be changed; set it on the DataL"):
+        setattr(loader, name, None)
+    loader.title = "a name of the script's own"
+    assert flat(loader) == list(range(40))
+
+
 def test_everything_nested_moves_to_the_device():
     pair = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
     moved = to_device({"a": [torch.ones(1), (torch.ones(2), 3)], "b": "text", "c": pair}, torch.device("meta"))

@@ -8,6 +8,7 @@ skip_first_batches(loader, n)                     the next iteration starts afte
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import islice
 from typing import Any, Literal
 from weakref import WeakMethod
@@ -26,6 +27,8 @@ from shardkit.log import get_logger
 log = get_logger(__name__)
 
 Purpose = Literal["training", "evaluation"]
+_ARGUMENTS = frozenset(signature(DataLoader).parameters)
+"""Of the user's DataLoader; `prepare` has read them."""
 
 
 def prepare_loader(
@@ -232,6 +235,13 @@ class PreparedLoader:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._users, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ARGUMENTS:
+            raise UsageError(
+                f"data: {name} of a prepared loader cannot be changed; set it on the DataLoader before prepare."
+            )
+        super().__setattr__(name, value)
 
     @property
     def batch_size(self) -> int | None:
