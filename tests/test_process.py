@@ -11,7 +11,9 @@ from shardkit import env
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import process
 from shardkit.errors import ConfigError, MachineError
+from shardkit.launch import stores
 from tests import forked
+from tests.test_launch import free_port
 
 
 def started() -> tuple:
@@ -81,6 +83,27 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
     finally:
         process.leave()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("launcher_hosts", [False, True])
+def test_a_group_after_another_finds_no_keys_of_that_one(alone, monkeypatch, launcher_hosts):
+    """Also where the first one's store still exists: rank 0 may host it, and others may still use it."""
+    port, launcher = free_port(), None
+    if launcher_hosts:
+        launcher = stores.hosted("127.0.0.1", port)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    kept = [launcher]
+    for _ in range(2):
+        process.start(Config(use_cpu=True, num_processes=1))
+        store = dist.distributed_c10d._get_default_store()
+        assert not store.check(["address of rank 0"])
+        store.set("address of rank 0", "here")
+        kept.append(store)
+        process.leave()
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")

@@ -271,13 +271,11 @@ def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     backend = accelerators.backend_for(device)
     timeout = timedelta(seconds=config.shardkit.launch.process_group_timeout_s)
-    where: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size}
-    if env.ranks() is None or (ranks.world_size == 1 and not env.get("MASTER_ADDR")):
-        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif not env.get("TORCHELASTIC_RUN_ID"):
-        where["store"] = stores.of_all_ranks(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
+    store: dist.Store = dist.HashStore()
+    if env.ranks() is not None and (ranks.world_size > 1 or env.get("MASTER_ADDR")):
+        store = stores.of_next_group(ranks.rank, config.shardkit.launch.meet_timeout_s, timeout)
     sys.excepthook = failure.own_excepthook()  # else tracebacks name the rank once for each group that was started
-    dist.init_process_group(backend, timeout=timeout, **where)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=ranks.rank, world_size=ranks.world_size)
     if backend == "gloo" or ranks.world_size == 1:
         # Gloo's threads must end before the interpreter shuts down. Beside another backend only where no peer may be
         # lost: the end of a group of NCCL waits for its ranks.

@@ -1,8 +1,8 @@
-"""The store for ranks that no launcher started: rank 0 hosts it at MASTER_ADDR:MASTER_PORT."""
+"""The store of all ranks at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it where no launcher does."""
 
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store, rendezvous
 
 from shardkit import env
 from shardkit.errors import ConfigError
@@ -12,7 +12,30 @@ from shardkit.log import get_logger
 log = get_logger(__name__)
 
 
-def of_all_ranks(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store:
+_opened: dict[tuple[str | None, str | None], tuple[Store, int]] = {}
+"""By address: this process's store there, and the number of process groups that were started on it."""
+
+
+def of_next_group(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store:
+    """The store for this process's next process group of all ranks. Every rank must call it equally often. Raises as
+    `_of_all_ranks`.
+
+    The store outlives its groups, since rank 0 may host it, and each group has keys of its own: in those of an earlier
+    one, gloo would find addresses where nobody listens any more.
+    """
+    address = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if address in _opened:
+        store, number = _opened[address]
+    elif env.get("TORCHELASTIC_RUN_ID"):
+        store, number = next(rendezvous("env://", timeout=timeout))[0], 0
+    else:
+        store, number = _of_all_ranks(rank, meet_timeout_s, timeout), 0
+    _opened[address] = store, number + 1
+    store.set_timeout(timeout)
+    return PrefixStore(f"group-{number}", store)
+
+
+def _of_all_ranks(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store:
     """This rank's store. Every rank must call it. Raises ConfigError where the address is not set, MachineError where
     rank 0 is not reached in time."""
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT") or ""
@@ -28,5 +51,4 @@ def of_all_ranks(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store:
     else:
         advice = "check that rank 0 is running, that MASTER_ADDR is its machine, and that no firewall blocks the port"
         store = stores.reached(host, int(port), meet_timeout_s, log.warning, f"rank {rank}", "rank 0", advice)
-        store.set_timeout(timeout)
     return store
