@@ -1,5 +1,6 @@
 """Trackers: files of the run's own, the base class, other ranks, and runs that go on from a checkpoint."""
 
+import argparse
 import importlib.util
 import json
 from collections.abc import Callable
@@ -177,6 +178,8 @@ def test_what_cannot_be_tracked_is_said(tmp_path):
     accelerator = Accelerator(config=ALONE, log_with="all", project_dir=tmp_path)
     with pytest.raises(UsageError, match=r"init_kwargs for an unknown tracker \(got wandbb\)"):
         accelerator.init_trackers("run", init_kwargs={"wandbb": {}})
+    with pytest.raises(UsageError, match=r"config is not values by name \(got Namespace\); give a dict, such as vars"):
+        accelerator.init_trackers("run", config=argparse.Namespace(lr=1))
     accelerator.init_trackers("run")
     accelerator.init_trackers("run")  # a cell run again
     assert [tracker.name for tracker in accelerator.trackers][:2] == ["jsonl", "csv"]

@@ -80,6 +80,11 @@ class Trackers:
             wanted += ["jsonl"] if place is not None else []
             if place is None:
                 log.info("trackers: no metrics file, because no folder is set; use Accelerator(project_dir=...).")
+        if config is not None and not isinstance(config, Mapping):
+            raise UsageError(
+                f"init_trackers: config is not values by name (got {type(config).__name__}); give a dict, such as "
+                "vars(args) or dataclasses.asdict(config)."
+            )
         self._refuse(wanted, place, arguments or {})
         self.active = [self._made(one, project, place, (arguments or {})) for one in wanted]
         self._by_name = {tracker.name: tracker for tracker in self.active}
@@ -109,7 +114,7 @@ class Trackers:
         if not self.active:
             if not self._has_announced:
                 self._has_announced = True
-                log.info("trackers: log() before init_trackers(): nothing is recorded.")
+                log.info("trackers: log() before init_trackers(), or after end_training(): nothing is recorded.")
             return
         self._note_loads(step, frozenset(values))
         for tracker in self.active:
