@@ -1,6 +1,7 @@
 """Dtypes: in compute, in gradient reduction, of outputs and of what is kept."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -222,3 +223,23 @@ def loaded_in_bf16() -> tuple[str, str]:
 @pytest.mark.requirement("B4")
 def test_a_model_loaded_in_bf16_trains_on_fp32_weights(ranks):
     assert ranks.run(2, loaded_in_bf16) == [("torch.float32", "torch.bfloat16")] * 2
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_copy_under_autocast_computes_with_its_own_parameters(patched):
+    """Of a teacher that averages a prepared model, for instance. A forward that was replaced stays the replacement."""
+    model = nn.Linear(4, 2)
+    if patched:
+        model.forward = lambda x: x + 1
+    signature = inspect.signature(model.forward)
+    precision.autocast_forward(model, Config(mixed_precision="bf16", use_cpu=True), torch.device("cpu"))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    ones = torch.ones(1, 4)
+    expected = ones + 1 if patched else torch.zeros(1, 2)
+    assert torch.equal(copied(ones), expected) and not torch.equal(model(ones), torch.zeros(1, 2))
+    assert inspect.signature(model.forward) == signature
+    precision.restore_forward(copied)
+    assert ("forward" in vars(copied)) == patched

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -103,19 +104,22 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager:
 
 def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
     """Make the model's forward run under `autocast`, with outputs in the output dtype. In place; for DDP or one
-    process."""
-    precision, forward = of(config), model.forward
+    process. It stays a method, so that a copy of the model computes with the copy's own parameters."""
+    precision = of(config)
+    forward: Any = model.forward
     if isinstance(autocast(config, device), nullcontext) or hasattr(forward, _PLAIN):
         return
+    is_method = getattr(forward, "__self__", None) is model
+    function = forward.__func__ if is_method else forward
 
-    @wraps(forward)
+    @wraps(function)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         with autocast(config, device):
-            output = forward(*args, **kwargs)
+            output = function(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda t: t.to(precision.output) if t.is_floating_point() else t, output)
 
     setattr(under_autocast, _PLAIN, vars(model).get("forward"))
-    model.forward = under_autocast
+    model.forward = MethodType(under_autocast, model) if is_method else under_autocast
 
 
 _PLAIN = "_shardkit_forward_before"
