@@ -1,5 +1,6 @@
 """Members that scripts for Accelerate use: each works as documented, or raises an error with an alternative."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,23 @@ def test_a_model_prepared_again_is_the_same_but_its_part_is_not(ranks, config, i
     for is_same, error in ranks.run(world_size, prepared_again, {**config, "num_processes": world_size}, is_compiled):
         assert is_same
         assert error.startswith("prepare: two models share weight, bias") == (config is not ALONE)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_model_of_one_process_is_pickled_whole_and_an_accelerator_is_not(mixed_precision):
+    """torch.save(model, path), as scripts of one process do it."""
+    accelerator = Accelerator(config={**ALONE, "mixed_precision": mixed_precision})
+    model = accelerator.prepare(Model())
+    read = pickle.loads(pickle.dumps(model))
+    x = torch.ones(2, 6)
+    torch.testing.assert_close(read(x), model(x), atol=0.05, rtol=0)
+    read(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(UsageError, match=r"Accelerator: cannot be pickled or copied .* a DataLoader's workers"):
+        pickle.dumps(accelerator)
+
+
+def test_a_sharded_model_is_not_pickled(alone):
+    model = Accelerator(config=FSDP).prepare(Model())
+    with pytest.raises(UsageError, match=r"torch.save: a sharded model cannot be pickled .* accelerator.save_model"):
+        pickle.dumps(model)

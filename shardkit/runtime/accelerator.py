@@ -150,6 +150,13 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
                 return object.__getattribute__(self, name)
             raise AttributeError(unsupported.attribute_text(name))
 
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "Accelerator: cannot be pickled or copied (it holds the process group and the prepared objects); leave it "
+            "out of what is saved, and of what goes to other processes, such as the object of a method that is given "
+            "to a DataLoader's workers."
+        )
+
     # ---- prepare ----
 
     def prepare(

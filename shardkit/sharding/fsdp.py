@@ -127,6 +127,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
     for behaviour in (random_values, numbers_of_tensors, copied_parts, pickled_parts):
         behaviour.install()
     vars(model)["__deepcopy__"] = _refuse_copies
+    vars(model)["__reduce_ex__"] = _refuse_pickling
     vars(model)["_apply"] = partial(_apply_in_place, model)
     model.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
@@ -146,6 +147,14 @@ def _refuse_copies(memo: dict[int, Any]) -> Any:
     raise UsageError(
         "copy.deepcopy: a sharded model cannot be copied (got a prepared one, maybe by AveragedModel); copy it before "
         "prepare and prepare both, or keep averages of its parameters: p.detach().clone() of each."
+    )
+
+
+def _refuse_pickling(protocol: int) -> Any:
+    raise UsageError(
+        "torch.save: a sharded model cannot be pickled (got a prepared one); save its weights: "
+        "accelerator.save_model(model, folder), or what accelerator.get_state_dict(model) returns. All ranks must call "
+        "these."
     )
 
 

@@ -164,7 +164,14 @@ def attach(model: nn.Module, means: GradientMean) -> None:
 
 def watch_backward(model: nn.Module, then: Callable[[list[torch.Tensor]], None]) -> None:
     """As EndOfBackward for the model's parameters, as long as the model exists."""
-    vars(model).setdefault("_shardkit_backward", []).append(EndOfBackward(model.parameters(), then))
+    vars(model).setdefault("_shardkit_backward", _Watches()).append(EndOfBackward(model.parameters(), then))
+
+
+class _Watches(list[EndOfBackward]):
+    """Those of one model: a copy of it has none, and it can be pickled."""
+
+    def __reduce__(self) -> Any:
+        return list, ()
 
 
 @contextmanager
