@@ -251,11 +251,14 @@ def test_forked_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_cannot_be_forked_is_refused(monkeypatch):
+def test_what_cannot_be_forked_is_refused(alone, monkeypatch):
     with pytest.raises(UsageError, match=r"on this machine \(got num_nodes=2\); use `shardkit launch`"):
         notebook_launcher(a_cell, num_nodes=2, master_addr="127.0.0.1")
     with pytest.raises(UsageError, match=r"num_processes=\.\.\.\): must be 1 or more \(got -1\)"):
         debug_launcher(a_cell, num_processes=-1)
+    Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})  # an earlier cell
+    with pytest.raises(UsageError, match=r"has a process group, .*; restart the notebook, and create the"):
+        debug_launcher(a_cell)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UsageError, match="this process is a rank itself"):

@@ -89,10 +89,16 @@ def _launch(
 ) -> None:
     if number < 1:
         raise UsageError(f"{name}(num_processes=...): must be 1 or more (got {number}); write the number of ranks.")
-    if env.ranks() is not None or dist.is_initialized():
+    if env.ranks() is not None:
         raise UsageError(
-            f"{name}: this process is a rank itself (got a process group, or RANK in the environment); "
-            "call it from a plain process: a script for `shardkit launch` needs no launcher inside."
+            f"{name}: this process is a rank itself (got RANK in the environment); call it from a plain process: a "
+            "script for `shardkit launch` needs no launcher inside."
+        )
+    if dist.is_initialized():
+        raise UsageError(
+            f"{name}: this process has a process group, which forked ranks would share (got an Accelerator that was "
+            "created here, maybe in an earlier cell); restart the notebook, and create the Accelerator only inside the "
+            "function."
         )
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
     sets = {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
