@@ -504,6 +504,10 @@ def test_the_words_for_a_failure():
     written = RankOutcome(0, exit_code=1, error=replace(error(0), message="data pointer on an invalid python storage."))
     text = diagnosis.render(diagnosis.diagnose([written]), 0.0, "runs/x")
     assert "state_dict = accelerator.get_state_dict(model)" in text
+    for rank, kind in ((0, "BdbQuit"), (1, "BdbQuit"), (1, "ValueError")):  # a debugger, without a terminal on rank 1
+        debugged = RankOutcome(rank, exit_code=1, error=error(rank, kind))
+        text = diagnosis.render(diagnosis.diagnose([debugged]), 0.0, "runs/x")
+        assert ("if accelerator.is_main_process: breakpoint()" in text) == (rank == 1 and kind == "BdbQuit")
     assert diagnosis.signal_name(9) == "SIGKILL"
     assert diagnosis.signal_name(77) == "signal 77"
 

@@ -41,19 +41,21 @@ def main(arguments: list[str]) -> int:
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     log_file = open(names.log_path(log_dir, rank), "ab", buffering=0, opener=rank_files.private)  # noqa: SIM115
     faulthandler.enable()
-    stack_file = open(names.stack_path(log_dir, rank), "w", opener=rank_files.private)  # noqa: SIM115
+    # A descriptor, since it stays open until the process ends: a file would be warned of under python -X dev.
+    stack_file = rank_files.private(str(names.stack_path(log_dir, rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     faulthandler.register(processes.STACKS_SIGNAL, file=stack_file)
     processes.take_stack_signals()
     place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
     connect_output(folder)
     if rank:
         leave_input()
-    try:
-        check_world()
-        with around_script(log_dir):
-            run(arguments)
-    except BaseException as error:
-        return report(folder, rank, error, log_file)
+    with log_file:
+        try:
+            check_world()
+            with around_script(log_dir):
+                run(arguments)
+        except BaseException as error:
+            return report(folder, rank, error, log_file)
     return 0
 
 

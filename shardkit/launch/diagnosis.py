@@ -125,6 +125,11 @@ def _next_step(error: RankError | None) -> str:
     """Advice for an error of torch whose message has none; empty if there is none."""
     if error is None:
         return ""
+    if error.rank and (error.kind == "BdbQuit" or error.message == "EOF when reading a line"):
+        return (
+            "only rank 0 reads the terminal; the others wait for it at their next collective: "
+            "if accelerator.is_main_process: breakpoint()"
+        )
     if error.kind == "OutOfMemoryError":
         return (
             "see what uses the memory, and what each change would save, with the function that builds the model: "
