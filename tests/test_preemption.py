@@ -1,6 +1,8 @@
 """Signals are remembered, ranks say where they are, and different configurations are refused."""
 
+import os
 import signal
+import time
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from shardkit.distributed import background_agreement, control, progress
 from shardkit.distributed.same_config import compare
 from shardkit.errors import ConfigError, ModelError
 from shardkit.launch import rank_files
+from shardkit.launch.forking import fork
 from shardkit.runtime import preemption
 
 
@@ -33,6 +36,22 @@ def test_a_signal_is_remembered_and_the_handlers_come_back():
         preemption.uninstall()
     assert signal.getsignal(signal.SIGTERM) is before
     assert not preemption.is_requested_here()
+
+
+def test_a_process_that_the_script_forks_ends_by_sigterm():
+    """As the workers of a multiprocessing.Pool do when it is closed."""
+    preemption.install()
+    try:
+        pid = fork()
+        if pid == 0:
+            time.sleep(10)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+        assert preemption.is_requested_here()
+    finally:
+        preemption.uninstall()
 
 
 def test_a_rank_says_where_it_is(tmp_path, monkeypatch):

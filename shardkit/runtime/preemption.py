@@ -4,8 +4,10 @@ ranks agree on (`distributed/background_agreement.py`).
 A scheduler may signal the launcher, one rank, or all of them: all ranks stop at the same step.
 """
 
+import os
 import signal
 import threading
+from functools import cache
 from types import FrameType
 
 from shardkit import env
@@ -13,6 +15,7 @@ from shardkit.launch import names
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
+_mask = threading.local()
 _received: list[int] = []
 _found: dict[int, object] = {}
 
@@ -24,6 +27,29 @@ def install() -> None:
     ctrl_c = (signal.SIGINT,) if env.get(names.LAUNCHER_PID) else ()  # the launcher ends ranks that take too long
     for number in (*SIGNALS, *ctrl_c):
         _found[number] = signal.signal(number, _remember)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        _spare_forked_processes()
+
+
+@cache
+def _spare_forked_processes() -> None:
+    """Makes SIGTERM end a process that the script forks, as before: the end of a `multiprocessing.Pool` sends it to the
+    workers, and waits for them. Until the process has taken the handler back, the signal waits."""
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_restore_sigterm)
+
+
+def _hold_sigterm() -> None:
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _release_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _restore_sigterm() -> None:
+    if signal.SIGTERM in _found:
+        signal.signal(signal.SIGTERM, _found.pop(signal.SIGTERM))  # type: ignore[arg-type]
+    _release_sigterm()
 
 
 def uninstall() -> None:
