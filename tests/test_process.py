@@ -1,5 +1,6 @@
 """Who a process is, which device it has, and the world that was asked for."""
 
+import multiprocessing
 import sys
 from importlib.util import find_spec
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from shardkit import env
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import process
-from shardkit.errors import ConfigError, MachineError
+from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import stores
 from tests import forked
 from tests.test_launch import free_port
@@ -83,6 +84,13 @@ def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():
     finally:
         process.leave()
     assert not dist.is_initialized()
+
+
+def test_a_worker_that_imports_the_script_joins_no_group(monkeypatch):
+    """It would wait there for ever: it has the variables of its rank. Python sets the mark while it imports."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match=r"is a worker process, .* below if __name__ == \"__main__\":, or give the"):
+        process.start(Config(use_cpu=True))
 
 
 @pytest.mark.parametrize("launcher_hosts", [False, True])

@@ -1,6 +1,7 @@
 """This process's rank and device, and the process group."""
 
 import atexit
+import multiprocessing
 import shlex
 import socket
 import sys
@@ -18,7 +19,7 @@ from shardkit.config import hardware, tasks
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import accelerators, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
-from shardkit.errors import ConfigError, MachineError
+from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import failure, names
 from shardkit.log import get_logger
 
@@ -127,6 +128,12 @@ def start(config: Config) -> Process:
 
     The backend is gloo on the CPU; on CUDA, NCCL together with gloo for CPU tensors.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "Accelerator: this is a worker process, which imports the script before its work (got a spawned or "
+            'forkserver one); put what the script does below if __name__ == "__main__":, or give the DataLoader '
+            'multiprocessing_context="fork".'
+        )
     ranks = launched()
     problem, device = _device(config, ranks)
     owns_group = not dist.is_initialized() and (ranks.world_size > 1 or config.mode == "fsdp")
