@@ -19,7 +19,7 @@ _WHERE = {
     "Tracker": "shardkit.tracking.tracker",
     "fsdp": "shardkit.runtime.fsdp",
     "set_seed": "shardkit.distributed.seed",
-    "skip_first_batches": "shardkit.data.loader",
+    "skip_first_batches": "shardkit.data.skipping",
     "init_empty_weights": "shardkit.sharding.init",
     "load_config": "shardkit.config.files",
     "Config": "shardkit.config.schema",

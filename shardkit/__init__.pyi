@@ -3,7 +3,7 @@
 from shardkit.bars import tqdm as tqdm
 from shardkit.config.files import load_config as load_config
 from shardkit.config.schema import Config as Config
-from shardkit.data.loader import skip_first_batches as skip_first_batches
+from shardkit.data.skipping import skip_first_batches as skip_first_batches
 from shardkit.distributed.seed import set_seed as set_seed
 from shardkit.errors import ShardkitError as ShardkitError
 from shardkit.runtime.accelerator import Accelerator as Accelerator

@@ -22,7 +22,8 @@ from torch.utils.data import (
 )
 
 from shardkit.data.device import to_device
-from shardkit.data.loader import active_loader, prepare_loader, skip_first_batches
+from shardkit.data.loader import active_loader, prepare_loader
+from shardkit.data.skipping import skip_first_batches
 from shardkit.errors import CheckpointError, ShardkitError, UsageError
 from tests.loaders import (
     CPU,

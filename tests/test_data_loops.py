@@ -27,7 +27,8 @@ from torch.utils.data import (
 
 from shardkit import Accelerator
 from shardkit.data.device import to_device
-from shardkit.data.loader import prepare_loader, skip_first_batches
+from shardkit.data.loader import prepare_loader
+from shardkit.data.skipping import skip_first_batches
 from shardkit.errors import UsageError
 from tests.golden.positions import KINDS
 from tests.loaders import CPU, Flow, FlowWithState, Numbers, ShuffledFlow, flat, moved, prepared, run

@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from shardkit.compat.states import PartialState
 from shardkit.data import loader as data
+from shardkit.data import skipping
 from shardkit.data.loader import PreparedLoader
 
 
@@ -28,7 +29,7 @@ class DataLoaderDispatcher(metaclass=_Prepared):
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """The loader, whose next iteration skips the first `num_batches` batches of its epoch."""
-    return data.skip_first_batches(dataloader, num_batches)
+    return skipping.skip_first_batches(dataloader, num_batches)
 
 
 def prepare_data_loader(

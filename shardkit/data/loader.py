@@ -2,14 +2,12 @@
 
 prepare_loader(DataLoader) -> PreparedLoader      the same batches as before, this rank's part of each
 loader.state_dict()                               the position, in samples over all ranks
-skip_first_batches(loader, n)                     the next iteration starts after n batches
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature
-from itertools import islice
 from typing import Any, Literal
 from weakref import WeakMethod
 
@@ -370,32 +368,6 @@ def active_loader(loaders: Iterable[PreparedLoader]) -> PreparedLoader | None:
     return max(
         (loader for loader in loaders if loader.is_iterating), key=lambda loader: loader.last_yield, default=None
     )
-
-
-def skip_first_batches(loader: Any, batches: int) -> Any:
-    """The loader; its next iteration skips the first `batches` batches of the epoch.
-
-    Counted from the start of the epoch. It replaces a restored position, so skipping by hand after `load_state` does
-    not skip twice. A loader that is not prepared is read, and its first batches are dropped.
-    """
-    if batches < 0:
-        raise UsageError(f"skip_first_batches: the number must not be negative (got {batches}).")
-    if not isinstance(loader, PreparedLoader):
-        return _Skipping(loader, batches)
-    loader.skip_to(batches)
-    return loader
-
-
-@dataclass(frozen=True)
-class _Skipping:
-    loader: Any
-    batches: int
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self.batches, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.loader) - self.batches)
 
 
 def _is_jsonable(value: Any) -> bool:

@@ -30,7 +30,7 @@ from torch.profiler import profile as profiler
 
 from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
-from shardkit.data import loader as data
+from shardkit.data import skipping
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import process
 from shardkit.distributed.seed import set_seed
@@ -231,7 +231,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
         """The loader; its next iteration skips the first `num_batches` batches of the epoch."""
-        return data.skip_first_batches(loader, num_batches)
+        return skipping.skip_first_batches(loader, num_batches)
 
     def free_memory(self, *released: Any) -> tuple[None, ...]:
         """Drops all prepared objects; returns one None per argument: `model, optimizer = free_memory(model, ...)`.

@@ -1,0 +1,35 @@
+"""Starts an epoch of a loader after its first batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from shardkit.data.loader import PreparedLoader
+from shardkit.errors import UsageError
+
+
+def skip_first_batches(loader: Any, batches: int) -> Any:
+    """The loader; its next iteration skips the first `batches` batches of the epoch.
+
+    Counted from the start of the epoch. It replaces a restored position, so skipping by hand after `load_state` does
+    not skip twice. A loader that is not prepared is read, and its first batches are dropped.
+    """
+    if batches < 0:
+        raise UsageError(f"skip_first_batches: the number must not be negative (got {batches}).")
+    if not isinstance(loader, PreparedLoader):
+        return _Skipping(loader, batches)
+    loader.skip_to(batches)
+    return loader
+
+
+@dataclass(frozen=True)
+class _Skipping:
+    loader: Any
+    batches: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.batches)
