@@ -117,7 +117,7 @@ def test_a_run_whose_project_is_a_url(tmp_path, ranks):
     with pytest.raises(RankError, match="unknown kind of store"):
         ranks.run(1, run_of, "nosuch://bucket/run")
     stores.misbehave(tmp_path, "refused", ".probe", 1)
-    with pytest.raises(RankError, match=r"cannot be written \(writing was denied .* check the credentials"):
+    with pytest.raises(RankError, match=r"cannot be written: writing was denied .* check the credentials"):
         ranks.run(1, run_of, url)
 
 
