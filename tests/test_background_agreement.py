@@ -58,6 +58,7 @@ def stopped_at(told: dict[int, int], seed: int, is_coupled: bool) -> int:
         usual()
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(32)
 @pytest.mark.parametrize("is_coupled", [True, False])
 @pytest.mark.parametrize("told", [{1: 3}, {0: 5}, {0: 4, 1: 9, 2: 4}, {2: 1}])

@@ -413,6 +413,7 @@ def load_into_others(project):
     return told
 
 
+@pytest.mark.slow
 def test_a_state_of_another_kind_of_optimizer_or_schedule_is_refused(ranks, tmp_path):
     for told in ranks.run(2, load_into_others, tmp_path):
         assert len(told) == 2

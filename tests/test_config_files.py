@@ -280,6 +280,7 @@ def test_what_is_refused_says_where_and_why(text, words, tmp_path):
     assert words in problems(text, tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_large_and_exploding_files_are_refused_at_once(tmp_path):
     assert "is too large for a configuration" in problems(b"debug: no # " + b"x" * 2**21, tmp_path)[0]
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
@@ -417,6 +418,7 @@ def test_the_settings_of_a_configuration_give_it_again(config):
     assert files.overlaid(Config(), settings_of(config)) == config
 
 
+@pytest.mark.slow
 @settings(QUICK, max_examples=12)
 @given(CONFIGS, CONFIGS)
 def test_an_edited_file_says_the_new_thing(before, after):

@@ -189,6 +189,7 @@ def resumed(project: Any) -> dict[str, Any]:
     return numbers(run[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "on", "then"), [("SHARDED", 4, 2), ("SHARDED", 1, 4), ("FULL", 3, 1)])
 def test_a_checkpoint_goes_on_where_experts_are_split_otherwise(ranks, tmp_path, kind, on, then):
     at_save = ranks.run(on, saved, tmp_path, f"{kind}_STATE_DICT")[0]

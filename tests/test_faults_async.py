@@ -43,6 +43,7 @@ def save_beside(root, fault):
     return "saved", folder.read_latest(root)
 
 
+@pytest.mark.slow
 @pytest.mark.fault_row(7)
 @pytest.mark.parametrize("point", ["stage", "write", "fsync", "manifest"])
 def test_killed_while_saving_beside_the_old_step_is_whole(tmp_path, point):

@@ -81,6 +81,7 @@ def test_a_strategy_by_number_or_name_shards_what_it_says(ranks, tmp_path, strat
         assert bool(found["units"]) == (share > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A3")
 def test_units_by_class_and_by_size(ranks, tmp_path):
     classes = {

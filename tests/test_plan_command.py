@@ -145,6 +145,7 @@ def test_what_a_tpu_cannot_run_is_refused(capsys, arguments, text):
     assert text in err
 
 
+@pytest.mark.slow
 def test_what_to_change_when_it_does_not_fit(capsys):
     out = plan(capsys, "--model", "gpt-175b", "--world", "64", "--batch-size", "2", "--device", "a100-40")
     assert "1 FULL_SHARD needs" in out
@@ -173,6 +174,7 @@ def test_changes_together_where_none_is_enough():
     assert together.text.count(" and ") >= 1
 
 
+@pytest.mark.slow
 def test_changes_together_are_compared_with_what_was_given():
     request = replace(make_request("gpt-175b", world_size=1, device="h100-80"), loss=Loss.FUSED)
     config = request.config.model_copy(update={"use_cpu": True})  # without offload

@@ -180,6 +180,7 @@ def test_what_a_pod_lacks_is_said_at_once():
     assert "needs the name of the TPU (got none); write tpu_name." in pod.problems(config())[0]
 
 
+@pytest.mark.slow
 def test_the_commands_of_a_pod_run_at_once_and_end_together(tmp_path, monkeypatch):
     with pytest.raises(MachineError, match="needs no-such-gcloud, which is not installed"):
         pod.run([["no-such-gcloud"]])
