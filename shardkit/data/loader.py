@@ -92,8 +92,6 @@ class PreparedLoader:
         epoch = loop.position.epoch
         try:
             for piece in self._source.pieces(self._seed, loop.position, is_moved):
-                if not loop.last_yield:
-                    loop.first = self._source.first
                 loop.take(piece)
                 self._loop = loop  # loops over one loader may alternate
                 yield loop.given(to_device(piece.batch, self._device))

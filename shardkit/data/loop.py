@@ -36,7 +36,7 @@ class Loop:
     tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
     """The tensors of this rank's current batch."""
     first: list[str] | None = None
-    """Where every rank reads the whole order or stream: digests of its first items."""
+    """As `Piece.first`, of the first batch."""
     is_open: bool = True
     is_finished: bool = False
     """Whether it reached the end of its epoch; its position is then the start of the next one."""
@@ -60,6 +60,7 @@ class Loop:
         before = self.position
         self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
         self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
+        self.first = piece.first or self.first
         self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)
         self._read.append(piece.samples)

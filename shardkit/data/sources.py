@@ -28,13 +28,15 @@ log = get_logger(__name__)
 @dataclass(frozen=True)
 class Piece:
     """One batch of a source. `samples` and `is_padded` describe the whole global batch; `state` is the dataset's own
-    state after it, where it has one."""
+    state after it, where it has one. `first`, of a loop's first batch, where every rank reads the whole order or
+    stream: digests of its first items."""
 
     batch: Any
     samples: int
     is_padded: bool
     is_last: bool
     state: Any = None
+    first: list[str] | None = None
 
 
 class Source(Protocol):
@@ -52,10 +54,6 @@ class Source(Protocol):
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
         """This rank's batches from a position to the end of its epoch. `is_moved`: the position was set, and does not
         follow the batches read before."""
-
-    @property
-    def first(self) -> list[str] | None:
-        """Where every rank reads the whole order or stream: digests of the first items of the newest one."""
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
         """Number of samples in the first `batches` global batches of the position's epoch."""
@@ -103,7 +101,6 @@ class SampledSource:
     """A map-style dataset with a sampler of single indices."""
 
     split: tuple[int, int] | None = None
-    _newest: sampler.Indexed | Drawn | None = None
 
     def __init__(self, loader: DataLoader, layout: BatchLayout) -> None:
         self.layout = layout
@@ -116,12 +113,12 @@ class SampledSource:
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
-        order = self._newest = self._order(seed, start)
+        order = self._order(seed, start)
         if isinstance(order, Drawn):
             own_shares = shares.shares_of_drawn(order, start.samples, self.layout)
         else:
             own_shares = shares.shares_of_indexed(order, start.samples, self.layout)
-        return _sampled(self, self._indices, own_shares, seed, start)
+        return _sampled(self, self._indices, order, own_shares, seed, start)
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
         wanted, order = batches * self.total_batch_size, self._order(seed, start)
@@ -130,10 +127,6 @@ class SampledSource:
     def _order(self, seed: int, start: Position) -> sampler.Indexed | Drawn:
         known = sampler.indexed(self._sampler, seed, start.epoch, start.order)
         return known or _draw(self._sampler, seed, start, self.layout)
-
-    @property
-    def first(self) -> list[str] | None:
-        return _first_of(self._newest)
 
     def __len__(self) -> int:
         return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
@@ -144,7 +137,6 @@ class BatchSampledSource:
     world_size batches form one."""
 
     split: tuple[int, int] | None = None
-    _newest: sampler.Indexed | Drawn | None = None
 
     def __init__(self, loader: DataLoader, layout: BatchLayout, split_batches: bool) -> None:
         self.layout = replace(layout, global_batch=1 if split_batches else layout.world_size)
@@ -158,9 +150,9 @@ class BatchSampledSource:
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
-        order = self._newest = self._order(seed, start)
+        order = self._order(seed, start)
         own_shares = self._shares_of(order, start.samples, self.layout)
-        return _sampled(self, self._indices, own_shares, seed, start)
+        return _sampled(self, self._indices, order, own_shares, seed, start)
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
         order, size = self._order(seed, start), self.layout.global_batch
@@ -168,10 +160,6 @@ class BatchSampledSource:
 
     def _order(self, seed: int, start: Position) -> Drawn:
         return _draw(self._sampler, seed, start, self.layout)
-
-    @property
-    def first(self) -> list[str] | None:
-        return _first_of(self._newest)
 
     def __len__(self) -> int:
         return number_of_batches(len(self._sampler) * sampler.shares_in(self._sampler), self.layout)
@@ -190,7 +178,6 @@ class StreamSource:
         self.total_batch_size = layout.global_batch
         self.dataset_length = self.units = sampler.length_of(loader.dataset)
         self.stream, self._is_moved = Stream(loader.dataset, self.layout), False
-        self.first: list[str] | None = None
         collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
         size = None if loader.batch_size is None else own_size
         self.loader = _rebuilt(loader, self.stream, batch_size=size, collate_fn=collate)
@@ -210,10 +197,10 @@ class StreamSource:
         batches = with_last((batch, self.stream.snapshot) for batch in batches_of(self.loader))
         if self._parts == 1:
             for (batch, state), is_last in batches:
-                self.first = batch.first or self.first
                 if batch.problem:
                     raise UsageError(batch.problem)
-                yield Piece(batch.batch, batch.samples, batch.is_padded, is_last, EPOCH_IS_OVER if is_last else state)
+                after = EPOCH_IS_OVER if is_last else state
+                yield Piece(batch.batch, batch.samples, batch.is_padded, is_last, after, batch.first)
         else:
             for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
                 samples = last_samples if is_last else batch.samples * self._parts
@@ -253,10 +240,11 @@ def _draw(users: Any, seed: int, start: Position, layout: BatchLayout) -> Drawn:
     return Drawn(users, seed, start.epoch, keep=max(layout.world_size - 1, COMPARED))
 
 
-def _first_of(order: sampler.Indexed | Drawn | None) -> list[str] | None:
-    if isinstance(order, Drawn):
-        return fields_of(order.first)
-    return None if order is None else fields_of(order.items(torch.arange(min(COMPARED, order.length))))
+def _first_of(order: sampler.Indexed | Drawn) -> list[str]:
+    """Digests of the first items, of a drawn order as far as it has been read."""
+    return fields_of(
+        order.first if isinstance(order, Drawn) else order.items(torch.arange(min(COMPARED, order.length)))
+    )
 
 
 def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:
@@ -281,7 +269,12 @@ class IndexQueue(Sampler):
 
 
 def _sampled(
-    source: SampledSource | BatchSampledSource, queue: IndexQueue, own: Iterator[Share], seed: int, start: Position
+    source: SampledSource | BatchSampledSource,
+    queue: IndexQueue,
+    order: sampler.Indexed | Drawn,
+    own: Iterator[Share],
+    seed: int,
+    start: Position,
 ) -> Iterator[Piece]:
     """Batches with the facts of their shares. No batch is read ahead here, so random draws of samples stay in step with
     the loop; the shares say which batch is the last."""
@@ -301,8 +294,8 @@ def _sampled(
             yield batch if queue.yields_lists else batch[0]
 
     queue.indices = indices()
-    for batch in batches_of(source.loader):
-        yield Piece(batch, *handed_out.popleft())
+    for number, batch in enumerate(batches_of(source.loader)):
+        yield Piece(batch, *handed_out.popleft(), first=None if number else _first_of(order))
 
 
 def _refuse_own_end(loader: DataLoader) -> None:

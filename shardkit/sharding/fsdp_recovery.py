@@ -45,10 +45,8 @@ def _recover(state: Any) -> None:
 def _join_streams(shared: Any) -> None:
     """Makes what comes next on the device wait for what is in flight there: the memory of a gather that is dropped here
     may be used again at once, while another stream still reads it."""
-    streams = (
-        *(shared.all_gather_copy_in_stream, shared.all_gather_stream),
-        *(shared.reduce_scatter_stream, shared.all_reduce_stream),
-    )
+    gathers = [shared.all_gather_copy_in_stream, shared.all_gather_stream]
+    streams = [*gathers, shared.reduce_scatter_stream, shared.all_reduce_stream]
     current = shared.device_handle.current_stream()
     for stream in streams:
         current.wait_stream(stream)
