@@ -2,6 +2,8 @@
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -127,6 +129,25 @@ def _watching() -> set[int | None]:
 
 def test_no_thread_outlives_its_run(ranks):
     assert ranks.run(2, threads_left) == [set(), set()]
+
+
+BUSY = """
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from shardkit.distributed import background_agreement
+
+store = dist.TCPStore("127.0.0.1", 0, None, True)
+dist.init_process_group("fake", store=store, rank=0, world_size=2)
+background_agreement.POLL_S = 0
+watch = background_agreement.BackgroundAgreement(lambda: False, ValueError)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_close_is_not_aborted():
+    """torch's store aborts a process whose interpreter ends while a thread is inside it."""
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_different_traces():

@@ -29,6 +29,8 @@ from shardkit.log import get_logger
 POLL_S = 1.0
 POLL_SOON_S = 0.05
 COMPARE_EVERY_S = 10.0
+# How long to wait for the thread's last answer from the store, whose host may be lost.
+GOODBYE_S = 2.0
 # Number of past boundaries whose trace a rank keeps: ranks are seldom more than one step apart.
 REMEMBERED = 4096
 
@@ -51,13 +53,16 @@ class BackgroundAgreement:
         self._answered = False
         self._stop_at: int | None = None
         self._different: list[int] = []
-        self._closed = threading.Event()
         self._lost: str | None = None
+        self._finalizer: weakref.finalize[..., BackgroundAgreement] | None = None
         if self.world_size > 1:
             shared = dist.PrefixStore("shardkit/watch", dist.distributed_c10d._get_default_store())
             number = shared.add(f"of rank {self.rank}", 1)
-            start = (weakref.ref(self), dist.PrefixStore(str(number), shared), self._closed)
-            threading.Thread(target=_look, args=start, name="shardkit-watch", daemon=True).start()
+            closed = threading.Event()
+            start = (weakref.ref(self), dist.PrefixStore(str(number), shared), closed)
+            thread = threading.Thread(target=_look, args=start, name="shardkit-watch", daemon=True)
+            thread.start()
+            self._finalizer = weakref.finalize(self, _end, thread, closed)
 
     def pass_boundary(self, trace: int = 0) -> bool:
         """Counts a boundary; returns whether all ranks stop here. Where traces differed, all ranks raise the error that
@@ -78,8 +83,9 @@ class BackgroundAgreement:
         return True
 
     def close(self) -> None:
-        """Stops the thread."""
-        self._closed.set()
+        """Ends the thread. Also done when the watch is unreferenced and when the interpreter exits."""
+        if self._finalizer is not None:
+            self._finalizer()
 
     # ---- the thread ----
 
@@ -99,6 +105,13 @@ class BackgroundAgreement:
         """The trace at that boundary; None where this rank has not reached it or no longer keeps it."""
         with self._changed:
             return self._traces.get(boundary)
+
+
+def _end(thread: threading.Thread, closed: threading.Event) -> None:
+    """Ends the thread. A thread that is inside torch's store while the interpreter exits would abort the process."""
+    closed.set()
+    if thread is not threading.current_thread():
+        thread.join(GOODBYE_S)
 
 
 def _look(reference: Callable[[], BackgroundAgreement | None], store: Any, closed: threading.Event) -> None:
