@@ -13,6 +13,7 @@ differ, the ranks stop as above.
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -29,7 +30,7 @@ from shardkit.log import get_logger
 POLL_S = 1.0
 POLL_SOON_S = 0.05
 COMPARE_EVERY_S = 10.0
-# How long to wait for the thread's last answer from the store, whose host may be lost.
+# How long the exit of the process waits for a thread inside the store, whose host may be lost.
 GOODBYE_S = 2.0
 # Number of past boundaries whose trace a rank keeps: ranks are seldom more than one step apart.
 REMEMBERED = 4096
@@ -53,16 +54,15 @@ class BackgroundAgreement:
         self._answered = False
         self._stop_at: int | None = None
         self._different: list[int] = []
+        self._closed = threading.Event()
         self._lost: str | None = None
-        self._finalizer: weakref.finalize[..., BackgroundAgreement] | None = None
         if self.world_size > 1:
             shared = dist.PrefixStore("shardkit/watch", dist.distributed_c10d._get_default_store())
             number = shared.add(f"of rank {self.rank}", 1)
-            closed = threading.Event()
-            start = (weakref.ref(self), dist.PrefixStore(str(number), shared), closed)
+            start = (weakref.ref(self), dist.PrefixStore(str(number), shared), self._closed)
             thread = threading.Thread(target=_look, args=start, name="shardkit-watch", daemon=True)
+            _threads[thread] = self._closed
             thread.start()
-            self._finalizer = weakref.finalize(self, _end, thread, closed)
 
     def pass_boundary(self, trace: int = 0) -> bool:
         """Counts a boundary; returns whether all ranks stop here. Where traces differed, all ranks raise the error that
@@ -83,9 +83,8 @@ class BackgroundAgreement:
         return True
 
     def close(self) -> None:
-        """Ends the thread. Also done when the watch is unreferenced and when the interpreter exits."""
-        if self._finalizer is not None:
-            self._finalizer()
+        """Stops the thread."""
+        self._closed.set()
 
     # ---- the thread ----
 
@@ -107,11 +106,19 @@ class BackgroundAgreement:
             return self._traces.get(boundary)
 
 
-def _end(thread: threading.Thread, closed: threading.Event) -> None:
-    """Ends the thread. A thread that is inside torch's store while the interpreter exits would abort the process."""
-    closed.set()
-    if thread is not threading.current_thread():
-        thread.join(GOODBYE_S)
+_threads: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+"""The running threads, and what closes each."""
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Ends all threads: torch aborts a process whose interpreter exits while a thread is inside its store."""
+    running = dict(_threads)
+    for closed in running.values():
+        closed.set()
+    until = time.monotonic() + GOODBYE_S
+    for thread in running:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _look(reference: Callable[[], BackgroundAgreement | None], store: Any, closed: threading.Event) -> None:
