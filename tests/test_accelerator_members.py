@@ -260,6 +260,7 @@ def prepared_again(config: dict[str, Any], is_compiled: bool) -> tuple[bool, str
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("config", [ALONE, FSDP, DDP], ids=lambda c: c["distributed_type"])
+@pytest.mark.slow
 def test_a_model_prepared_again_is_the_same_but_its_part_is_not(ranks, config, is_compiled):
     world_size = 1 if config is ALONE else 2
     for is_same, error in ranks.run(world_size, prepared_again, {**config, "num_processes": world_size}, is_compiled):

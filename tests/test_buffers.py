@@ -46,6 +46,7 @@ def reduced(reduction, wrapped):
 OWN = ["own_mean", "own_half", "own_double", "own_complex", "own_count", "own_mask", "own_hidden"]
 
 
+@pytest.mark.slow
 def test_the_mean_of_floats_and_rank_0s_of_the_rest(ranks):
     told = ranks.run(3, reduced, "mean", False)
     assert told[0] == told[1] == told[2]

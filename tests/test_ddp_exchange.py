@@ -33,6 +33,7 @@ def loops() -> dict[str, dict[str, Any]]:
     return {name: loop(config_of(**ddp), 24, 2, 2, 2) for name, ddp in settings.items()}
 
 
+@pytest.mark.slow
 def test_each_way_to_exchange_gradients_trains_as_one_process_does(ranks):
     expected = plain(24, 4, 2, 2)["weights"]
     first, second = ranks.run(2, loops)

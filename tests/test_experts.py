@@ -221,6 +221,7 @@ def filled(file: Any) -> tuple[dict[str, Any], ...]:
     return *found, numbers(model)
 
 
+@pytest.mark.slow
 def test_values_come_in_whole_and_each_rank_keeps_its_part(ranks, tmp_path):
     torch.manual_seed(5)
     model = Mixture()

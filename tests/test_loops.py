@@ -28,7 +28,7 @@ def compare(found: Any, expected: Any, bound: float, what: str) -> None:
 
 
 # Of these every quick run has a part.
-QUICK = ("usual", "evaluations_without_grad", "windows")
+QUICK = ("usual", "windows")
 
 
 def _on_two_ranks(name: str) -> list[tuple[tuple[int, ...], Any]]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.loops import resumed
 
-QUICK = ("clipped_and_scheduled", "sharpness_aware")
+REPLICATED_TOO = ("clipped_and_scheduled", "sharpness_aware")
 ON_OTHERS = ("clipped_and_scheduled", "two_optimizers", "with_averages", "with_adafactor")
 
 
@@ -27,12 +27,11 @@ def compare(found: Any, name: str, first: int, what: str) -> None:
 
 
 def cases() -> list[Any]:
-    """All trainings under strategy 1 in `make test`; other strategies, and all optimizers, in `make test-loops`."""
+    """Most trainings under strategy 1, and two under 3, in `make test`; the others in `make test-loops`."""
 
     def marks(name: str, strategy: int) -> Any:
-        if name in QUICK and strategy in (1, 3):
-            return () if (name, strategy) == (QUICK[0], 1) else pytest.mark.slow
-        return pytest.mark.loops if strategy != 1 or name.startswith("with_") else pytest.mark.slow
+        is_usual = (name in REPLICATED_TOO) if strategy == 3 else (strategy == 1 and not name.startswith("with_"))
+        return pytest.mark.slow if is_usual else pytest.mark.loops
 
     return [
         pytest.param(name, strategy, id=f"{name}-{strategy}", marks=marks(name, strategy))

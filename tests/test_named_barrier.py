@@ -60,9 +60,8 @@ def on_rank_0_only(project, call):
     return lines, told
 
 
-@pytest.mark.parametrize(
-    "call", ["save_state", *(pytest.param(c, marks=pytest.mark.slow) for c in CALLS if c != "save_state")]
-)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.slow
 def test_who_waits_says_for_whom_and_can_come_again(ranks, tmp_path, call):
     (lines, told), others = ranks.run(2, on_rank_0_only, tmp_path, call)
     assert others == ([], "")

@@ -100,6 +100,7 @@ def test_a_state_from_before_is_taken_along(offload):
     assert all(torch.equal(a, b) for a, b in zip(parts(plain), parts(offloaded), strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_and_resumed(offload, tmp_path):
     accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
 

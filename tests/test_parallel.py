@@ -173,6 +173,7 @@ def test_backward_prefetch_decides_the_order(ranks, backward):
 
 
 @pytest.mark.requirement("A4")
+@pytest.mark.slow
 def test_forward_prefetch_gathers_the_next_unit(ranks):
     assert ranks.run(2, order_of_backward, "BACKWARD_PRE", True)[0][1] == ["blocks.1", "blocks.2"]
     assert ranks.run(2, order_of_backward, "BACKWARD_PRE", False)[0][1] == []

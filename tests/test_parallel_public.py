@@ -96,6 +96,7 @@ def test_units_by_class_and_by_size(ranks, tmp_path):
 
 
 @pytest.mark.requirement("A4")
+@pytest.mark.slow
 def test_prefetch_as_the_file_says(ranks, tmp_path):
     ahead = {"fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_forward_prefetch": True}
     found = ranks.run(2, trained, written(tmp_path, ahead))[0]

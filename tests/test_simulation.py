@@ -175,6 +175,7 @@ def test_optimizers_differ_by_their_state():
     assert 0 < states["adafactor"] < 0.3 * parameters
 
 
+@pytest.mark.slow
 def test_averages_and_quantized_moments_are_simulated_as_counted():
     asked = request("gpt:layers=2,hidden=256,heads=4,vocab=500,seq=16", world_size=2)
     asked = replace(asked, optimizer="adamw4bit", ema=Ema.TRAINED)
@@ -196,6 +197,7 @@ def test_offloaded_shards_are_on_the_host():
     )
 
 
+@pytest.mark.slow
 def test_parameters_and_optimizer_state_outlive_the_step(monkeypatch):
     """The allocator is shown two steps: what the first one leaves behind, the second one finds."""
     trackers = []
@@ -230,6 +232,7 @@ def test_modes_of_activation_checkpointing_lie_between_none_and_whole_blocks():
     assert every < peak(recompute="operators") < none
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_gradients_from_the_start():
     memory, _ = simulated(with_steps(request(TINY), 4))
     assert memory.timeline[0].memory.gradients == memory.timeline[-1].memory.gradients > 0

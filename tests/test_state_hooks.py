@@ -91,7 +91,12 @@ def saved_and_loaded(config: dict[str, Any], pops: bool, folder: Path, blocking:
 
 @pytest.mark.parametrize(
     ("world_size", "config", "pops", "blocking"),
-    [(1, DDP, True, True), (2, DDP, True, False), (2, FSDP, False, True), (3, FSDP, False, False)],
+    [
+        (1, DDP, True, True),
+        (2, DDP, True, False),
+        (2, FSDP, False, True),
+        pytest.param(3, FSDP, False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_what_hooks_write_is_part_of_the_checkpoint(ranks, tmp_path, capsys, world_size, config, pops, blocking):
     results = ranks.run(world_size, saved_and_loaded, config, pops, tmp_path, blocking)

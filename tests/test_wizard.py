@@ -253,6 +253,7 @@ def test_an_answer_is_changed_in_the_review_and_what_depends_on_it_is_asked(fold
     assert (config.num_machines, config.num_processes, config.main_process_ip) == (2, 16, "node-a")
 
 
+@pytest.mark.slow
 def test_back_while_changing_leaves_everything_as_it_was(folder):
     change = "2" + ENTER + DOWN + ENTER + "4" + ENTER
     assert talk(ENTER * 6 + change + BACK + BACK + ENTER) == 0
