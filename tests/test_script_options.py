@@ -11,11 +11,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed.tensors import local_part
-from shardkit.errors import UsageError
+from shardkit.errors import ModelError, UsageError
 from shardkit.model.live import tree_of
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import estimate
 from shardkit.runtime.accelerator import Accelerator
+from shardkit.sharding.parallelize import refuse_integers
+from shardkit.sharding.units import units_of
 from tests import models
 
 STEPS, RANKS = 2, 2
@@ -138,6 +140,16 @@ def steps_of_packed(precision: str) -> tuple[list[float], str, int, int]:
     return losses, str(local_part(model[0].packed).dtype), kept, gathered[0]
 
 
+def test_a_torch_that_cannot_shard_integers_is_named():
+    units = units_of(packed_model(), FsdpConfig(), torch.float32)
+    refuse_integers(units, "2.12.1+cpu")
+    with pytest.raises(
+        ModelError, match=r"model: 0\.packed is torch\.uint8, which FSDP shards since torch 2\.12 \(got 2"
+    ):
+        refuse_integers(units, "2.11.0")
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="FSDP shards integers since torch 2.12")
 def test_frozen_weights_in_4_bits_are_trained_with_and_planned(ranks):
     losses, *_ = ranks.run(RANKS, steps_of_packed, "no")[0]
     alone = packed_model()

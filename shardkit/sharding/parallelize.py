@@ -35,6 +35,8 @@ log = get_logger(__name__)
 _HOST = torch.device("cpu")
 OLDEST = (2, 11)
 """The oldest torch with the parts of FSDP2 that `fsdp.py` uses; `make test-oldest` runs the tests with it."""
+OLDEST_FOR_INTEGERS = (2, 12)
+"""The oldest torch whose FSDP2 shards parameters that are not floating-point, such as weights packed in 4 bits."""
 
 
 def parallelize(
@@ -100,12 +102,29 @@ def distribute(
 
 def refuse_old(version: str) -> None:
     """Raises MachineError if this torch is too old for FSDP; PyTorch/XLA, DDP and one process need less."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) < OLDEST:
+    if _release(version) < OLDEST:
         raise MachineError(
             f"FSDP: needs torch {OLDEST[0]}.{OLDEST[1]} or newer (got {version}, which is only supported on TPUs); "
             "install a newer torch, or use strategy NO_SHARD."
         )
+
+
+def refuse_integers(units: Units, version: str) -> None:
+    """Raises ModelError if this torch cannot shard one of the parameters."""
+    if _release(version) >= OLDEST_FOR_INTEGERS:
+        return
+    for unit in units.units:
+        for name, parameter in unit.parameters.items():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise ModelError(
+                    f"model: {name} is {parameter.dtype}, which FSDP shards since torch 2.12 (got {version}); install "
+                    "a newer torch, keep it in a floating-point dtype, or use strategy NO_SHARD."
+                )
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
@@ -136,6 +155,8 @@ def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
             float8.convert(blocks_of(model, config.fsdp), kind)
         is_cut = config.mode == "fsdp" or xla_settings.shards(config)
         units = units_of(model, config.fsdp, dtypes(config).param) if is_cut else one_unit(model)
+        if config.mode == "fsdp":
+            refuse_integers(units, torch.__version__)
         if _needs_blocks(config):
             blocks = blocks_of(model, config.fsdp)
     except ModelError as error:
