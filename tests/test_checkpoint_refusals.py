@@ -56,6 +56,53 @@ def test_without_strict_an_optimizer_that_was_not_saved_stays_as_it_is(tmp_path)
     assert torch.equal(found.models[0].head.weight, live.models[0].head.weight)
 
 
+def test_without_strict_what_differs_stays_as_it_is_and_is_named(tmp_path, caplog):
+    """A layer with another name, an optimizer and a schedule of other classes: the state of an AdamW made an RMSprop
+    fail in its first step."""
+    saved = checkpoints.build("plain")
+    checkpoints.train(saved, 2)
+    checkpoints.save(saved, tmp_path / "saved")
+    live = checkpoints.build("plain", seed=1)
+    (model,) = live.models
+    model.size = model.scale
+    del model.scale
+    optimizer = torch.optim.RMSprop([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    live.optimizers[0] = optimizer
+    live.objects["scheduler.0"] = torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer)] * 2, milestones=[1]
+    )
+    with pytest.raises(CheckpointError) as refused:
+        checkpoints.load(live, tmp_path / "saved")
+    told = str(refused.value)
+    assert "in the model, not in the checkpoint: size; load with strict=False to keep it unchanged" in told
+    assert "in the checkpoint, not in the model: scale; load with strict=False to leave it out" in told
+    checkpoints.load(live, tmp_path / "saved", strict=False)
+    assert torch.equal(model.head.weight, saved.models[0].head.weight)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+    warned = caplog.text
+    assert "loaded with strict=False, without what differs:" in warned
+    assert "model: in the model, not in the checkpoint: size\n" in warned
+    assert "model: in the checkpoint, not in the model: scale\n" in warned
+    assert (
+        "optim: was saved from another class than RMSprop (it has amsgrad, betas, decoupled_weight_decay inste"
+        in warned
+    )
+    assert "instead of alpha, centered, momentum)" in warned, "settings that no checkpoint has are not named"
+    assert "scheduler.0: was saved from another class than SequentialLR" in warned
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_a_setting_that_only_the_saved_groups_had_is_no_other_class(tmp_path):
+    saved, live = checkpoints.build("plain"), checkpoints.build("plain", seed=1)
+    checkpoints.train(saved, 1)
+    saved.optimizers[0].param_groups[0]["name"] = "decayed"
+    checkpoints.save(saved, tmp_path / "saved")
+    checkpoints.load(live, tmp_path / "saved")
+    assert checkpoints.digest_of(live) == checkpoints.digest_of(saved)
+
+
 def go_back_and_save_again(project):
     """Save step 2, go back to step 1, train otherwise to step 2, save: which weights step 2 then holds."""
     run = run_of(project)

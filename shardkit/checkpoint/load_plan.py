@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint import optimizers, per_rank, state, tensors, values
+from shardkit.checkpoint import differences, optimizers, per_rank, state, tensors, values
+from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry
 from shardkit.checkpoint.state import Live, section_name
@@ -14,7 +15,10 @@ from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import random_state
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointCorrupted
+from shardkit.log import get_logger
 from shardkit.storage.url import Place
+
+logger = get_logger(__name__)
 
 # A run may change its precision between a save and a load: the loss scale is then not loaded, or starts at its default.
 OPTIONAL = ("scaler",)
@@ -57,6 +61,9 @@ class Plan:
     left_out: set[tuple[int, str]] = field(default_factory=set)
     of_rank_0: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    unlike: set[str] = field(default_factory=set)
+    """Optimizers and schedulers of another class than was saved. They are not loaded."""
     weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     """(section, saved name, live tensor)."""
     parts: set[str] = field(default_factory=set)
@@ -77,21 +84,21 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How)
     if checkpoint.manifest.world_size == control.world_size:
         own = checkpoint.json(f"state/rank-{control.rank:05d}.json")
         random_state.check(own["rng"])
-    index, strict, plan = checkpoint.index, how.strict, Plan(common, own)
+    index, plan = checkpoint.index, Plan(common, own)
     for number, model in enumerate(live.models):
         section = section_name("model", number)
         if section not in index.sections and live.take is not None:
             plan.for_hooks.add(number)
             continue
-        _plan_model(model, section, index, strict, plan)
+        _plan_model(model, section, index, plan)
     names = state.parameter_names(live.models)
-    _take_own(plan, checkpoint, control.rank, _parameters(live, names), strict)
+    _take_own(plan, checkpoint, control.rank, _parameters(live, names))
+    _compare_kinds(live, plan)
     for number, optimizer in enumerate(live.optimizers):
-        _plan_optimizer(optimizer, number, names, index, strict, plan)
-    if strict:
-        plan.problems += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
-        plan.problems += _other_kinds(live, plan.common)
-        plan.problems += _unclaimed_loaders(live, plan.common) if how.data_position else []
+        _plan_optimizer(optimizer, number, names, index, plan)
+    plan.differences += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
+    plan.differences += _unclaimed_loaders(live, plan.common) if how.data_position else []
+    plan.problems += [one.as_problem for one in plan.differences] if how.strict else []
     plan.problems += _unusable_positions(live, plan, checkpoint.manifest.world_size)
     left = sorted(how.unfinished.parts - plan.parts)
     if left:
@@ -100,18 +107,31 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How)
     return plan
 
 
+def warn_of(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Log which parts of the state are not what was saved. For one rank, after the load."""
+    if plan.of_rank_0:
+        logger.warning(
+            "checkpoint: %s: each rank saved a different value; since the number of ranks has changed, all ranks load "
+            "that of rank 0.",
+            per_rank.labels_text(plan.of_rank_0),
+        )
+    if plan.differences:
+        lines = "".join(f"\n  {one.text}" for one in plan.differences)
+        logger.warning("checkpoint: %s: loaded with strict=False, without what differs:%s", checkpoint.path, lines)
+
+
 def _parameters(live: Live, names: dict[int, str]) -> dict[str, torch.Tensor]:
     """The live parameters by their names in optimizer states."""
     return {names[id(p)]: p for model in live.models for p in model.parameters() if id(p) in names}
 
 
-def _take_own(plan: Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor], strict: bool) -> None:
+def _take_own(plan: Plan, checkpoint: Checkpoint, rank: int, live: dict[str, torch.Tensor]) -> None:
     """Merge per-rank state into the state that all ranks share: this rank's, or rank 0's if the world size changed."""
     index = checkpoint.index
-    found = per_rank.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live), strict)
+    found = per_rank.shared(checkpoint, plan.common, plan.own, rank, lambda fqn: _is_alike(index, fqn, live))
     plan.common, plan.own_rank = found.common, found.own_rank
     plan.left_out, plan.of_rank_0 = found.left_out, found.of_rank_0
-    plan.problems += found.problems
+    plan.differences += found.differences
 
 
 def _is_alike(index: Index, fqn: str, live: dict[str, torch.Tensor]) -> bool:
@@ -128,19 +148,18 @@ def _is_alike(index: Index, fqn: str, live: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def _plan_model(model: nn.Module, section: str, index: Index, strict: bool, plan: Plan) -> None:
+def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> None:
     if section not in index.sections:
-        plan.problems += [_not_saved(section)] if strict else []
+        plan.differences.append(_not_saved(section))
         return
     entries, aliases = index.sections[section], index.aliases[section]
     mine = state.model_tensors(model)
     saved = {*entries, *aliases}
     ties = state.tied_names(model, mine)
-    if strict:
-        missing = [name for name in mine if name not in saved and ties.get(name) not in saved]
-        plan.problems += optimizers.listed(section, "in the model, not in the checkpoint", missing)
-        unexpected = sorted(name for name in saved if name not in mine)
-        plan.problems += optimizers.listed(section, "in the checkpoint, not in the model", unexpected)
+    missing = [name for name in mine if name not in saved and ties.get(name) not in saved]
+    plan.differences += differences.listed(section, "in the model, not in the checkpoint", missing, KEEP)
+    unexpected = sorted(name for name in saved if name not in mine)
+    plan.differences += differences.listed(section, "in the checkpoint, not in the model", unexpected, LEAVE_OUT)
     for name, tensor in mine.items():
         source = aliases.get(name, name)
         if source not in entries or name in ties:
@@ -153,8 +172,8 @@ def _plan_model(model: nn.Module, section: str, index: Index, strict: bool, plan
             plan.parts.add(f"{section}: {name}")
 
 
-def _not_saved(section: str) -> str:
-    return f"{section}: prepared in this run, but not in the checkpoint; load with strict=False to keep it unchanged"
+def _not_saved(section: str) -> Difference:
+    return Difference(f"{section}: prepared in this run, but not in the checkpoint", KEEP)
 
 
 def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
@@ -168,23 +187,26 @@ def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
 
 
 def _plan_optimizer(
-    optimizer: torch.optim.Optimizer, number: int, names: dict[int, str], index: Index, strict: bool, plan: Plan
+    optimizer: torch.optim.Optimizer, number: int, names: dict[int, str], index: Index, plan: Plan
 ) -> None:
     section = section_name("optim", number)
     if section not in index.sections or number >= len(plan.common["optimizers"]):
-        plan.problems += [_not_saved(section)] if strict else []
+        plan.differences.append(_not_saved(section))
+        return
+    if section in plan.unlike:
         return
     saved = plan.common["optimizers"][number]
-    plan.problems += optimizers.problems_with(optimizer, names, section, saved, strict)
+    plan.problems += optimizers.unmatched_groups(optimizer, names, saved["groups"], section)
+    plan.differences += optimizers.unmatched_parameters(optimizer, names, saved["groups"], section)
     plan.parts |= {f"{section}: {fqn}" for fqn in optimizers.parameters_by_name(optimizer, names, section)}
 
 
-def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[str]:
+def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[Difference]:
     missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
     unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL)]
     return [
-        *optimizers.listed("objects", "registered in this run, not in the checkpoint", missing),
-        *optimizers.listed("objects", "in the checkpoint, not registered in this run", unexpected),
+        *differences.listed("objects", "registered in this run, not in the checkpoint", missing, KEEP),
+        *differences.listed("objects", "in the checkpoint, not registered in this run", unexpected, LEAVE_OUT),
     ]
 
 
@@ -192,45 +214,51 @@ def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[str]:
 _ADDED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
 
-def _other_kinds(live: Live, common: dict[str, Any]) -> list[str]:
-    """Optimizers and schedulers of another class than was saved: each has settings that the other lacks."""
+def _compare_kinds(live: Live, plan: Plan) -> None:
+    """Find the optimizers and schedulers of another class than was saved: each has settings that the other lacks."""
+    common = plan.common
     pairs: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
     for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
         settings = saved["groups"][0]["settings"] if saved["groups"] else {}
         now = {**optimizer.defaults, **(optimizer.param_groups[0] if optimizer.param_groups else {})}
+        now = {key: value for key, value in now.items() if key not in optimizers.RUN_SETTINGS}
         pairs.append((section_name("optim", number), optimizer, settings, now))
     for name, item in live.objects.items():
         if name.startswith("scheduler.") and isinstance(saved := common["objects"].get(name), dict):
             pairs.append((name, getattr(item, "scheduler", item), saved, item.state_dict()))
-    problems = []
     for name, now, saved, own in pairs:
-        lost, new = sorted(saved.keys() - own.keys() - _ADDED), sorted(own.keys() - saved.keys() - _ADDED - {"params"})
+        lost, new = sorted(saved.keys() - own.keys() - _ADDED), sorted(own.keys() - saved.keys() - _ADDED)
         if saved and lost and new:
-            problems.append(
+            plan.unlike.add(name)
+            text = (
                 f"{name}: was saved from another class than {type(now).__name__} (it has {', '.join(lost[:3])} instead "
-                f"of {', '.join(new[:3])}); prepare the class that was saved, or load with strict=False"
+                f"of {', '.join(new[:3])})"
             )
-    return problems
+            plan.differences.append(Difference(text, f"prepare the class that was saved, or {KEEP}"))
 
 
-def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[str]:
+def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[Difference]:
     """Models and optimizers in the checkpoint that are not prepared in this run."""
     models = {name for name in index.sections if name.startswith("model")}
     models -= {section_name("model", number) for number in range(len(live.models))}
     unclaimed = [section_name("optim", n) for n in range(len(live.optimizers), len(common["optimizers"]))]
     return [
-        f"{section}: in the checkpoint, but not prepared; prepare it before loading, or load with strict=False"
+        Difference(
+            f"{section}: in the checkpoint, but not prepared", "prepare it before loading, or load with strict=False"
+        )
         for section in [*sorted(models), *unclaimed]
     ]
 
 
-def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[str]:
+def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[Difference]:
     missing = [name for name in common["loaders"] if name not in live.loaders]
     if not missing:
         return []
     return [
-        f"{', '.join(missing)}: the checkpoint has its position, but it is not prepared; "
-        "prepare it before loading, or load with data_position=False"
+        Difference(
+            f"{', '.join(missing)}: the checkpoint has its position, but it is not prepared",
+            "prepare it before loading, or load with data_position=False",
+        )
     ]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.checkpoint import tensors, values
+from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference, listed
 from shardkit.checkpoint.fill import Saved, entry_of_parameter
 from shardkit.checkpoint.layout import TensorEntry
 from shardkit.checkpoint.values import ParameterName
@@ -170,23 +171,16 @@ def _in_present_order(value: Sequence[Any], members: list[list[str]]) -> Sequenc
 # ---- loading ----
 
 
-def problems_with(
-    optimizer: Optimizer, names: Mapping[int, str], section: str, saved: Mapping[str, Any], strict: bool
-) -> list[str]:
-    """Mismatches between the saved optimizer and this one."""
-    mine = parameters_by_name(optimizer, names, section)
-    theirs = {name for group in saved["groups"] for name in group["params"]}
-    problems = _unmatched_groups(optimizer, names, saved["groups"], section)
-    if strict:
-        problems += listed(section, "in the optimizer, not in the checkpoint", sorted({*mine} - theirs))
-        problems += listed(section, "in the checkpoint, not in the optimizer", sorted(theirs - {*mine}))
-    return problems
-
-
-def listed(section: str, what: str, names: list[str]) -> list[str]:
-    """One line with the first names, or no line if there are none."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return [f"{section}: {what}: {', '.join(names[:5])}{more}"] if names else []
+def unmatched_parameters(
+    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
+) -> list[Difference]:
+    """Parameters of the saved groups or of this optimizer that the other lacks."""
+    mine = parameters_by_name(optimizer, names, section).keys()
+    theirs = {name for group in saved for name in group["params"]}
+    return [
+        *listed(section, "in the optimizer, not in the checkpoint", sorted(mine - theirs), KEEP),
+        *listed(section, "in the checkpoint, not in the optimizer", sorted(theirs - mine), LEAVE_OUT),
+    ]
 
 
 def parameters_by_name(optimizer: Optimizer, names: Mapping[int, str], section: str) -> dict[str, torch.Tensor]:
@@ -196,7 +190,7 @@ def parameters_by_name(optimizer: Optimizer, names: Mapping[int, str], section: 
     }
 
 
-def _unmatched_groups(
+def unmatched_groups(
     optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
 ) -> list[str]:
     """Live groups whose parameters come from several saved groups: their settings would be ambiguous."""

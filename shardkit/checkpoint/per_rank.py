@@ -18,6 +18,7 @@ import torch
 
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, tensors
+from shardkit.checkpoint.differences import Difference
 from shardkit.checkpoint.state import Captured, Item, fqn_at, put
 from shardkit.checkpoint.verify import Checkpoint
 
@@ -118,7 +119,7 @@ class Shared:
     common: dict[str, Any]
     own_rank: int | None = None
     """The rank whose file in `own/` has the tensors of the per-rank state; None without per-rank state."""
-    problems: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     of_rank_0: list[str] = field(default_factory=list)
     """Labels of per-rank state that all ranks load from rank 0."""
     left_out: set[tuple[int, str]] = field(default_factory=set)
@@ -131,7 +132,6 @@ def shared(
     own: Mapping[str, Any] | None,
     rank: int,
     is_laid_out_alike: Callable[[str], bool],
-    strict: bool,
 ) -> Shared:
     """The state that this rank loads. `own`: its state/rank-*.json, None if the number of ranks changed.
 
@@ -155,10 +155,9 @@ def shared(
             refused.setdefault(_text(_place_of_all(at)), []).append(item["label"])
             if fqn is not None:
                 found.left_out.add((at[1], fqn))
-    if strict:
-        why = "the number of ranks has changed" if own is None else "the sharding of its parameter has changed"
-        world_size = checkpoint.manifest.world_size
-        found.problems = [_refusal(labels or [place], world_size, why) for place, labels in refused.items()]
+    why = "the number of ranks has changed" if own is None else "the sharding of its parameter has changed"
+    world_size = checkpoint.manifest.world_size
+    found.differences = [_refused(labels or [place], world_size, why) for place, labels in refused.items()]
     return found
 
 
@@ -167,11 +166,11 @@ def _is_of_no_part(at: Place) -> bool:
     return at[0] == "objects" or list(at[2:3]) == ["groups"]
 
 
-def _refusal(labels: list[str], world_size: int, why: str) -> str:
-    return (
-        f"{labels_text(labels)}: each of the {world_size} ranks saved a different value, and {why}; load on "
-        f"{world_size} ranks with the same strategy, or with strict=False to reset the optimizer state of these "
-        "parameters"
+def _refused(labels: list[str], world_size: int, why: str) -> Difference:
+    return Difference(
+        f"{labels_text(labels)}: each of the {world_size} ranks saved a different value, and {why}",
+        f"load on {world_size} ranks with the same strategy, or with strict=False to reset the optimizer state of "
+        "these parameters",
     )
 
 

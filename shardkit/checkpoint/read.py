@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import faults, folder, manifest, optimizers, per_rank, state, values
+from shardkit.checkpoint import faults, folder, manifest, optimizers, state, values
+from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
 from shardkit.checkpoint.layout import Index
-from shardkit.checkpoint.load_plan import How, Plan, Unfinished, no_tensor, plan_of, positions
+from shardkit.checkpoint.load_plan import How, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, section_name
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file, open_checkpoint
@@ -201,7 +202,8 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -
             _let_hooks_load(live.take, checkpoint.path, plan, control, how.strict)
         _apply_objects(objects, control, here, unchanged)
         _fill(live, plan, saved, control, here, how.unfinished)
-    _warn_of_rank_0(plan, control)
+    if control.rank == 0:
+        warn_of(plan, checkpoint)
     _restore_random(checkpoint, plan, control, has_loaders=bool(live.loaders))
     return LoadedState(checkpoint, plan.common, plan.own is not None)
 
@@ -270,7 +272,7 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[Stateful, Any]]:
     """(object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
     for name, item in live.objects.items():
-        if name in plan.common["objects"]:
+        if name in plan.common["objects"] and name not in plan.unlike:
             yield item, _decoded(item, name, plan.common["objects"][name], saved)
     saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail
@@ -318,13 +320,16 @@ def _let_hooks_load(
     taken: set[int] = set()
     with _Agreement(control, f"checkpoint: {path}", outcome) as step:
         taken = take(path)
-        missing = plan.for_hooks - taken if is_strict else ()
-        step.problems = [
-            f"{section_name('model', number)}: a save hook removed it from `weights`, so the checkpoint lacks it, and "
-            "no load hook removed it from `models`; register a load hook that loads it, or load with strict=False to "
-            "keep it unchanged"
-            for number in sorted(missing)
+        missing = [
+            Difference(
+                f"{section_name('model', number)}: a save hook removed it from `weights`, so the checkpoint lacks it, "
+                "and no load hook removed it from `models`",
+                f"register a load hook that loads it, or {KEEP}",
+            )
+            for number in sorted(plan.for_hooks - taken)
         ]
+        plan.differences += missing
+        step.problems = [one.as_problem for one in missing] if is_strict else []
     if not control.decide(sorted(taken), lambda answers: all(one == answers[0] for one in answers)):
         raise CheckpointError(
             f"checkpoint: {path}: load hooks loaded different models on different ranks (got models {sorted(taken)} on "
@@ -367,19 +372,10 @@ def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int) -> None:
     names = state.parameter_names(live.models)
     for number, (optimizer, encoded) in enumerate(zip(live.optimizers, plan.common["optimizers"], strict=False)):
         section = section_name("optim", number)
-        if section in saved.index.sections:
+        if section in saved.index.sections and section not in plan.unlike:
             left_out = {fqn for which, fqn in plan.left_out if which == number}
             optimizers.restore(optimizer, names, section, encoded, saved, left_out)
     saved.files.refuse_changed()
-
-
-def _warn_of_rank_0(plan: Plan, control: ControlGroup) -> None:
-    if plan.of_rank_0 and control.rank == 0:
-        logger.warning(
-            "checkpoint: %s: each rank saved a different value; since the number of ranks has changed, all ranks load "
-            "that of rank 0.",
-            per_rank.labels_text(plan.of_rank_0),
-        )
 
 
 def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, has_loaders: bool) -> None:

@@ -1,0 +1,25 @@
+"""What a checkpoint and the live objects do not have in common. A strict load refuses it; others leave it as it is."""
+
+from dataclasses import dataclass
+
+KEEP = "load with strict=False to keep it unchanged"
+LEAVE_OUT = "load with strict=False to leave it out"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference, and what to do about it."""
+
+    text: str
+    advice: str
+
+    @property
+    def as_problem(self) -> str:
+        """The line of a refused load."""
+        return f"{self.text}; {self.advice}"
+
+
+def listed(section: str, what: str, names: list[str], advice: str) -> list[Difference]:
+    """One difference with the first names, or none if there are no names."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [Difference(f"{section}: {what}: {', '.join(names[:5])}{more}", advice)] if names else []
