@@ -1,5 +1,6 @@
 """The parts of a launch that need no rank: flags, checks, variables, output lines, diagnosis, hangs, restarts."""
 
+import errno
 import json
 import os
 import signal
@@ -243,6 +244,9 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
     assert not preflight.script_problems("train.py", False)
     assert not preflight.script_problems("tools.deep.run", True)
     assert "module tools.deep.walk was not found" in texts(preflight.script_problems("tools.deep.walk", True))
+    assert "give the script alone, without python3" in texts(preflight.script_problems("python3", False))
+    Path("train.ipynb").write_text('{"cells": [], "nbformat": 4}')
+    assert "train.ipynb is a notebook; call notebook_launcher" in texts(preflight.script_problems("train.ipynb", False))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +290,19 @@ def test_a_port_in_use_names_its_owner():
             num_machines=2, num_processes=2, main_process_ip="localhost", main_process_port=port, machine_rank=1
         )
         assert not preflight.port_problems(on_another)
+
+
+def test_a_machine_without_loopback_is_told_before_the_start(monkeypatch):
+    """torch's store tried to connect for five minutes."""
+
+    class Unreachable(socket.socket):
+        def connect(self, address):
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    assert not preflight.loopback_problems(config(use_cpu=True))
+    monkeypatch.setattr(preflight.socket, "socket", Unreachable)
+    assert "127.0.0.1 cannot be reached" in texts(preflight.run_problems(config(use_cpu=True), NO_GPU, {}))
+    assert not preflight.loopback_problems(Config(num_machines=2, num_processes=2, main_process_ip="a"))
 
 
 def test_machine_problems_alone_have_their_own_exit_code():

@@ -1,5 +1,6 @@
 """Checks before ranks are started, without torch. All problems are reported at once."""
 
+import errno
 import os
 import re
 import socket
@@ -69,6 +70,8 @@ def script_problems(script: str, is_module: bool) -> list[Problem]:
         return [Problem(f"launch: script {script} {text}") for text in [_problem_of_content(path)] if text]
     if path.is_dir() and (path / "__main__.py").is_file():
         return []
+    if re.fullmatch(r"python[\d.]*", script) and not path.exists():
+        return [Problem(f"launch: give the script alone, without {script}; the ranks run this Python.")]
     what = "is a folder without __main__.py" if path.is_dir() else "does not exist"
     return [Problem(f"launch: script {script} {what} (in {Path.cwd().name}/); {_near(path)}")]
 
@@ -87,6 +90,7 @@ def run_problems(
         *(Problem(f"launch: {text}") for text in xla.problems(config)),
         *device_problems(config, machine, variables),
         *memory_problems(config, machine),
+        *loopback_problems(config),
         *(port_problems(config) if has_number or config.shardkit.launch.min_machines is None else ()),
         *show_problems(config),
         *store_problems(config),
@@ -136,6 +140,21 @@ def port_problems(config: Config) -> list[Problem]:
         + (", or omit the port to use a free one." if config.num_machines == 1 else ".")
     )
     return [Problem(text, EXIT_MACHINE)]
+
+
+def loopback_problems(config: Config) -> list[Problem]:
+    """Whether the ranks of a single machine can reach each other. Else they would try for minutes. Sends nothing: to
+    connect a datagram socket only looks up the route."""
+    if config.num_machines > 1:
+        return []
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))
+    except OSError as error:
+        if error.errno == errno.ENETUNREACH:
+            text = "launch: 127.0.0.1 cannot be reached (the loopback interface is down); run: ip link set lo up"
+            return [Problem(text, EXIT_MACHINE)]
+    return []
 
 
 def show_problems(config: Config) -> list[Problem]:
@@ -212,6 +231,8 @@ def _problem_of_content(path: Path) -> str | None:
     if _SHELL.match(first) and not rest.startswith(_EXECS_PYTHON):
         words = first.decode(errors="backslashreplace").strip()
         return f"is not a Python script (its first line is {words}); give the Python script that it starts."
+    if path.suffix == ".ipynb" and first.lstrip().startswith(b"{"):
+        return "is a notebook; call notebook_launcher in it, or convert it: jupyter nbconvert --to script FILE."
     if b"\0" in head and path.suffix != ".pyc" and not preloaded.is_container(str(path)):
         return "is not a Python script (it is a binary file); give a .py file, or -m MODULE for an installed program."
     return None
