@@ -151,6 +151,56 @@ def test_verify_names_what_is_damaged(project, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)[0]["problems"]) == 1
 
 
+@pytest.mark.parametrize("verb", ["verify", "list"])
+def test_what_a_run_deletes_meanwhile_is_not_damaged(project, tmp_path, capsys, monkeypatch, verb):
+    root = copied(project, tmp_path)
+    going, find = root / "step-00000004", locate.checkpoints
+
+    def find_and_delete(path):
+        found = find(path)
+        disk.remove_folder(going)
+        return found
+
+    monkeypatch.setattr(locate, "checkpoints", find_and_delete)
+    assert run(["checkpoint", verb, str(root)]) == 0
+    said = capsys.readouterr()
+    assert "step-00000004" not in said.out and "DAMAGED" not in said.out
+    assert verb == "list" or said.err == f"note: {going} was deleted before it was verified.\n"
+    copied(project, tmp_path / "again")
+    going = tmp_path / "again" / "checkpoints" / "step-00000004"
+    assert verb == "list" or run(["checkpoint", verb, str(going)]) == EXIT_CHECKPOINT, "the one that was named"
+
+
+def test_what_may_not_be_read_is_told_with_what_to_do(project, capsys, monkeypatch):
+    monkeypatch.setattr(manifest, "read", refusing("step-00000004", manifest.read))
+    file = project / "checkpoints" / "step-00000004"
+    text = f"{file}: cannot be read (Permission denied); check its permissions."
+    assert text in called(capsys, "list", project)
+    assert text in called(capsys, "verify", project, code=EXIT_CHECKPOINT)
+
+
+def test_a_named_checkpoint_with_a_damaged_manifest_is_damaged(tmp_path, capsys):
+    for name in ("best", "other", "last"):
+        save(build("single"), tmp_path / name, 1, "full")
+    flip(tmp_path / "last" / manifest.NAME)
+    (tmp_path / "other" / manifest.NAME).write_text('{"format": "of another program"}')
+    text = called(capsys, "verify", tmp_path, code=EXIT_CHECKPOINT)
+    assert f"{tmp_path / 'last' / manifest.NAME}: not valid JSON" in text and "other" not in text
+    assert "DAMAGED" in called(capsys, "list", tmp_path).splitlines()[1]
+
+
+def test_prune_makes_room_on_a_full_disk(project, tmp_path, capsys, monkeypatch):
+    """Who holds the lock is not written down there; the lock holds all the same."""
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    root = copied(project, tmp_path)
+    monkeypatch.setattr(os, "pwrite", full)
+    assert "1 checkpoint, " in called(capsys, "prune", root, "--keep-last", 1)
+    assert [found.step for found in folder.steps(root)] == [8]
+
+
 def test_diff_compares_what_different_ranks_saved(project, ranks, capsys):
     ranks.run(1, of_one_rank, project)
     steps, one = project / "checkpoints", project / "one" / "step-00000004"

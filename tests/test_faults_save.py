@@ -205,6 +205,7 @@ def save_over(root):
 def test_a_step_is_written_once(ranks, tmp_path):
     told = ranks.run(2, save_over, tmp_path)
     assert told[0] == told[1] and "a checkpoint with this name exists, and checkpoints are not overwritten" in told[0]
+    assert f"{tmp_path / 'step-00000001'} holds a complete checkpoint" in told[0]
 
 
 def replace_once(root, fault):

@@ -51,10 +51,9 @@ def _earlier_checkpoint(request: SaveRequest) -> str:
     if isinstance(request.final, Url):  # a request to a store may take long
         return "The incomplete save has no manifest, so it is not a checkpoint."
     with suppress(OSError):
-        if request.in_series:
-            good = [found for found in folder.steps(request.final.parent) if found.path != request.final]
-            if good:
-                return f"The incomplete save is not used. Last checkpoint: step {good[0].step} ({good[0].path})."
-        elif (request.final / manifest.NAME).exists():
-            return f"The incomplete save is not used. {request.final} still holds the earlier checkpoint."
+        good = [found for found in folder.steps(request.final.parent) if found.path != request.final]
+        if request.in_series and good:
+            return f"The incomplete save is not used. Last checkpoint: step {good[0].step} ({good[0].path})."
+        if (request.final / manifest.NAME).exists():
+            return f"The incomplete save is not used. {request.final} holds a complete checkpoint."
     return "No checkpoint was written, and there is no earlier one in this folder."

@@ -70,7 +70,7 @@ def compare(
 
 def _refuse_damaged(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None]) -> None:
     different = {paths.real(item.path): item for item in (first, second)}.values()
-    problems = [line for item in different for line in damages(item, lambda name, size: on_bytes(size))]
+    problems = [line for item in different for line in damages(item, on_bytes)]
     if problems:
         raise CheckpointCorrupted("\n".join([*problems, "checkpoint: damaged checkpoints are not compared."]))
 

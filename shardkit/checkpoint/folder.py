@@ -87,7 +87,8 @@ def _in_store(root: Url) -> list[Url]:
 
 
 def named_otherwise(root: Place) -> list[Place]:
-    """Checkpoints in a folder that the script named (`save_state("out/best")`), oldest first. Links are ignored."""
+    """Checkpoints in a folder that the script named (`save_state("out/best")`), damaged ones first, then the oldest.
+    Links are ignored."""
     if isinstance(root, Url):
         paths: list[Place] = [root / name for name in objects.names(root)]
     else:
@@ -100,7 +101,8 @@ def named_otherwise(root: Place) -> list[Place]:
             if manifest.is_here(path):
                 found.append((manifest.read(path).created_utc, path.name, path))
         except CheckpointError:
-            continue
+            if not manifest.is_of_another_program(path):
+                found.append(("", path.name, path))
         except OSError:
             if isinstance(root, Url):  # the store does not answer; on a disk, folders without permission are skipped
                 raise

@@ -88,7 +88,8 @@ def _locked(root: Path, path: Path, run_id: str, advice: str) -> int:
         logger.warning(
             "checkpoint: %s: %s ended without releasing its lock; this run takes it over.", root, _who(before)
         )
-    _write(descriptor, {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid()})
+    with contextlib.suppress(OSError):  # on a full disk only the name of the holder is lost: prune makes room there
+        _write(descriptor, {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid()})
     return descriptor
 
 

@@ -138,10 +138,22 @@ def is_here(folder: Place) -> bool:
     return objects.look(folder / NAME) is not None if isinstance(folder, Url) else (folder / NAME).exists()
 
 
+def is_of_another_program(folder: Place) -> bool:
+    """Whether the file is undamaged JSON of another format."""
+    try:
+        return not _is_ours(disk.from_json(disk.read_small(folder, NAME), NAME))
+    except CheckpointError:
+        return False
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("format") == FORMAT
+
+
 def from_bytes(text: bytes, where: str) -> Manifest:
     """As `read`, from the manifest's bytes."""
     value = disk.from_json(text, where)
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
+    if not _is_ours(value):
         raise CheckpointCorrupted(f"{where}: not a shardkit manifest.")
     if not isinstance(value.get("min_reader"), int) or value["min_reader"] > VERSION:
         found = value.get("version")

@@ -89,20 +89,23 @@ def open_checkpoint(path: Place) -> Checkpoint:
     return Checkpoint(path, folder.inspect(path))
 
 
-def damages(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:
+def damages(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda size: None) -> list[str]:
     """A line for each damaged file of a checkpoint. Reads everything once.
 
-    `on_file(name, bytes)` is called after each file, for a progress bar.
+    `on_bytes` is called with the size of each part that is read, for a progress bar.
     """
     problems: list[str] = []
+
+    def count(span: Span) -> None:
+        on_bytes(span.bytes)
+
     with Files(checkpoint) as files:
         for name, file in checkpoint.manifest.every_file.items():
             try:
                 for writer in file.digests:
-                    hash_file(files, name, writer)
+                    hash_file(files, name, writer, count)
             except CheckpointCorrupted as error:
                 problems.append(str(error))
-            on_file(name, file.bytes)
     return list(dict.fromkeys(problems))
 
 

@@ -30,6 +30,14 @@ Where = Annotated[
         help="A checkpoint, a folder of checkpoints (its newest), or a project folder; or the URL of one.",
     ),
 ]
+Each = Annotated[
+    Path,
+    typer.Argument(
+        parser=place_of,
+        metavar="PATH",
+        help="A checkpoint, a folder of checkpoints (all of them), or a project folder; or the URL of one.",
+    ),
+]
 Series = Annotated[
     Path,
     typer.Argument(parser=place_of, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
@@ -65,6 +73,7 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     root = found[0] if paths.real(found[0]) == paths.real(path) else found[0].parent
     latest = folder.read_latest(found[0].parent)
     rows = [_row(item) | {"latest": item.name == latest} for item in found]
+    rows = [row for row, item in zip(rows, found, strict=True) if not (row["problem"] and _is_gone(item, path))]
     if as_json:
         print(json.dumps({"root": str(root), "checkpoints": rows}, indent=2))
         return 0
@@ -84,9 +93,26 @@ def _row(path: Place) -> dict[str, Any]:
     try:
         record = folder.inspect(path)
     except (CheckpointError, OSError) as error:
-        return {**row, "problem": str(error)}
+        return {**row, "problem": _in_words(error, path)}
     names = ("step", "kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id")
     return row | {name: getattr(record, name) for name in names}
+
+
+def _in_words(error: CheckpointError | OSError, path: Place) -> str:
+    """Why a checkpoint cannot be used."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{error.filename or path}: cannot be read ({error.strerror}); check its permissions."
+
+
+def _is_gone(found: Place, given: Place) -> bool:
+    """Whether a checkpoint of a folder was deleted since it was found there, by the run that saves into it."""
+    from shardkit.checkpoint import manifest
+
+    try:
+        return found != given and not (manifest.is_here(found) if isinstance(found, Url) else found.exists())
+    except OSError:
+        return False
 
 
 @app.command()
@@ -147,13 +173,19 @@ def _tensors(found: "Checkpoint") -> dict[str, dict[str, Any]]:
 
 
 @app.command()
-def verify(path: Where = Path(), as_json: AsJson = False) -> int:
-    """Verify the digests of a checkpoint, or of all checkpoints in a folder. Exit code 3 if one is damaged."""
+def verify(path: Each = Path(), as_json: AsJson = False) -> int:
+    """Verify the digests of a checkpoint, or of all checkpoints in a folder. Exit code 3 if one is damaged.
+
+    Those that a run deletes meanwhile are left out.
+    """
     from shardkit.checkpoint import locate
 
     results = []
     for found in locate.checkpoints(path):
         problems, size = _damages(found)
+        if problems and _is_gone(found, path):
+            print(f"note: {found} was deleted before it was verified.", file=sys.stderr)
+            continue
         results.append({"path": str(found), "bytes": size, "problems": problems})
         if not as_json:
             print("\n".join(problems) if problems else f"{found}: valid ({sizes.in_words(size)})")
@@ -171,9 +203,9 @@ def _damages(path: Place) -> tuple[list[str], int]:
     try:
         found = open_checkpoint(path)
         with Progress("verified", found.manifest.bytes) as progress:
-            return damages(found, lambda name, size: progress.add(size)), found.manifest.bytes
+            return damages(found, progress.add), found.manifest.bytes
     except (CheckpointError, OSError) as error:
-        return [str(error)], 0
+        return [_in_words(error, path)], 0
 
 
 @app.command()
