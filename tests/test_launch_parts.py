@@ -258,6 +258,11 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
         ({"num_processes": 2, "num_machines": 2}, EIGHT, "need the address of machine 0; give --main HOST:PORT"),
         ({"use_cpu": True, "shardkit": {"launch": {"show": "0,1"}}}, NO_GPU, "there is no rank 1 (got"),
         ({"distributed_type": "XLA"}, NO_GPU, "needs the package torch_xla"),
+        (
+            {"use_cpu": True, "shardkit": {"checkpoint": {"resume": "latest"}}},
+            NO_GPU,
+            "launch: resume: latest: no such folder; give the folder of a checkpoint, or auto for the newest one.",
+        ),
     ],
 )
 def test_what_the_machine_cannot_run_is_said_before_the_start(settings, machine, says):

@@ -124,9 +124,7 @@ def read(folder: Place) -> Manifest:
     where = str(folder / NAME)
     if not is_here(folder):
         if not (objects.is_there(folder) if isinstance(folder, Url) else folder.exists()):
-            raise CheckpointError(
-                f"{folder}: no such folder; give a checkpoint, or a folder that contains checkpoints."
-            )
+            raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint.")
         raise CheckpointError(
             f"{folder}: not a checkpoint, or an incomplete one ({NAME} is missing); use another checkpoint."
         )

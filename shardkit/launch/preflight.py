@@ -167,13 +167,17 @@ def show_problems(config: Config) -> list[Problem]:
 
 
 def store_problems(config: Config) -> list[Problem]:
-    """Whether the checkpoint to resume from exists, if it is in an object store; and whether log_dir is a folder."""
+    """Whether the checkpoint to resume from exists, and log_dir is a folder."""
     problems, log_dir, resume = [], config.shardkit.launch.log_dir, config.shardkit.checkpoint.resume
     if log_dir is not None and is_url(log_dir):
         problems.append(Problem(f"launch: log_dir: object stores are not supported (got {log_dir}); give a folder."))
     place = place_of(resume)
-    if isinstance(place, Url) and (missing := objects.nothing_there(place)):
-        problems.append(Problem(f"launch: resume: {missing}"))
+    if isinstance(place, Url):
+        if missing := objects.nothing_there(place):
+            problems.append(Problem(f"launch: resume: {missing}"))
+    elif resume not in ("never", "auto") and not os.path.exists(place):
+        text = f"launch: resume: {resume}: no such folder; give the folder of a checkpoint, or auto for the newest one."
+        problems.append(Problem(text))
     return problems
 
 
