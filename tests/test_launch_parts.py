@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -590,6 +591,30 @@ def test_an_exception_becomes_a_record():
     assert failure.exit_code_of(SystemExit()) == 0
     assert failure.exit_code_of(Preempted("")) == 75
     assert failure.exit_code_of(KeyboardInterrupt()) == 130
+
+
+def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
+    from torch._utils import ExceptionWrapper
+
+    def get_item(error):
+        raise error
+
+    def carried(error):
+        try:
+            get_item(error)
+        except Exception:
+            wrapper = ExceptionWrapper(where="in DataLoader worker process 0")
+        return failure.message_of(raised(wrapper.reraise))
+
+    caught = (
+        r"Caught KeyError in DataLoader worker process 0 \(tests/test_launch_parts.py:\d+ in get_item\): KeyError: 'x'"
+    )
+    assert re.fullmatch(caught, carried(KeyError("x")))
+    assert carried(ValueError("one\ntwo")).endswith("in get_item): ValueError: one\ntwo")
+    full = "unable to allocate shared memory(shm) for file </torch_1_0>: No space left on device (28)"
+    error = replace(failure.describe(1, RuntimeError(), set()), message=carried(RuntimeError(full)))
+    said = diagnosis.render(diagnosis.diagnose([RankOutcome(1, exit_code=1, error=error)]), 0.0, "logs")
+    assert full in said and "  next     this is often /dev/shm" in said
 
 
 # hangs

@@ -135,10 +135,10 @@ def _next_step(error: RankError | None) -> str:
             "see what uses the memory, and what each change would save, with the function that builds the model: "
             "shardkit plan --model MODULE:FUNCTION"
         )
-    if error.kind == "OSError" and error.message == "[Errno 28] No space left on device":
+    if error.message == "[Errno 28] No space left on device" or "unable to allocate shared memory" in error.message:
         return (
-            "no file is named, so it is often /dev/shm, which the workers of data loaders share: see df -h; "
-            "docker run --shm-size=16g makes it larger"
+            "this is often /dev/shm, which the workers of data loaders share: see df -h; docker run --shm-size=16g "
+            "makes it larger"
         )
     if "gloo/transport/tcp" in error.message and "connect" in error.message:
         return (
