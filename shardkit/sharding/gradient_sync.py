@@ -206,8 +206,9 @@ def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
 
 def deferred(model: nn.Module) -> AbstractContextManager[None]:
     """A context for micro-batches before the last of a window: DDP does not reduce. FSDP still reduces to shards, since
-    otherwise every rank would hold the gradients of the whole model, but does not reduce between replicas."""
-    return _without_all_reduce(model) if is_fsdp(model) else _synced(model, enabled=False)
+    otherwise every rank would hold the gradients of the whole model, but does not reduce between replicas. The model
+    may be a module around a sharded one."""
+    return _without_all_reduce(model) if any(map(is_fsdp, model.modules())) else _synced(model, enabled=False)
 
 
 def finish_deferred(model: nn.Module) -> None:
@@ -228,7 +229,13 @@ def has_gradients(model: nn.Module) -> bool:
     groups = _groups_of(model)
     if any(group._partial_reduce_output is not None for group in groups):
         return True
-    return any(parameter.unsharded_accumulated_grad is not None for group in groups for parameter in group.fsdp_params)
+    return any(_has_unsharded_gradient(parameter) for group in groups for parameter in group.fsdp_params)
+
+
+def _has_unsharded_gradient(parameter: Any) -> bool:
+    """Whether an FSDP parameter has a gradient that is not reduced yet, in its own dtype or in another one."""
+    whole = getattr(parameter, "_unsharded_param", None)  # from the first all-gather on
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
 def _groups_of(model: nn.Module) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,9 @@ class Run:
         self.micro += 1
         yield
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @property
     def is_step(self) -> bool:
         return self.micro % self.accumulation == 0
@@ -165,6 +168,9 @@ class RanksRun(Run):
         self.micro += 1
         with self.accelerator.accumulate(*models):
             yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self.accelerator.no_sync(model)
 
     def step(self, *optimizers: torch.optim.Optimizer) -> None:
         for optimizer in optimizers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,37 @@ def windows(run: Run) -> None:
             run.backward(loss)
             if run.is_step:
                 run.clip(model.parameters(), 1.0)
+            run.step(optimizer)
+            run.see_mean(loss)
+
+
+class Around(nn.Module):
+    """A module around a prepared model, as of a loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+@loop(accumulation=2)
+def windows_of_a_module_around_the_model(run: Run) -> None:
+    model, optimizer = started(run)
+    around = Around(model)
+    for micro in range(6):
+        with run.accumulate(around):
+            loss = loss_of(around.inner, run.batch(micro))
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
+
+
+@loop(accumulation=2)
+def windows_without_exchange_before_their_end(run: Run) -> None:
+    model, optimizer = started(run)
+    for micro in range(6):
+        with run.accumulate(model), run.no_sync(model) if micro % 2 == 0 else nullcontext():
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
             run.step(optimizer)
             run.see_mean(loss)
 
