@@ -30,6 +30,7 @@ from shardkit.compat.window import GradientState
 from shardkit.config.keys import resolve_name
 from shardkit.errors import MachineError, UsageError
 from shardkit.runtime import process_control
+from shardkit.runtime.project import ProjectConfiguration
 
 LISTED = Path(__file__).parent / "data" / "accelerate_names.txt"
 
@@ -495,6 +496,71 @@ def test_log_accepts_dicts_of_numbers_and_anything_before_the_trackers_start(cle
     accelerator.end_training()
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line).items() >= {"step": 2, "loss": 2.0, "parts/a": 1, "parts/b/c": 0.5}.items()
+
+
+# ---- attributes that scripts set ----
+
+
+def test_attributes_that_agree_with_the_run_can_be_set_and_others_are_refused(clean_states):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True}, gradient_accumulation_steps=4)
+    accelerator.native_amp = False
+    with pytest.raises(UsageError, match=r"native_amp: the mixed precision of this run is no \(got .* True\)"):
+        accelerator.native_amp = True
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator._models = [model]
+    with pytest.raises(UsageError, match=r"the prepared models cannot be replaced \(got 0 for 1\); free_memory\(\)"):
+        accelerator._models = []
+    with pytest.raises(UsageError, match=r"step: a window cannot begin in its middle \(got 3 with 4 micro-batches"):
+        accelerator.step = 3
+    accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
+    assert (accelerator._run.loops.device_placement, accelerator._run.loops.step_scheduler_with_optimizer) == (0, 0)
+
+
+def test_a_step_of_0_begins_a_window(clean_states):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True}, gradient_accumulation_steps=3)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    syncs = []
+    for number in range(7):
+        if number == 2:
+            assert accelerator.step == 2
+            accelerator.step = 0
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            syncs.append(accelerator.sync_gradients)
+    assert syncs == [False, False, False, False, True, False, False]
+
+
+def test_trackers_and_the_project_can_be_chosen_after_the_accelerator(clean_states, tmp_path):
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+    assert accelerator.log_with == [] and accelerator.project_dir is None
+    accelerator.project_configuration = ProjectConfiguration(project_dir=str(tmp_path))
+    accelerator.log_with = ["csv"]
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0}, step=1)
+    assert [one.name for one in accelerator.trackers] == [*accelerator.log_with, "jsonl"]
+    assert (tmp_path / "run" / "metrics.csv").exists()
+    with pytest.raises(UsageError, match=r"log_with.*nothing"):
+        accelerator.log_with = "nothing"
+    with pytest.raises(UsageError, match=r"Accelerator.trackers: not a tracker \(got int\)"):
+        accelerator.trackers = [3]
+    kept = accelerator.trackers[:1]
+    accelerator.trackers = kept
+    assert accelerator.trackers == kept
+
+
+def exchanges_as_the_handler_says():
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
+    assert accelerator.ddp_handler is None
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    first = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.ddp_handler.find_unused_parameters = False
+    accelerator.ddp_handler.broadcast_buffers = False
+    second = accelerator.prepare(torch.nn.Linear(1, 1))
+    return [(one.find_unused_parameters, one.broadcast_buffers) for one in (first, second)]
+
+
+def test_a_ddp_handler_that_is_set_or_changed_later_is_read_by_prepare(ranks):
+    assert ranks.run(2, exchanges_as_the_handler_says)[0] == [(True, True), (False, False)]
 
 
 def test_prepare_gives_back_what_it_does_not_know(clean_states):

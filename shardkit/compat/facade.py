@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.compat.attributes import PlainAttributes
 from shardkit.compat.differences import takes_back
 from shardkit.compat.handlers import InitProcessGroupKwargs
 from shardkit.compat.kinds import DistributedType, PrecisionType, RNGType
@@ -42,7 +43,7 @@ from shardkit.storage.url import Url
 log = get_logger(__name__)
 
 
-class Accelerator(own.Accelerator):
+class Accelerator(PlainAttributes, own.Accelerator):
     """The training run on this rank, with Accelerate's arguments. Arguments that are not given come from shardkit.yaml.
     Collective: every rank creates one, with equal arguments.
 
@@ -105,10 +106,8 @@ class Accelerator(own.Accelerator):
             rng_types=rng_types,
             **{name: value for name, value in {"log_with": log_with, **refused, **others}.items() if value},
         )
-        self.device_placement = device_placement
         self.rng_types = list(rng_types or [])
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._parallelism_config = parallelism_config
         self._logged_alone: set[str] = set()
         state = AcceleratorState(_run=self._run)
@@ -129,6 +128,7 @@ class Accelerator(own.Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None, **arguments: Any) -> Any:
         """As shardkit's; other objects than models, optimizers, loaders and schedulers are returned unchanged.
         Collective."""
+        self._read_ddp_handler()
         known = [kind_of(one) is not None for one in args]
         if device_placement is not None:
             arguments["device_placement"] = [
@@ -292,11 +292,6 @@ class Accelerator(own.Accelerator):
             return None
         return self._parallelism_config.get_device_mesh(self.device.type)
 
-    @property
-    def native_amp(self) -> bool:
-        """Whether compute is in fp16 or bf16."""
-        return self.mixed_precision != "no"
-
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Raises UsageError: LOMO is not supported."""
         raise UsageError(f"lomo_backward: LOMO is not supported (got learning rate {learning_rate}); use backward.")
@@ -304,26 +299,6 @@ class Accelerator(own.Accelerator):
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Raises UsageError: sequence parallelism is not supported."""
         raise UsageError("deepspeed_ulysses_dl_adapter: sequence parallelism is not supported (got a call); use FSDP.")
-
-    @property
-    def _models(self) -> list[nn.Module]:
-        return self._run.models
-
-    @property
-    def _optimizers(self) -> list[Any]:
-        return self._run.optimizers
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return self._run.schedulers
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return self._run.loaders
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return self._run.registered
 
 
 def _flat(values: Any) -> Any:

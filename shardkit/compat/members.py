@@ -1,4 +1,5 @@
-"""The members of Accelerate's `Accelerator` and the arguments of its constructor, and what each does in shardkit.
+"""The members of Accelerate's `Accelerator`, the attributes that scripts set and the arguments of its constructor, and
+what each does in shardkit.
 
 `same`; or the difference; or `refused: what to use instead`. The migration page of the docs is generated from these
 tables.
@@ -103,4 +104,18 @@ ARGUMENTS: dict[str, str] = {
     "megatron_lm_plugin": "refused: Megatron-LM is not supported; use FSDP",
     "torch_tp_plugin": "refused: tensor parallelism is not supported; use FSDP",
     "rng_types": "has no effect: the order of the data is a function of (seed, epoch)",
+    "split_batches": "takes effect; Accelerate 1.15 ignores it and reads split_batches of dataloader_config only",
+}
+
+ATTRIBUTES: dict[str, str] = {
+    "native_amp": "another value than that of the run's mixed precision raises an error",
+    "step": "micro-batches of the current accumulation window; setting 0 begins another window",
+    "ddp_handler": "read by the next prepare",
+    "log_with": "read by the next init_trackers",
+    "trackers": _SAME,
+    "project_configuration": _SAME,
+    "device_placement": _SAME,
+    "step_scheduler_with_optimizer": "read when a scheduler is prepared",
+    "_models, _optimizers, _schedulers, _dataloaders, _custom_objects": "the prepared objects; use free_memory to drop "
+    "them",
 }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardkit.compat import migrate
 from shardkit.compat.differences import DIFFERENCES
-from shardkit.compat.members import ARGUMENTS, MEMBERS
+from shardkit.compat.members import ARGUMENTS, ATTRIBUTES, MEMBERS
 from shardkit.compat.names import REFUSED
 
 HEAD = """# Migrate from Accelerate
@@ -55,6 +55,7 @@ def migration_page(script: Path) -> str:
         _differences(),
         TRAINER,
         _members(),
+        _attributes(),
         _arguments(),
         _refused(),
         f"## A script's diff\n\n```diff\n{change}```\n",
@@ -72,6 +73,12 @@ def _differences() -> str:
 def _members() -> str:
     rows = [f"| `{name}` | {text} |" for name, text in MEMBERS.items()]
     return "\n".join(["## Members of Accelerator", "", "| member | in shardkit |", "|---|---|", *rows, ""])
+
+
+def _attributes() -> str:
+    rows = [f"| `{name}` | {text} |" for name, text in ATTRIBUTES.items()]
+    head = "## Attributes of Accelerator that scripts set"
+    return "\n".join([head, "", "| attribute | in shardkit |", "|---|---|", *rows, ""])
 
 
 def _arguments() -> str:

@@ -56,7 +56,7 @@ class Trackers:
     checkpoints loaded so far."""
 
     def __init__(self, selected: Sequence[str | Tracker], is_main: bool, loads: Callable[[], int]) -> None:
-        self._selected, self._is_main, self._loads = selected, is_main, loads
+        self.selected, self._is_main, self._loads = selected, is_main, loads
         self._loads_seen = 0
         self._has_announced = False
         self.active: list[Tracker] = []
@@ -75,7 +75,7 @@ class Trackers:
             self.finish()
         name = re.sub(r"[^\w.-]+", "_", project)
         place = None if folder is None else Path(folder) / name
-        wanted: list[str | Tracker] = list(self._selected)
+        wanted: list[str | Tracker] = list(self.selected)
         if "jsonl" not in wanted:
             wanted += ["jsonl"] if place is not None else []
             if place is None:
@@ -95,9 +95,10 @@ class Trackers:
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of that name, or its native object; on other ranks a placeholder that does nothing."""
-        found = self._by_name.get(name)
+        by_name = self._by_name | {tracker.name: tracker for tracker in self.active}
+        found = by_name.get(name)
         if found is None:
-            there = ", ".join(self._by_name) or "none: call init_trackers first"
+            there = ", ".join(by_name) or "none: call init_trackers first"
             raise UsageError(f"get_tracker: no tracker of this name (got {name!r}; there are {there}).")
         return found.tracker if unwrap else found
 
