@@ -19,6 +19,7 @@ import pytest
 from shardkit.cli import main as command_line
 from shardkit.config import files
 from shardkit.config.command import settings_from
+from shardkit.config.layers import flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
 from shardkit.launch import diagnosis, environment, failure, flags, folders, ports, preflight, stacks
@@ -123,6 +124,16 @@ def test_addresses_and_settings():
         ("--main_process_port 0 t.py", "--set main_process_port=0 t.py"),
         ("--set a_b=1 --max_restarts 3 -- t.py -x", "--set a_b=1 --restarts 3 -- t.py -x"),
         ("--num_processes", "--num-processes"),
+        ("--dynamo_backend=no t.py", '--set dynamo_config={"dynamo_backend": "no"} --set shardkit.compile=false t.py'),
+        (
+            "--zero_stage 2 -q --use_deepspeed --zero3_init_flag=false t.py",
+            '--set deepspeed_config={"zero_stage": "2", "zero3_init_flag": "false"} '
+            "--set distributed_type=DEEPSPEED t.py",
+        ),
+        (
+            "--fp8_backend AO --dynamo_use_dynamic t.py --fp8_backend",
+            '--set fp8_config={"backend": "AO"} --set dynamo_config={"dynamo_use_dynamic": "true"} t.py --fp8_backend',
+        ),
     ],
 )
 def test_accelerates_flags_and_where_the_script_begins(given, read):
@@ -138,6 +149,24 @@ def test_accelerates_flags_and_where_the_script_begins(given, read):
         "--restarts",
     }
     assert " ".join(flags.in_our_words(given.split(), with_value)) == read
+
+
+def test_keys_of_accelerates_files_are_settings_of_a_command_too():
+    given = "--dynamo_backend inductor --fsdp_activation_checkpointing_offload true"
+    given += " --parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2"
+    words = flags.in_our_words(given.split(" "), {"--set"})
+    layer = flag_layer(settings_from(words[1::2]))
+    assert layer.problems == [] and {".".join(path): entry.value for path, entry in layer.entries.items()} == {
+        "shardkit.compile": "true",
+        "shardkit.mesh.replicate_size": "2",
+        "shardkit.mesh.shard_size": "2",
+        "shardkit.offload_activations": "true",
+    }
+    refused = flag_layer({"megatron_lm_config": '{"megatron_lm_tp_degree": "2"}', "dynamo_backend": "ipex"})
+    assert refused.problems == [
+        "--set megatron_lm_config: Megatron-LM is not run here (got {'megatron_lm_tp_degree': '2'}); use fsdp_config.",
+        "--set dynamo_backend: this backend is not supported (got ipex); use INDUCTOR.",
+    ]
 
 
 # the command line up to the ranks

@@ -110,7 +110,9 @@ def _settings_layer(settings: Mapping[str, str], kind: Kind, where: Mapping[str,
     layer = Layer()
     for name, value in settings.items():
         path = resolve_name(name)
-        if path is None or path in sections():
+        if path is None and (foreign := _foreign(name)):
+            _take_foreign_setting(layer, *foreign, value, Origin(kind, where[name]))
+        elif path is None or path in sections():
             layer.problems.append(f"{where[name]}: {unknown_setting(name, path)}")
         elif path in layer.entries and layer.entries[path].name != name:
             other = layer.entries[path].origin
@@ -121,6 +123,24 @@ def _settings_layer(settings: Mapping[str, str], kind: Kind, where: Mapping[str,
             except ConfigError as error:
                 layer.problems += [f"{where[name]}: {problem}" for problem in error.problems]
     return layer
+
+
+def _foreign(name: str) -> tuple[Path, str] | None:
+    """(section, key) of a dotted name that is a key of Accelerate's files, not shardkit's; None for any other."""
+    block, _, key = name.strip().rpartition(".")
+    section = resolve_name(block) if block else ()
+    return (section, key) if section is not None and accelerate_keys.is_foreign(section, key) else None
+
+
+def _take_foreign_setting(layer: Layer, section: Path, key: str, value: Any, origin: Origin) -> None:
+    """Translates a foreign key that is given as a setting, or adds a problem."""
+    if isinstance(value, str):
+        value = document.raw(_node_of(value))
+    outcome = accelerate_keys.translate(section, key, value)
+    layer.problems += [f"{origin}: {problem}" for problem in outcome.problems]
+    layer.notes += [f"{origin}: {note}" for note in outcome.notes]
+    for path, found in outcome.settings.items():
+        _put(layer, path, SettingEntry(found, origin, key, direct=False))
 
 
 NOTHING = {"", "null", "~"}
@@ -136,8 +156,13 @@ def setting_value(path: Path, text: Any) -> Any:
     holds_many = isinstance(all_keys()[path].default, (list, dict))
     if not (text.startswith('"') or (holds_many and text.lstrip().startswith(("[", "{")))):
         return text
-    node = document.pairs(document.compose(f"value: {text}", "value"))[0][2]
+    node = _node_of(text)
     return document.typed(node) if path == ("xla_fsdp_settings",) else document.raw(node)
+
+
+def _node_of(text: str) -> yaml.Node:
+    """Text as a value in YAML."""
+    return document.pairs(document.compose(f"value: {text}", "value"))[0][2]
 
 
 def unknown_setting(name: str, path: Path | None) -> str:

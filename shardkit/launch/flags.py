@@ -25,6 +25,7 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
     ours: list[str] = []
     rest = list(arguments)
     machines = ranks_of_each = None
+    blocks: dict[str, dict[str, str]] = {}
     while rest and rest[0].startswith("-") and rest[0] != "--":
         name, is_joined, value = rest.pop(0).partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
@@ -38,6 +39,10 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
             machines, ours = value, [*ours, name, value]
         elif name in SWITCHES:
             ours += ["--set", SWITCHES[name]] if SWITCHES[name] else []
+        elif (block := _block_of(name)) and name not in with_value:
+            inner = name[2:].replace("-", "_").removeprefix("fp8_")
+            given = "true" if name in SWITCHES_OF_BLOCKS else value if is_joined else rest.pop(0) if rest else ""
+            blocks.setdefault(block, {})[inner] = given
         elif key is not None and name not in with_value:
             ours += ["--set", f"{key}={value if is_joined else rest.pop(0) if rest else ''}"]
         elif name in with_value and not is_joined:
@@ -48,7 +53,20 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
         if name in {"-m", "--module"}:
             rest = ["--", *rest]
             break
-    return [*_total(ranks_of_each, machines), *ours, *rest]
+    return [*_total(ranks_of_each, machines), *_settings_of(blocks), *ours, *rest]
+
+
+def _settings_of(blocks: dict[str, dict[str, str]]) -> list[str]:
+    """Blocks of Accelerate's file as flags. No backend means off, also where a file compiles."""
+    settings = [f"{block}={json.dumps(inner)}" for block, inner in blocks.items()]
+    if blocks.get("dynamo_config", {}).get("dynamo_backend", "").lower() == "no":
+        settings.append("shardkit.compile=false")
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def _block_of(name: str) -> str | None:
+    """The block of Accelerate's file that has the setting of this flag of `accelerate launch`; None for other flags."""
+    return next((block for start, block in BLOCKS.items() if name.startswith(start)), None)
 
 
 def _total(ranks_of_each: str | None, machines: str | None) -> list[str]:
@@ -229,9 +247,37 @@ SWITCHES = {
     "--same-network": "same_network=true",
     "--downcast-bf16": "downcast_bf16=true",
     "--enable-cpu-affinity": "enable_cpu_affinity=true",
+    "--use-deepspeed": "distributed_type=DEEPSPEED",
+    "--use-megatron-lm": "distributed_type=MEGATRON_LM",
+    "--use-xpu": "distributed_type=MULTI_XPU",
+    "--ipex": "ipex_config=true",
+    "--use-parallelism-config": "",
+    "--quiet": "",
+    "-q": "",
     "--standalone": "",
 }
-"""Flags without a value of Accelerate and torchrun, as settings; "": what it says is the default."""
+"""Flags without a value of Accelerate and torchrun, as settings; "": what it says is the default, or only changes what
+their launcher prints."""
+
+BLOCKS = {
+    "--dynamo-": "dynamo_config",
+    "--fp8-": "fp8_config",
+    "--parallelism-config-": "parallelism_config",
+    "--deepspeed-": "deepspeed_config",
+    "--zero": "deepspeed_config",
+    "--offload-": "deepspeed_config",
+    "--gradient-clipping": "deepspeed_config",
+    "--megatron-lm-": "megatron_lm_config",
+    "--mpirun-": "mpirun_config",
+}
+"""How flags of Accelerate begin, and the block of its file that has the same settings. The values of a block are read
+together, as those of a file: translated, or refused with what to use instead."""
+
+SWITCHES_OF_BLOCKS = {
+    *("--dynamo-use-fullgraph", "--dynamo-use-dynamic", "--dynamo-use-regional-compilation"),
+    "--fp8-use-autocast-during-eval",
+}
+"""Those without a value."""
 
 KEYS = {
     "--main-process-ip": "main_process_ip",
