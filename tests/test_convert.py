@@ -90,6 +90,15 @@ def test_a_version_2_file_with_a_mesh_and_compile(tmp_path):
     )
 
 
+def test_settings_of_an_axis_with_one_rank_are_left_out(tmp_path):
+    sizes = "  parallelism_config_sp_size: 1\n  parallelism_config_sp_seq_length_is_variable: true\n"
+    sizes += "  parallelism_config_tp_size: 1\n  parallelism_config_cp_comm_strategy: alltoall\n"
+    text = f"distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n{sizes}"
+    assert converted(text, tmp_path).refused == []
+    used = converted(text.replace("sp_size: 1", "sp_size: 2"), tmp_path)
+    assert "sp_size is not supported (got 2)" in account(used)["parallelism_config"][1]
+
+
 def test_the_documents_example_is_kept_but_for_two_spellings():
     conversion = convert(DATA / "example.yaml")
     changed = {line.key: line.text for line in conversion.lines if line.verdict != "kept"}

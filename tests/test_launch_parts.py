@@ -92,7 +92,7 @@ def test_fsdp_config_is_a_file_or_the_folder_that_holds_it(tmp_path):
     }
     read = files.overlaid(Config(), settings).fsdp
     assert (read.min_num_params, read.offload_params, read.transformer_layer_cls_to_wrap) == (2000, True, ["A", "B"])
-    (tmp_path / "other.yaml").write_text("fsdp_config:\n  fsdp_offload_params: true\n")
+    (tmp_path / "other.yaml").write_text("fsdp_config:\n  fsdp_offload_params: true\n  min_num_params: 0\n")
     assert flags.fsdp_file_settings(tmp_path / "other.yaml") == {"fsdp_config.fsdp_offload_params": "true"}
     with pytest.raises(ConfigError, match=r"should hold one JSON or YAML file \(got 2: fsdp.json, other.yaml\)"):
         flags.fsdp_file_settings(tmp_path)

@@ -150,14 +150,20 @@ def _parallelism(key: str, value: Any) -> Translation:
     outcome = Translation()
     sizes = {name.removeprefix("parallelism_config_"): size for name, size in value.items()}
     ours = {"dp_replicate_size": "replicate_size", "dp_shard_size": "shard_size"}
+    is_used = {axis: not _is_one(sizes.get(f"{axis}_size")) for axis in ("tp", "cp", "sp")}
     for name, size in sizes.items():
+        if not is_used.get(name[:2], True):
+            continue  # settings of an axis that has one rank
         if name in ours:
-            outcome.settings |= (
-                {} if str(size) in {"None", "1", "-1", "0"} else {("shardkit", "mesh", ours[name]): size}
-            )
-        elif not (_is_empty(size) or str(size) in {"1", "torch"} or name.endswith(("_strategy", "_backend"))):
+            outcome.settings |= {} if _is_one(size) or str(size) == "-1" else {("shardkit", "mesh", ours[name]): size}
+        elif not (_is_empty(size) or name.endswith(("_strategy", "_backend"))):
             outcome.problems.append(f"{name} is not supported (got {shortened(size)}); use data parallelism.")
     return _plain_mesh(outcome)
+
+
+def _is_one(size: Any) -> bool:
+    """Whether an axis of the mesh has one rank."""
+    return _is_empty(size) or str(size) == "1"
 
 
 def _plain_mesh(outcome: Translation) -> Translation:

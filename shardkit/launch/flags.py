@@ -156,6 +156,8 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
         raise ConfigError(f"--fsdp-config: {file}: fsdp_config is a block of keys (got {block!r}).")
     settings: dict[str, str] = {}
     for key, value in block.items():
+        if key.removeprefix("fsdp_") == "min_num_params" and value == 0:
+            continue  # the Trainer's default: not by size
         is_xla = key == "xla" or key.startswith("xla_")
         name = key if is_xla else f"fsdp_config.{key if key.startswith('fsdp_') else f'fsdp_{key}'}"
         settings |= _given_by(f"--fsdp-config {file}: {key}", {name: _as_text(value)})
