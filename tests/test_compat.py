@@ -548,6 +548,27 @@ def test_trackers_and_the_project_can_be_chosen_after_the_accelerator(clean_stat
     assert accelerator.trackers == kept
 
 
+def loops_over_loaders_that_were_taken_out():
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True}, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(9), batch_size=2))
+    accelerator._dataloaders.clear()
+    taken_out = list(accelerator._dataloaders)
+    gathered = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    accelerator._dataloaders = []
+    ends = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch[:, None].float()).sum())
+            ends.append(accelerator.sync_gradients)
+    return taken_out, gathered, ends
+
+
+def test_a_loop_over_a_loader_that_was_taken_out_ends_windows_and_drops_padding(ranks):
+    taken_out, gathered, ends = ranks.run(2, loops_over_loaders_that_were_taken_out)[0]
+    assert (taken_out, gathered, ends) == ([], [[0, 1, 2, 3], [4, 5, 6, 7], [8]], [False, True, True])
+
+
 def exchanges_as_the_handler_says():
     accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
     assert accelerator.ddp_handler is None

@@ -11,6 +11,7 @@ from shardkit.compat.handlers import DistributedDataParallelKwargs
 from shardkit.compat.kinds import LoggerType
 from shardkit.config.code import Given
 from shardkit.config.schema import Config
+from shardkit.data.loader import PreparedLoader
 from shardkit.errors import UsageError
 from shardkit.runtime.project import ProjectConfiguration, project_of
 from shardkit.runtime.run import Run
@@ -152,5 +153,13 @@ class PlainAttributes:
     _models = _prepared("models")
     _optimizers = _prepared("optimizers")
     _schedulers = _prepared("schedulers")
-    _dataloaders = _prepared("loaders")
     _custom_objects = _prepared("registered")
+
+    @property
+    def _dataloaders(self) -> list[PreparedLoader]:
+        """The prepared loaders. One that is taken out is not saved, until a loop over it begins."""
+        return self._run.loaders
+
+    @_dataloaders.setter
+    def _dataloaders(self, loaders: Iterable[PreparedLoader]) -> None:
+        self._run.loaders[:] = loaders

@@ -116,6 +116,6 @@ ATTRIBUTES: dict[str, str] = {
     "project_configuration": _SAME,
     "device_placement": _SAME,
     "step_scheduler_with_optimizer": "read when a scheduler is prepared",
-    "_models, _optimizers, _schedulers, _dataloaders, _custom_objects": "the prepared objects; use free_memory to drop "
-    "them",
+    "_dataloaders": "a loader that is taken out is not saved, until a loop over it begins",
+    "_models, _optimizers, _schedulers, _custom_objects": "the prepared objects; use free_memory to drop them",
 }

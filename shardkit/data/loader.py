@@ -72,6 +72,8 @@ class PreparedLoader:
         self.after_batch: WeakMethod[Callable[[PreparedLoader], None]] | None = None
         """Called when the loop requests the next batch: the previous batch is done. A weak reference avoids a cycle, so
         that the workers end as soon as the loader is unreferenced."""
+        self.before_loop: WeakMethod[Callable[[PreparedLoader], None]] | None = None
+        """Called when a loop begins."""
         self._source = source
         self._users = users
         self._rank = rank
@@ -87,6 +89,8 @@ class PreparedLoader:
         self._facts = facts_of(source.dataset, source.dataset_length, source.split)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.before_loop is not None and (before_loop := self.before_loop()) is not None:
+            before_loop(self)
         is_moved = self._is_positioned
         loop = self._loop = self._begin()
         epoch = loop.position.epoch

@@ -44,7 +44,7 @@ class Accumulation:
         self,
         steps: int,
         models: Sequence[nn.Module],
-        loaders: Sequence[PreparedLoader],
+        loaders: list[PreparedLoader],
         scaler: torch.amp.GradScaler | None,
         counters: Counters,
         events: StepEvents,
@@ -282,6 +282,12 @@ class Accumulation:
         if self._window <= 1:
             return False
         return self.backward_calls == self._calls_before_micro_batch or self._has_stepped_in_micro_batch
+
+    def before_loop(self, loader: PreparedLoader) -> None:
+        """Called by a loader when a loop begins. A loader that the script took out of the prepared ones is one again:
+        it ends windows, and knows which of its samples are padding."""
+        if loader not in self._loaders:
+            self._loaders.append(loader)
 
     def after_batch(self, loader: PreparedLoader) -> None:
         """Called by a loader when the loop requests the next batch: the previous one is done."""

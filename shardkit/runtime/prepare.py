@@ -210,6 +210,7 @@ def _loader(run: Run, loader: Any, moves: bool) -> PreparedLoader:
         even_batches=data.even_batches,
     )
     if prepared not in run.loaders:
+        prepared.before_loop = WeakMethod(run.accumulation.before_loop)
         prepared.after_batch = WeakMethod(run.accumulation.after_batch)
         run.loaders.append(prepared)
     return prepared
