@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardkit import bars
 from shardkit.compat import Accelerator, migrate, modules, names, scan
 from shardkit.compat.differences import DIFFERENCES, choices
 from shardkit.compat.handlers import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
@@ -113,6 +114,13 @@ def test_a_refused_name_can_be_imported_compared_and_subclassed_but_not_used():
     for use in (refused, Own, lambda: refused.something):
         with pytest.raises(UsageError, match="is not supported"):
             use()
+
+
+def test_a_function_with_the_name_of_its_module_is_the_function():
+    utils = import_module("shardkit.compat.utils")
+    assert utils.tqdm is bars.tqdm
+    assert import_module("shardkit.compat.utils.tqdm").tqdm is bars.tqdm
+    assert utils.tqdm is bars.tqdm, "also after an import of the module"
 
 
 def test_a_name_that_nobody_knows_is_an_attribute_error():

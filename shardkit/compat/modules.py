@@ -39,6 +39,11 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return look_up(self.__name__, self.__dict__["_below"], name, sys._getframe(1))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system sets a submodule on its package: `utils.tqdm` would hide the function of that name.
+        if not (isinstance(value, StandIn) and name in names.places(self.__dict__["_below"])):
+            super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *known(self.__dict__["_below"])})
 
@@ -53,9 +58,10 @@ def look_up(module: str, below: str, name: str, frame: Any = None) -> Any:
     if name == "__all__":
         return known(below)
     dotted = f"{below}.{name}" if below else name
-    if dotted in names.modules():
+    place = names.places(below).get(name)
+    if place is None and dotted in names.modules():
         return import_module(f"{module}.{name}")
-    if place := names.places(below).get(name):
+    if place is not None:
         TOUCHED.note(TOUCHED.stood_in, dotted, frame)
         return getattr(import_module(place[0]), place[1])
     if instead := names.refusals(below).get(name):
