@@ -520,6 +520,10 @@ def test_attributes_that_agree_with_the_run_can_be_set_and_others_are_refused(cl
         accelerator._models = []
     with pytest.raises(UsageError, match=r"step: a window cannot begin in its middle \(got 3 with 4 micro-batches"):
         accelerator.step = 3
+    accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert accelerator.scaler is None
+    with pytest.raises(UsageError, match=r"scaler: the run has one .* \(got a GradScaler .* no\)"):
+        accelerator.scaler = torch.amp.GradScaler("cpu")
     accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
     assert (accelerator._run.loops.device_placement, accelerator._run.loops.step_scheduler_with_optimizer) == (0, 0)
 

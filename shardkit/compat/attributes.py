@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from shardkit.compat.handlers import DistributedDataParallelKwargs
 from shardkit.compat.kinds import LoggerType
 from shardkit.config.code import Given
@@ -56,6 +58,21 @@ class PlainAttributes:
             raise UsageError(
                 f"native_amp: the mixed precision of this run is {self._run.config.mixed_precision} (got native_amp = "
                 f"{native_amp}); set Accelerator(mixed_precision=...), or mixed_precision in shardkit.yaml."
+            )
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of an fp16 run, else None."""
+        return self._run.accumulation.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        is_on = scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled())
+        if scaler is not self.scaler and (is_on or self.scaler is not None):
+            raise UsageError(
+                f"Accelerator.scaler: the run has one loss scaler, under fp16 (got a {type(scaler).__name__} in a run "
+                f"with mixed_precision {self._run.config.mixed_precision}); leave it out, and set the scale by "
+                "GradScalerKwargs."
             )
 
     @property

@@ -110,6 +110,7 @@ ARGUMENTS: dict[str, str] = {
 ATTRIBUTES: dict[str, str] = {
     "native_amp": "another value than that of the run's mixed precision raises an error",
     "step": "micro-batches of the current accumulation window; setting 0 begins another window",
+    "scaler": "a scaler that scales raises an error: an fp16 run has its own",
     "ddp_handler": "read by the next prepare",
     "log_with": "read by the next init_trackers",
     "trackers": _SAME,
