@@ -248,7 +248,7 @@ class _Area:
         self.replicated = tuple(
             name
             for name, parameter in self.parameters.items()
-            if not parameter.shape or any(self.is_ignored(path) for path in found[name])
+            if not parameter.shape or 0 in parameter.shape or any(self.is_ignored(path) for path in found[name])
         )
         self.occurrences = {name: paths for name, paths in found.items() if name not in set(self.replicated)}
 

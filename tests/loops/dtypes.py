@@ -84,6 +84,23 @@ def unfreezing_parameters_without_a_dimension(run: Run) -> None:
     train(run, model, optimizer, 10)
 
 
+class WithNothing(Net):
+    """A table of no rows in each part, as a size of 0 in a configuration makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in self.parts:
+            part.rows = nn.Parameter(torch.empty(0, 7))
+            part.register_forward_hook(lambda module, args, output: output + module.rows.sum())
+
+
+@loop()
+def parameters_without_elements(run: Run) -> None:
+    torch.manual_seed(0)
+    model, optimizer = started(run, WithNothing())
+    train(run, model, optimizer)
+
+
 @loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": "Part", "fsdp_ignored_modules": "head|parts.0.up"})
 def ignored_modules(run: Run) -> None:
     model, optimizer = started(run)
