@@ -54,7 +54,8 @@ class _Pass:
     keeps_graph: bool = False
     """This backward builds a graph of itself (create_graph=True)."""
     is_second_due: bool = False
-    """A graph of gradients exists: nothing is freed or reduced until the backward that uses it has ended."""
+    """A graph of gradients exists, which refers to gathered parameters: nothing is freed or reduced until the backward
+    that uses it has ended."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called at the end of each backward, when the units' gradients are reduced."""
 
@@ -88,6 +89,8 @@ class UnitState(FSDPState):
             state._training_state = TrainingState.IDLE
             for group in groups_of(state):
                 group._training_state = TrainingState.IDLE
+                if group.is_unsharded:
+                    group._park()
                 if any(p._unsharded_param.grad is not None for p in group.fsdp_params if is_gathered_once(p)):
                     raise UsageError(
                         "backward: create_graph=True leaves gradients with a graph in the parameters, which FSDP "
@@ -184,6 +187,10 @@ class UnitGroup(FSDPParamGroup):
                 parameter.free_unsharded_param()
 
     def _to_sharded(self) -> None:
+        if self._state._pass.is_second_due:
+            if self.is_unsharded:
+                self._park()
+            return
         self._drop_parked()
         super()._to_sharded()
 

@@ -103,3 +103,26 @@ def gradients_of_inputs_without_a_step(run: Run) -> None:
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
+
+
+@loop(fsdp=BY_SIZE)
+def an_evaluation_before_the_second_backward(run: Run) -> None:
+    """The graph of a gradient keeps what it needs, while the model is evaluated, read and averaged."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    model, optimizer = run.prepare(model, adam(model.parameters()))
+    averages = [p.detach().clone() for p in model.parameters()]
+    for step in range(run.steps):
+        x = run.draw(step, 5).requires_grad_()
+        value = model(x)
+        (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        loss = value.pow(2).mean() + gradient.pow(2).sum(1).mean()
+        for average, p in zip(averages, model.parameters(), strict=True):
+            average.lerp_(p.detach(), 0.5)
+        with torch.no_grad():
+            run.see_mean(model(run.draw(777, 5)).mean())
+        model.state_dict()
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+    run.see(averages[0].sum())
