@@ -16,8 +16,9 @@ from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
 from shardkit.runtime.boundaries import Boundaries
+from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.step_events import StepEvents
-from shardkit.sharding.gradient_sync import deferred, finish_deferred, has_gradients
+from shardkit.sharding.gradient_sync import deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
 
 NEVER = ("never", -1)
@@ -61,6 +62,7 @@ class Accumulation:
         self._loaders = loaders
         self._is_full = True
         self._deferred_models: Sequence[nn.Module] = ()
+        self.deferred_gradients = DeferredGradients()
         self._loader_of_window: PreparedLoader | None = None
         self.is_stepping = False
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
@@ -150,8 +152,10 @@ class Accumulation:
         finally:
             self._is_own_backward = False
 
-    def note_backward(self) -> None:
+    def note_backward(self, model: nn.Module) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
+        is_early = self.is_inside and not self._is_full
+        self.deferred_gradients.note_backward(model, is_early and any(model is one for one in self._deferred_models))
         self.backward_calls += 1
         self._model_calls += 1
         self._backwards_since_step += not self._is_own_backward
@@ -174,12 +178,9 @@ class Accumulation:
         return self._divisor / self._window if 0 < self._window < self._divisor else 1.0
 
     def complete_window(self) -> None:
-        """Closes a window that the loop has left early: its micro-batches become a short window. Collective if there is
-        one."""
+        """Closes a window that the loop has left early: its micro-batches become a short window."""
         if self._is_full or self.is_gathering():
             return
-        for model in self._deferred_models:
-            finish_deferred(model)
         self._is_full = True
         self._window = self.counters.micro_step
         self._windows += 1

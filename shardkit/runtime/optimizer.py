@@ -112,11 +112,14 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         has_stepped_in_window = self._stepped_at == self._accumulation.gradient_moment
         if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
             self._has_used_gradients = False
+            self._accumulation.deferred_gradients.drop(lambda: self.parameters)
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:
         """Makes gradients equal to those of one process: unscaled, and the mean over the window. Idempotent."""
         self._accumulation.complete_window()
+        if not self._accumulation.is_gathering():
+            self._accumulation.deferred_gradients.finish(lambda: self.parameters)
         moment = self._accumulation.gradient_moment
         if self._final_at == moment:
             return

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakMethod
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
 from torch import nn
@@ -182,11 +182,16 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
         names = _distributed(run, model, weights, moves)
     parallel = model if run.mesh is not None else replicate(model, run.config, run.process)
     if parallel not in run.watched:
-        at_end_of_backward(parallel, lambda: run.accumulation.note_backward())
+        at_end_of_backward(parallel, partial(_note_backward, run, ref(parallel)))
         run.watched.add(parallel)
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
     return parallel
+
+
+def _note_backward(run: Run, reference: ReferenceType[nn.Module]) -> None:
+    if (model := reference()) is not None:
+        run.accumulation.note_backward(model)
 
 
 def _prepared(run: Run, model: nn.Module) -> nn.Module | None:

@@ -94,6 +94,7 @@ class Replica(DistributedDataParallel):
         if self.is_first_backward and torch.is_grad_enabled() and (problems := refused_hooks(self.module)):
             raise ModelError("\n".join(problems))
         if kinds != self._kinds or self._watch.has_broken_off():
+            self._reduce_frozen()
             self._engage(self.module)
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
@@ -102,6 +103,11 @@ class Replica(DistributedDataParallel):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     self._watch.watch(tensor)
         return output
+
+    def _reduce_frozen(self) -> None:
+        """Average what earlier micro-batches of a window left in parameters that were frozen since. Collective if there
+        are such."""
+        take_mean_([p for p in self._all if id(p) in self._managed and not p.requires_grad], may_be_unused=True)
 
     def retire(self) -> None:
         """Reduce no gradients any more: another replica of the same module does."""

@@ -82,3 +82,10 @@ def has_gradient(parameter: FSDPParam) -> bool:
     if not is_gathered_once(parameter):
         return False
     return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
+
+
+def forget_partial_sums(group: Any) -> None:
+    """Drops gradients that are reduced within the shard group, but not between replicas."""
+    group._partial_reduce_output = None
+    if hasattr(group, "_partial_reduce_output_layout"):  # from torch 2.15 on
+        group._partial_reduce_output_layout.clear()

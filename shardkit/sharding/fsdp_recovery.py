@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from shardkit.sharding.fsdp_internals import groups_of, is_gathered_once
+from shardkit.sharding.fsdp_internals import forget_partial_sums, groups_of, is_gathered_once
 from shardkit.sharding.hooks import is_in_backward
 
 
@@ -23,23 +23,27 @@ def recover_if_raised(state: Any) -> None:
 
 
 def _recover(state: Any) -> None:
-    """Resets all units of the model to their state between steps. Gradients that are not reduced yet are dropped."""
+    """Resets all units of the model to their state between steps. After a backward, gradients that are not reduced yet
+    are dropped; a forward that raised leaves those of the micro-batches before it."""
     context, shared = state._state_ctx, state._comm_ctx
     _join_streams(shared)
+    is_backward = context.post_backward_final_callback_queued
+    if is_backward:
+        state._pass.keeps_graph = state._pass.is_second_due = False
     for one in context.all_states:
         one._training_state = TrainingState.IDLE
         for group in groups_of(one):
             _wait_for_gather(group)
             group._training_state = TrainingState.IDLE
             group._post_forward_indices.clear()
-            _forget_gradients(group)
+            if is_backward:
+                _forget_gradients(group)
             group._to_sharded()
     shared.post_forward_order.clear()
     shared.all_gather_state = None
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
     context.manual_backward_finalization_active = None  # read by torch 2.15
-    state._pass.keeps_graph = state._pass.is_second_due = False
 
 
 def _join_streams(shared: Any) -> None:
@@ -56,7 +60,7 @@ def _join_streams(shared: Any) -> None:
 
 def _forget_gradients(group: Any) -> None:
     """Drops gradients that are not reduced yet, or only within the shard group."""
-    group._partial_reduce_output = None
+    forget_partial_sums(group)
     for parameter in group.fsdp_params:
         if is_gathered_once(parameter):
             parameter._unsharded_param.grad = None
@@ -64,7 +68,6 @@ def _forget_gradients(group: Any) -> None:
             parameter.unsharded_accumulated_grad = None
     if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
         group._set_unsharded_grad_dtypes(defer_upcast=False)
-        group._partial_reduce_output_layout.clear()
         group._post_backward_pending = False
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -211,15 +211,54 @@ def deferred(model: nn.Module) -> AbstractContextManager[None]:
     return _without_all_reduce(model) if any(map(is_fsdp, model.modules())) else _synced(model, enabled=False)
 
 
-def finish_deferred(model: nn.Module) -> None:
-    """Reduce the gradients that `deferred` left on each rank, if no further micro-batch follows. Collective."""
+def reduce_deferred(model: nn.Module) -> None:
+    """Under DDP, reduce the gradients that `deferred` left on each rank, if no further backward follows. Collective."""
     if isinstance(model, DistributedDataParallel):
-        take_mean_([p for p in model.module.parameters() if p.requires_grad], model.find_unused_parameters)
-    if any(group._partial_reduce_output is not None for group in _groups_of(model)):
+        reached = [p for p in model.module.parameters() if p.requires_grad or p.grad is not None]
+        take_mean_(reached, model.find_unused_parameters)
+
+
+def is_partly_reduced(model: nn.Module) -> bool:
+    """Whether gradients that `deferred` left wait for their reduction between the replicas of a hybrid strategy."""
+    return bool(_partly_reduced_groups(model))
+
+
+def refuse_unreduced(model: nn.Module, parameters: Set[int]) -> None:
+    """Raises UsageError if gradients of these parameters (by id) are still not reduced between the replicas of a hybrid
+    strategy."""
+    if any(id(p) in parameters for group in _partly_reduced_groups(model) for p in _parameters_of(group)):
         raise UsageError(
             "optimizer step: the accumulation window is incomplete: gradients are not reduced between the replicas of "
-            "a hybrid strategy (got a step before the last micro-batch); step after the end of the window."
+            "a hybrid strategy (got a step before the last micro-batch, or units that no backward in it reached); "
+            "step after the end of the window, with a backward through all units in its last micro-batch, or set "
+            "shardkit.ddp_find_unused_parameters: true where blocks are skipped."
         )
+
+
+def drop_unreduced(model: nn.Module, parameters: Set[int]) -> None:
+    """Drop the gradients of these parameters (by id) that wait for their reduction between the replicas of a hybrid
+    strategy. UsageError where a unit has others too: torch keeps a unit's gradients in one buffer."""
+    for group in _partly_reduced_groups(model):
+        held = _parameters_of(group)
+        if not any(id(p) in parameters for p in held):
+            continue
+        if any(p.requires_grad and id(p) not in parameters for p in held):
+            raise UsageError(
+                "zero_grad: the gradients of a unit wait for their reduction between the replicas of a hybrid "
+                "strategy, and the optimizer has only some of its parameters (got no backward through the unit in the "
+                "window's last micro-batch); use one optimizer for each unit, or a strategy that is not hybrid."
+            )
+        from shardkit.sharding import fsdp_internals
+
+        fsdp_internals.forget_partial_sums(group)
+
+
+def _partly_reduced_groups(model: nn.Module) -> list[Any]:
+    return [group for group in _groups_of(model) if group._partial_reduce_output is not None]
+
+
+def _parameters_of(group: Any) -> list[nn.Parameter]:
+    return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 def has_gradients(model: nn.Module) -> bool:

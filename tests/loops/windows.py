@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -260,3 +260,100 @@ def no_window_after_windows(run: Run) -> None:
             run.backward(loss)
             run.step(optimizer)
         run.see_mean(loss)
+
+
+@loop(accumulation=3)
+def a_forward_that_raised_in_a_window(run: Run) -> None:
+    """The exception is caught; gradients of the micro-batches before it stay."""
+    model, optimizer = started(run)
+    for micro in range(6):
+        with run.accumulate(model):
+            if micro % 3 == 1:
+                broken = run.unwrap(model).norm.register_forward_pre_hook(_raise)
+                with suppress(FloatingPointError):
+                    loss_of(model, run.batch(micro))
+                broken.remove()
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
+
+
+def _raise(*_: Any) -> None:
+    raise FloatingPointError("once")
+
+
+UNREDUCED = dict.fromkeys((4, 5), "units that no backward in it reached")
+
+
+@loop(accumulation=2, refused=UNREDUCED)
+def windows_whose_last_loss_is_skipped(run: Run) -> None:
+    """As loops do with batches that they cannot use: the step has the gradients of the micro-batches before."""
+    model, optimizer = started(run)
+    for micro in range(6):
+        with run.accumulate(model):
+            if micro % 4 != 1:
+                loss = loss_of(model, run.batch(micro))
+                run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
+
+
+@loop(accumulation=2, refused=UNREDUCED)
+def windows_that_end_without_a_part(run: Run) -> None:
+    """The last micro-batch of each window leaves the first part out."""
+    model, optimizer = started(run)
+    inner: Any = run.unwrap(model)
+    for micro in range(6):
+        parts = inner.parts
+        with run.accumulate(model):
+            kept = parts[0].forward
+            if micro % 2:
+                parts[0].forward = lambda x: x
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
+            parts[0].forward = kept
+
+
+@loop(accumulation=3, refused=UNREDUCED)
+def parts_frozen_in_a_window(run: Run) -> None:
+    """Their gradients of the micro-batches before are part of the step."""
+    model, optimizer = started(run)
+    for micro in range(6):
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
+        if micro == 1:
+            run.unwrap(model).parts[0].requires_grad_(False)
+
+
+def _dropped(run: Run, split: Callable[[Net], tuple[list[nn.Parameter], list[nn.Parameter]]]) -> None:
+    """The first window ends with a loss of the second model; zero_grad drops what there is of the first, too."""
+    first, second = Net(), Net()
+    ours, theirs = split(first)
+    first, second, *optimizers = run.prepare(first, second, adam(ours), adam([*theirs, *second.parameters()]))
+    for micro in range(6):
+        with run.accumulate(first, second):
+            model = second if micro == 1 else first
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            if micro > 1:
+                run.step(*optimizers)
+            elif micro == 1:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            run.see_mean(loss)
+
+
+@loop(accumulation=2)
+def gradients_of_a_window_dropped(run: Run) -> None:
+    _dropped(run, lambda model: ([*model.parameters()], []))
+
+
+@loop(accumulation=2, refused=dict.fromkeys((4, 5), "the optimizer has only some of its parameters"))
+def gradients_of_a_window_dropped_by_two_optimizers(run: Run) -> None:
+    _dropped(run, lambda model: ([*model.parameters()][::2], [*model.parameters()][1::2]))
