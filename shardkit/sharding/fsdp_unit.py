@@ -56,6 +56,9 @@ class _Pass:
     is_second_due: bool = False
     """A graph of gradients exists, which refers to gathered parameters: nothing is freed or reduced until the backward
     that uses it has ended."""
+    is_second_due_again: bool = False
+    """That backward ends, and keeps the graph for another one (retain_graph=True): gradients are reduced, and nothing is
+    freed."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called at the end of each backward, when the units' gradients are reduced."""
 
@@ -78,8 +81,10 @@ class UnitState(FSDPState):
             self._pass.keeps_graph, self._pass.is_second_due = False, True
             self._begin_second_backward()
             return
-        self._pass.is_second_due = False
+        is_due_again = self._pass.is_second_due and torch._C._autograd._get_current_graph_task_keep_graph()
+        self._pass.is_second_due, self._pass.is_second_due_again = False, is_due_again
         super()._root_post_backward_final_callback()
+        self._pass.is_second_due, self._pass.is_second_due_again = is_due_again, False
         for call in self._pass.at_end:
             call()
 
@@ -187,7 +192,7 @@ class UnitGroup(FSDPParamGroup):
                 parameter.free_unsharded_param()
 
     def _to_sharded(self) -> None:
-        if self._state._pass.is_second_due:
+        if self._state._pass.is_second_due or self._state._pass.is_second_due_again:
             if self.is_unsharded:
                 self._park()
             return

@@ -122,6 +122,10 @@ def an_evaluation_before_the_second_backward(run: Run) -> None:
         with torch.no_grad():
             run.see_mean(model(run.draw(777, 5)).mean())
         model.state_dict()
+        if step % 2:
+            run.backward(loss, retain_graph=True)
+            with torch.no_grad():
+                run.see_mean(model(run.draw(777, 5)).mean())
         run.backward(loss)
         run.step(optimizer)
         run.see_mean(loss)
