@@ -280,7 +280,7 @@ class Accumulation:
         """
         if self.is_gathering():
             return self.backward_calls > self._calls_before_window
-        if self._window <= 1:
+        if self._window <= 1 or not self.is_inside:
             return False
         return self.backward_calls == self._calls_before_micro_batch or self._has_stepped_in_micro_batch
 

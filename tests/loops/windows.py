@@ -112,6 +112,23 @@ def two_optimizers_in_windows(run: Run) -> None:
             run.see_mean(loss)
 
 
+@loop(accumulation=2)
+def gradients_of_an_optimizer_that_did_not_step(run: Run) -> None:
+    """The second steps in every other window; what it did not use is dropped after the window."""
+    model = Net()
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    flat = [p for p in model.parameters() if p.dim() == 1]
+    model, first, second = run.prepare(model, adam(wide), torch.optim.SGD(flat, lr=0.1))
+    for micro in range(8):
+        with run.accumulate(model):
+            loss = loss_of(model, run.batch(micro))
+            run.backward(loss)
+            run.step(first, *([second] if micro % 4 == 3 else []))
+        if run.is_step:
+            second.zero_grad()
+        run.see_mean(loss)
+
+
 class Part(nn.Sequential):
     """A unit."""
 
