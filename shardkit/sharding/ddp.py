@@ -94,8 +94,9 @@ class Replica(DistributedDataParallel):
         if self.is_first_backward and torch.is_grad_enabled() and (problems := refused_hooks(self.module)):
             raise ModelError("\n".join(problems))
         if kinds != self._kinds or self._watch.has_broken_off():
-            self._reduce_frozen()
-            self._engage(self.module)
+            with torch.inference_mode(False), torch.no_grad():  # a reducer made in inference mode never trains
+                self._reduce_frozen()
+                self._engage(self.module)
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._is_awaited, self._missing = True, set(self._managed)

@@ -45,6 +45,15 @@ def freezing_again(run: Run) -> None:
 
 
 @loop()
+def evaluated_in_inference_mode_after_freezing(run: Run) -> None:
+    model, optimizer = started(run)
+    train(run, model, optimizer)
+    run.unwrap(model).head.requires_grad_(False)
+    evaluate(run, model, torch.inference_mode)
+    train(run, model, optimizer, 10)
+
+
+@loop()
 def folds(run: Run) -> None:
     """Cross-validation: the model is built anew, in one process."""
     for fold in range(2):
