@@ -57,7 +57,7 @@ class _Pass:
     """A graph of gradients exists, which refers to gathered parameters: nothing is freed or reduced until the backward
     that uses it has ended."""
     is_second_due_again: bool = False
-    """That backward ends, and keeps the graph for another one (retain_graph=True): gradients are reduced, and nothing is
+    """That backward ends, and keeps the graph for another one (retain_graph=True): gradients are reduced, nothing is
     freed."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called at the end of each backward, when the units' gradients are reduced."""
