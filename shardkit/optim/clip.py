@@ -105,3 +105,16 @@ def clamp_gradients_(parameters: Sequence[torch.Tensor], limit: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 local_part(parameter.grad).clamp_(-limit, limit)
+
+
+def zero_gradients_(parameters: Sequence[torch.Tensor]) -> None:
+    """Sets the gradient of each parameter that has one to zero, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.detach()
+            local_part(parameter.grad).zero_()
+
+
+def are_mixed(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether some are sharded and others are not: torch's foreach operators take no such list."""
+    return len({is_dtensor(parameter) for parameter in parameters}) > 1

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardkit.distributed import progress
 from shardkit.distributed.tensors import local_part
 from shardkit.log import get_logger
-from shardkit.optim.clip import multiply_gradients_
+from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.local_step import PlainStep, Stepper, stepper_of
 from shardkit.runtime.accumulate import NEVER, Accumulation
 from shardkit.runtime.forwarding import Forwarding
@@ -113,7 +113,10 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if self._has_used_gradients or has_stepped_in_window or not self._accumulation.is_open():
             self._has_used_gradients = False
             self._accumulation.deferred_gradients.drop(lambda: self.parameters)
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+            if not set_to_none and are_mixed(self.parameters):
+                zero_gradients_(self.parameters)
+            else:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def make_gradients_final(self) -> None:
         """Makes gradients equal to those of one process: unscaled, and the mean over the window. Idempotent."""

@@ -129,3 +129,16 @@ def only_ignored_modules_are_trained(run: Run) -> None:
     model.head.requires_grad_(True)
     model, optimizer = run.prepare(model, adam(model.head.parameters()))
     train(run, model, optimizer)
+
+
+@loop(fsdp={"fsdp_transformer_layer_cls_to_wrap": "Part", "fsdp_ignored_modules": "head|parts.0.up"})
+def gradients_set_to_zero(run: Run) -> None:
+    """Of sharded and of replicated parameters, which no foreach operator takes together."""
+    model = Net()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True))
+    for step in range(run.steps):
+        loss = loss_of(model, run.batch(step))
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        run.see_mean(loss)
