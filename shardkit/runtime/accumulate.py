@@ -155,7 +155,8 @@ class Accumulation:
     def note_backward(self, model: nn.Module) -> None:
         """Notes that a backward through a prepared model has ended, regardless of the caller."""
         is_early = self.is_inside and not self._is_full
-        self.deferred_gradients.note_backward(model, is_early and any(model is one for one in self._deferred_models))
+        parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
+        self.deferred_gradients.note_backward(model, is_early and any(model is part for part in parts))
         self.backward_calls += 1
         self._model_calls += 1
         self._backwards_since_step += not self._is_own_backward

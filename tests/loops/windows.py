@@ -303,17 +303,26 @@ def _raise(*_: Any) -> None:
 UNREDUCED = dict.fromkeys((4, 5), "units that no backward in it reached")
 
 
-@loop(accumulation=2, refused=UNREDUCED)
-def windows_whose_last_loss_is_skipped(run: Run) -> None:
+def _last_loss_skipped(run: Run, accumulated: Callable[[nn.Module], nn.Module]) -> None:
     """As loops do with batches that they cannot use: the step has the gradients of the micro-batches before."""
     model, optimizer = started(run)
     for micro in range(6):
-        with run.accumulate(model):
+        with run.accumulate(accumulated(model)):
             if micro % 4 != 1:
                 loss = loss_of(model, run.batch(micro))
                 run.backward(loss)
             run.step(optimizer)
             run.see_mean(loss)
+
+
+@loop(accumulation=2, refused=UNREDUCED)
+def windows_whose_last_loss_is_skipped(run: Run) -> None:
+    _last_loss_skipped(run, lambda model: model)
+
+
+@loop(accumulation=2, refused=UNREDUCED)
+def windows_of_a_module_around_whose_last_loss_is_skipped(run: Run) -> None:
+    _last_loss_skipped(run, Around)
 
 
 @loop(accumulation=2, refused=UNREDUCED)
