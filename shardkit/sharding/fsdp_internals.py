@@ -79,6 +79,7 @@ def is_gathered_once(parameter: FSDPParam) -> bool:
 
 
 def has_gradient(parameter: FSDPParam) -> bool:
+    """Whether it has a gradient that is not reduced yet, in its own dtype or in another one."""
     if not is_gathered_once(parameter):
         return False
     return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None

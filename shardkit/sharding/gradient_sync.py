@@ -265,16 +265,13 @@ def has_gradients(model: nn.Module) -> bool:
     """Whether any parameter has a gradient, also one that `deferred` or `no_sync` has not reduced yet."""
     if any(parameter.grad is not None for parameter in model.parameters()):
         return True
-    groups = _groups_of(model)
-    if any(group._partial_reduce_output is not None for group in groups):
-        return True
-    return any(_has_unsharded_gradient(parameter) for group in groups for parameter in group.fsdp_params)
+    if not (groups := _groups_of(model)):
+        return False
+    from shardkit.sharding.fsdp_internals import has_gradient
 
-
-def _has_unsharded_gradient(parameter: Any) -> bool:
-    """Whether an FSDP parameter has a gradient that is not reduced yet, in its own dtype or in another one."""
-    whole = getattr(parameter, "_unsharded_param", None)  # from the first all-gather on
-    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+    return any(
+        group._partial_reduce_output is not None or any(map(has_gradient, group.fsdp_params)) for group in groups
+    )
 
 
 def _groups_of(model: nn.Module) -> list[Any]:

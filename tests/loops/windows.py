@@ -320,7 +320,7 @@ def windows_whose_last_loss_is_skipped(run: Run) -> None:
     _last_loss_skipped(run, lambda model: model)
 
 
-@loop(accumulation=2, refused=UNREDUCED)
+@loop(accumulation=2, refused=UNREDUCED, is_long_run_only=True)
 def windows_of_a_module_around_whose_last_loss_is_skipped(run: Run) -> None:
     _last_loss_skipped(run, Around)
 
@@ -380,6 +380,10 @@ def gradients_of_a_window_dropped(run: Run) -> None:
     _dropped(run, lambda model: ([*model.parameters()], []))
 
 
-@loop(accumulation=2, refused=dict.fromkeys((4, 5), "the optimizer has only some of its parameters"))
+@loop(
+    accumulation=2,
+    refused=dict.fromkeys((4, 5), "the optimizer has only some of its parameters"),
+    is_long_run_only=True,
+)
 def gradients_of_a_window_dropped_by_two_optimizers(run: Run) -> None:
     _dropped(run, lambda model: ([*model.parameters()][::2], [*model.parameters()][1::2]))
