@@ -42,14 +42,14 @@ def test_boundary(tmp_path: Path) -> None:
     assert set(result["2"]["rounds"]) == {"beside", "asked", "all-reduce"}
 
 
-@pytest.mark.slow
+@pytest.mark.loops
 def test_optimizer(tmp_path: Path) -> None:
     result = result_of(tmp_path, "benchmarks.optimizer", "--tensors", "4", "--rounds=2")
     for what in ("first", "later"):
         assert {"shardkit", "kernels alone"} <= set(result["4"][what]["rounds"])
 
 
-@pytest.mark.slow
+@pytest.mark.loops
 def test_startup(tmp_path: Path) -> None:
     found = result_of(tmp_path, "benchmarks.startup", "--group", "launch", "--rounds", "1")["launch"]
     assert "shardkit launch" in found["rounds"]
@@ -57,7 +57,7 @@ def test_startup(tmp_path: Path) -> None:
     assert all(value > 0 for values in found["rounds"].values() for value in values)
 
 
-@pytest.mark.slow
+@pytest.mark.loops
 def test_checkpoint(tmp_path: Path) -> None:
     result = result_of(tmp_path, "benchmarks.checkpoint", "--layers", "1", "--rounds", "1")
     for family, compared in checkpoint.COMPARED.items():
@@ -67,7 +67,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert "CPU" in result["fsdp"]["left_out"]["accelerate"] and not result["ddp"]["left_out"]
 
 
-@pytest.mark.slow
+@pytest.mark.loops
 def test_checkpoint_scale(tmp_path: Path) -> None:
     sizes = ["--blocks", "1", "--ranks", "2", "64", "--dcp-ranks", "2", "64"]
     result = result_of(tmp_path, "benchmarks.checkpoint_scale", *sizes)
@@ -75,7 +75,7 @@ def test_checkpoint_scale(tmp_path: Path) -> None:
     assert result["dcp"]["64"]["metadata_mb"] > 10 * result["dcp"]["2"]["metadata_mb"], "DCP's grows with the ranks"
 
 
-@pytest.mark.slow
+@pytest.mark.loops
 def test_data(tmp_path: Path) -> None:
     result = result_of(tmp_path, "benchmarks.data", "--samples", "10000", "--batches", "5", "--rounds", "1")
     found = result["10000"]

@@ -79,7 +79,7 @@ def test_a_rank_that_comes_no_further_is_named(tmp_path, what, where):
     assert where in (tmp_path / "logs" / "rank1.stack").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.fault_row(29)
 def test_a_lock_that_nobody_gives_back_is_named(tmp_path):
     code, screen = launch(tmp_path, "locked", str(tmp_path))

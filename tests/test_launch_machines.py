@@ -222,7 +222,7 @@ def test_a_number_that_is_taken_is_refused_by_name(tmp_path):
     assert "launch: machine_rank 1 is already used by elsewhere (pid 7); give each machine a different" in other.stderr
 
 
-@is_slow
+@pytest.mark.faults
 def test_what_listens_there_and_is_no_launcher_is_told(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", free_port()))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.loops import resumed
 
+USUAL = ("clipped_and_scheduled", "in_windows", "two_optimizers", "evaluated")
 REPLICATED_TOO = ("clipped_and_scheduled", "sharpness_aware")
 ON_OTHERS = ("clipped_and_scheduled", "two_optimizers", "with_averages", "with_adafactor")
 
@@ -27,10 +28,10 @@ def compare(found: Any, name: str, first: int, what: str) -> None:
 
 
 def cases() -> list[Any]:
-    """Most trainings under strategy 1, and two under 3, in `make test`; the others in `make test-loops`."""
+    """Some trainings under strategy 1, and two under 3, in `make test`; the others in `make test-loops`."""
 
     def marks(name: str, strategy: int) -> Any:
-        is_usual = (name in REPLICATED_TOO) if strategy == 3 else (strategy == 1 and not name.startswith("with_"))
+        is_usual = name in {1: USUAL, 3: REPLICATED_TOO}.get(strategy, ())
         return pytest.mark.slow if is_usual else pytest.mark.loops
 
     return [

@@ -614,7 +614,9 @@ def nothing_repeats() -> None:
 
 
 def test_recomputing_needs_blocks(ranks):
-    with pytest.raises(RankError, match="has no repeated block class"):
+    with pytest.raises(
+        RankError, match="name one in fsdp_transformer_layer_cls_to_wrap, with fsdp_auto_wrap_policy: T"
+    ):
         ranks.run(2, nothing_repeats)
 
 

@@ -105,7 +105,7 @@ def test_what_the_wizard_prints_works_as_typed(folder, programs, capsys, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", [True, False])
+@pytest.mark.parametrize("address", [pytest.param(True, marks=pytest.mark.loops), False])
 def test_every_machine_of_several_gets_its_command(folder, programs, capsys, address):
     port = free_port()
     asked = ["", "several", "2", f"127.0.0.1:{port}" if address else "none", "", "CPU", "1", "", "", ""]
@@ -132,7 +132,9 @@ def test_the_slurm_line_finds_machine_0_by_itself(folder, programs, capsys):
     "asked",
     [
         ["", "", "", "", "", ""],
-        ["gpt:GPT", "several", "4", "node-a", "", "", "", "", "", "another", "nodes.yaml"],
+        pytest.param(
+            ["gpt:GPT", "several", "4", "node-a", "", "", "", "", "", "another", "nodes.yaml"], marks=pytest.mark.loops
+        ),
         ["", "SLURM", "4", "", "", "", "", "", "", ""],
     ],
 )

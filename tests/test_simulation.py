@@ -97,8 +97,8 @@ def test_the_collectives_carry_what_the_closed_form_says(asked):
     ("strategy", "fsdp"),
     [
         (1, {"activation_checkpointing": True}),
-        (3, {}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(3, {}, marks=pytest.mark.loops),
+        pytest.param(2, {}, marks=pytest.mark.loops),
         (1, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}),
     ],
 )

@@ -174,7 +174,9 @@ def test_the_closed_form_counts_what_a_block_keeps(family, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["wav2vec2", "whisper", "clip"])
+@pytest.mark.parametrize(
+    "family", ["whisper", *(pytest.param(f, marks=pytest.mark.loops) for f in ("wav2vec2", "clip"))]
+)
 def test_families_whose_input_is_no_text_have_a_batch(family):
     step = simulated(family, seq_len=4000 if family == "wav2vec2" else 32)
     assert max(moment.memory.activations for moment in step.moments) > 0

@@ -93,12 +93,13 @@ def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
 
     The named classes under TRANSFORMER_BASED_WRAP, else the repeated ones. Raises ModelError if none repeats.
     """
-    names = config.transformer_layer_cls_to_wrap if config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP else []
-    names = names or repeated_classes(tree)
+    is_by_class = config.auto_wrap_policy is WrapPolicy.TRANSFORMER_BASED_WRAP
+    names = (config.transformer_layer_cls_to_wrap if is_by_class else []) or repeated_classes(tree)
     if not names:
+        policy = "" if is_by_class else ", with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
         raise ModelError(
             f"model: {tree.class_name} has no repeated block class to recompute, offload or compile; "
-            f"name one in fsdp_transformer_layer_cls_to_wrap. {candidates_text(tree)}"
+            f"name one in fsdp_transformer_layer_cls_to_wrap{policy}. {candidates_text(tree)}"
         )
     aliases = {node.fqn for node in tree.walk() if node.alias_of}
     return outermost([fqn for fqn in sorted(_by_class(tree, names)) if fqn not in aliases])
