@@ -32,7 +32,7 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
         name = SAME.get(name, name)
         key = f"fsdp_config.fsdp_{name[7:].replace('-', '_')}" if name.startswith("--fsdp-") else KEYS.get(name)
         if name in {RANKS_OF_EACH, "--num-machines"}:
-            value = value if is_joined else rest.pop(0) if rest else ""
+            value = _value(is_joined, value, rest)
         if name == RANKS_OF_EACH:
             ranks_of_each = value
         elif name == "--num-machines":
@@ -41,10 +41,10 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
             ours += ["--set", SWITCHES[name]] if SWITCHES[name] else []
         elif (block := _block_of(name)) and name not in with_value:
             inner = name[2:].replace("-", "_").removeprefix("fp8_")
-            given = "true" if name in SWITCHES_OF_BLOCKS else value if is_joined else rest.pop(0) if rest else ""
+            given = "true" if name in SWITCHES_OF_BLOCKS else _value(is_joined, value, rest)
             blocks.setdefault(block, {})[inner] = given
         elif key is not None and name not in with_value:
-            ours += ["--set", f"{key}={value if is_joined else rest.pop(0) if rest else ''}"]
+            ours += ["--set", f"{key}={_value(is_joined, value, rest)}"]
         elif name in with_value and not is_joined:
             ours += [name, *rest[:1]]
             rest = rest[1:]
@@ -54,6 +54,11 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
             rest = ["--", *rest]
             break
     return [*_total(ranks_of_each, machines), *_settings_of(blocks), *ours, *rest]
+
+
+def _value(is_joined: str, value: str, rest: list[str]) -> str:
+    """The value of a flag: after its `=`, or the next word, which is taken off the rest."""
+    return value if is_joined else rest.pop(0) if rest else ""
 
 
 def _settings_of(blocks: dict[str, dict[str, str]]) -> list[str]:

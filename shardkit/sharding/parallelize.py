@@ -116,9 +116,10 @@ def refuse_integers(units: Units, version: str) -> None:
     for unit in units.units:
         for name, parameter in unit.parameters.items():
             if not (parameter.is_floating_point() or parameter.is_complex()):
+                major, minor = OLDEST_FOR_INTEGERS
                 raise ModelError(
-                    f"model: {name} is {parameter.dtype}, which FSDP shards since torch 2.12 (got {version}); install "
-                    "a newer torch, keep it in a floating-point dtype, or use strategy NO_SHARD."
+                    f"model: {name} is {parameter.dtype}, which FSDP shards since torch {major}.{minor} (got "
+                    f"{version}); install a newer torch, keep it in a floating-point dtype, or use strategy NO_SHARD."
                 )
 
 

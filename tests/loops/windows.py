@@ -98,12 +98,17 @@ def backward_by_hand_with_zero_grad_at_the_start(run: Run) -> None:
             run.see_mean(loss)
 
 
-@loop(accumulation=2)
-def two_optimizers_in_windows(run: Run) -> None:
+def _with_two_optimizers(run: Run) -> tuple[nn.Module, Any, Any]:
+    """A model, and an optimizer each for its matrices and its vectors."""
     model = Net()
     wide = [p for p in model.parameters() if p.dim() > 1]
     flat = [p for p in model.parameters() if p.dim() == 1]
-    model, first, second = run.prepare(model, adam(wide), torch.optim.SGD(flat, lr=0.1))
+    return run.prepare(model, adam(wide), torch.optim.SGD(flat, lr=0.1))
+
+
+@loop(accumulation=2)
+def two_optimizers_in_windows(run: Run) -> None:
+    model, first, second = _with_two_optimizers(run)
     for micro in range(8):
         with run.accumulate(model):
             loss = loss_of(model, run.batch(micro))
@@ -115,10 +120,7 @@ def two_optimizers_in_windows(run: Run) -> None:
 @loop(accumulation=2)
 def gradients_of_an_optimizer_that_did_not_step(run: Run) -> None:
     """The second steps in every other window; what it did not use is dropped after the window."""
-    model = Net()
-    wide = [p for p in model.parameters() if p.dim() > 1]
-    flat = [p for p in model.parameters() if p.dim() == 1]
-    model, first, second = run.prepare(model, adam(wide), torch.optim.SGD(flat, lr=0.1))
+    model, first, second = _with_two_optimizers(run)
     for micro in range(8):
         with run.accumulate(model):
             loss = loss_of(model, run.batch(micro))
