@@ -137,10 +137,7 @@ def _take_foreign_setting(layer: Layer, section: Path, key: str, value: Any, ori
     if isinstance(value, str):
         value = document.raw(_node_of(value))
     outcome = accelerate_keys.translate(section, key, value)
-    layer.problems += [f"{origin}: {problem}" for problem in outcome.problems]
-    layer.notes += [f"{origin}: {note}" for note in outcome.notes]
-    for path, found in outcome.settings.items():
-        _put(layer, path, SettingEntry(found, origin, key, direct=False))
+    _put_translated(layer, outcome, str(origin), SettingEntry(None, origin, key, direct=False))
 
 
 NOTHING = {"", "null", "~"}
@@ -227,10 +224,16 @@ def _take_foreign(layer: Layer, section: Path, key: str, key_node: yaml.Node, no
     outcome = accelerate_keys.translate(section, key, document.raw(node))
     where = document.place_of(key_node, name)
     written = ".".join([*sections().get(section, ()), key])
-    layer.problems += [f"{where}: {written}: {problem}" for problem in outcome.problems]
-    layer.notes += [f"{where}: {written}: {note}" for note in outcome.notes]
+    entry = SettingEntry(None, _origin(key_node, name), written, key_node, node, direct=False)
+    _put_translated(layer, outcome, f"{where}: {written}", entry)
+
+
+def _put_translated(layer: Layer, outcome: accelerate_keys.Translation, where: str, entry: SettingEntry) -> None:
+    """Adds the settings of a foreign key, each as `entry` with its value, and what was found wrong or notable."""
+    layer.problems += [f"{where}: {problem}" for problem in outcome.problems]
+    layer.notes += [f"{where}: {note}" for note in outcome.notes]
     for path, value in outcome.settings.items():
-        _put(layer, path, SettingEntry(value, _origin(key_node, name), written, key_node, node, direct=False))
+        _put(layer, path, replace(entry, value=value))
 
 
 def _put(layer: Layer, path: Path, entry: SettingEntry) -> None:
