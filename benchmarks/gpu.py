@@ -37,10 +37,11 @@ from benchmarks import gpu_words, interleaved
 from benchmarks.gpu_measured import BILLION, OVER, SMALL, Failed, Options, TimeIsUp, measured, run
 from shardkit.config import hardware
 from shardkit.plan import devices
+from shardkit.runtime.batch_size import OUT_OF_MEMORY_SIGNS
 
 # What the project promises of the step: elapsed time of hand-written FSDP2.
 STEP_GOAL = 1.02
-OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Cannot allocate memory", "SIGKILL")
+OUT_OF_MEMORY = (*OUT_OF_MEMORY_SIGNS, "OutOfMemoryError", "Cannot allocate memory", "SIGKILL")
 # Of the plan: what stands in `shardkit plan --set` and in the order of the run that is measured.
 PLANNED: list[dict[str, Any]] = [
     {"strategy": 1},

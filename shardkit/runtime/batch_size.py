@@ -21,7 +21,12 @@ ALONE_S = 120.0
 # How long one that is through waits for those that still train.
 LONGEST_S = 1800.0
 # Out-of-memory messages of torch and its libraries that are not torch.OutOfMemoryError.
-_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def find_executable_batch_size(
@@ -76,7 +81,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means out of memory, on the device or the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS)
 
 
 def _wait_for_others(outcome: str, size: int, failure: BaseException | None) -> None:
