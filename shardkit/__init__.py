@@ -3,14 +3,10 @@
 The names below are the public interface. They are resolved on first use, so that `import shardkit` does not load torch.
 """
 
-import warnings
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-
-# torch needs no numpy, but without it FSDP's import gives this warning.
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
 _WHERE = {
     "Accelerator": "shardkit.runtime.accelerator",
