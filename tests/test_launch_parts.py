@@ -543,7 +543,7 @@ def test_the_words_for_a_failure():
     assert first == (
         "launch: rank 1 failed first: ValueError: words (train.py:4 in step), after 1.5 s, at step 7 in backward."
     )
-    assert rest[0] == "  then     rank 0 lost its peer"
+    assert rest[0] == "  then     rank 0 lost its peer (train.py:4 in step)"
     assert rest[1].startswith("  logs     runs/x/rank1.log")
     saved = diagnosis.render(found, 10.0, "runs/x", saved_step=5)
     assert "  saved    step 5; resume with --resume auto" in saved
@@ -556,6 +556,8 @@ def test_the_words_for_a_failure():
     written = RankOutcome(0, exit_code=1, error=replace(error(0), message="data pointer on an invalid python storage."))
     text = diagnosis.render(diagnosis.diagnose([written]), 0.0, "runs/x")
     assert "state_dict = accelerator.get_state_dict(model)" in text
+    aborted = diagnosis.diagnose([RankOutcome(0, exit_code=-6, ended_s=1.0)])
+    assert 'if the log says "collective mismatch" (gloo): a call' in diagnosis.render(aborted, 0.0, "runs/x")
     for rank, kind in ((0, "BdbQuit"), (1, "BdbQuit"), (1, "ValueError")):  # a debugger, without a terminal on rank 1
         debugged = RankOutcome(rank, exit_code=1, error=error(rank, kind))
         text = diagnosis.render(diagnosis.diagnose([debugged]), 0.0, "runs/x")

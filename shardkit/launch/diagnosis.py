@@ -107,7 +107,7 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int
     after = f", after {outcome.time_s - started_s:.1f} s" if outcome.time_s < float("inf") else ""
     step = f", at step {outcome.step} in {outcome.phase}" if outcome.phase not in {"", "starting"} else ""
     first, *more = diagnosis.cause.split("\n")
-    next_step = _next_step(outcome.error)
+    next_step = _next_step(outcome)
     lines = [f"launch: rank {diagnosis.rank} failed first: {first}{where}{after}{step}."]
     lines += [f"    {line}" for line in more]
     if diagnosis.others:
@@ -121,8 +121,15 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int
     return "\n".join(lines)
 
 
-def _next_step(error: RankError | None) -> str:
+def _next_step(outcome: RankOutcome) -> str:
     """Advice for an error of torch whose message has none; empty if there is none."""
+    error = outcome.error
+    if error is None and outcome.exit_code == -signal.SIGABRT:
+        return (
+            'if the log says "collective mismatch" (gloo): a call for all ranks may be under '
+            "`if accelerator.is_main_process`; under FSDP these include a forward, and `.item()` and `full_tensor()` "
+            "of sharded values"
+        )
     if error is None:
         return ""
     if error.rank and (error.kind == "BdbQuit" or error.message == "EOF when reading a line"):
@@ -182,11 +189,11 @@ def _failed(outcome: RankOutcome) -> bool:
 
 
 def _consequence(outcome: RankOutcome) -> str:
+    where = f" ({outcome.error.where})" if outcome.error is not None and outcome.error.where else ""
     if _lost_a_peer(outcome):
-        return f"rank {outcome.rank} lost its peer"
+        return f"rank {outcome.rank} lost its peer{where}"
     if outcome.was_killed and outcome.error is None:
         return f"rank {outcome.rank} was killed by the launcher"
-    where = f" ({outcome.error.where})" if outcome.error is not None and outcome.error.where else ""
     return f"rank {outcome.rank}: {cause_of(outcome).splitlines()[0]}{where}"
 
 
