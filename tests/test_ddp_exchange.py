@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 from shardkit import Accelerator
 from shardkit.runtime import loading
@@ -116,3 +117,32 @@ def test_three_ranks_share_a_bf16_hook(ranks):
     results = ranks.run(3, loop, config_of(comm_hook="bf16"), 18, 2, 1, 1)
     assert largest_difference(results[0]["weights"], results[2]["weights"]) == 0
     assert largest_difference(results[0]["weights"], plain(18, 6, 1, 1)["weights"]) < 0.1
+
+
+def average_of_a_prepared_model(freezes: bool) -> dict[str, Any]:
+    accelerator = Accelerator(config=config_of(), mixed_precision="bf16")
+    model, optimizer, loader, _ = parts(24, 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.requires_grad_(not freezes)
+    average = AveragedModel(model)
+    model.requires_grad_(True)
+    train(accelerator, model, optimizer, loader)
+    batch = next(iter(loader))
+    before = average(batch["x"])
+    average.update_parameters(model)  # for the first time: a copy
+    found = {"kept": largest_difference(weights_of(average), weights_of(model))}
+    with torch.no_grad():
+        found["outputs"] = float((average(batch["x"]) - model(batch["x"])).abs().max())
+        found["before"] = float((before - model(batch["x"])).abs().max())
+    if not freezes:
+        average(batch["x"]).square().mean().backward()
+        found["gradient"] = next(average.parameters()).grad.tolist()
+    return found
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_copy_of_a_prepared_model_has_its_own_weights(ranks, freezes):
+    first, second = ranks.run(2, average_of_a_prepared_model, freezes)
+    for found in (first, second):
+        assert found["kept"] == 0 and found["outputs"] == 0 and found["before"] > 0
+    assert first.get("gradient") == second.get("gradient")  # averaged over ranks, as torch's copy does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -86,6 +87,13 @@ class Replica(DistributedDataParallel):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A replica of a copy of the model, as torch's copy is one: an average of the weights keeps their names."""
+        copied = copy.deepcopy(self.module, memo)
+        if not any(p.requires_grad for p in copied.parameters()):
+            return copied
+        return Replica(copied, self._reduce_in, self._section, **self._settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kinds = self._present_kinds()
