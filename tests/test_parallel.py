@@ -1,6 +1,7 @@
 """What each rank holds, when it is gathered, and what the engine does with models that do not divide nicely."""
 
 import copy
+import inspect
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from shardkit.sharding.activation import checkpoint_blocks
 from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.sharding.mesh import build_mesh
+from shardkit.sharding.offload import offload_blocks
 from shardkit.sharding.parallelize import parallelize
 from shardkit.sharding.units import units_of
 from tests import models
@@ -606,6 +608,24 @@ def test_every_nth_block_is_recomputed_in_the_order_of_the_model():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
     checkpoint_blocks(model, sorted(model, key=lambda block: id(block)), every=3)
     assert [index for index, block in enumerate(model) if "forward" in vars(block)] == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("change", [checkpoint_blocks, offload_blocks])
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_copy_of_changed_blocks_computes_with_its_own_parameters(change, patched):
+    """Such as an average of a model that DDP trains. A forward that was replaced stays the replacement."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    if patched:
+        model[0].forward = lambda x: x + 1
+    signature = inspect.signature(model[0].forward)
+    change(model, list(model))
+    copied = copy.deepcopy(model)
+    nn.init.zeros_(copied[0].weight)
+    nn.init.zeros_(copied[0].bias)
+    ones = torch.ones(1, 4)
+    assert torch.equal(copied(ones), ones + 1 if patched else 0 * ones)
+    assert not torch.equal(model(ones), 0 * ones)
+    assert inspect.signature(model[0].forward) == signature
 
 
 def nothing_repeats() -> None:

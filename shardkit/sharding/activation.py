@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -58,11 +59,24 @@ def _keeping_products() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
-    forward = block.forward
+def change_forward(block: nn.Module, around: Callable[..., Any]) -> None:
+    """Make the block's forward `around(forward, *args, **kwargs)`. It stays a method, so that a copy of the block
+    computes with the copy's own parameters."""
+    forward: Any = block.forward
+    if getattr(forward, "__self__", None) is not block:
+        block.forward = update_wrapper(partial(around, forward), forward)
+        return
+    function = forward.__func__
 
-    @wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
+    @wraps(function)
+    def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(MethodType(function, self), *args, **kwargs)
+
+    block.forward = MethodType(changed, block)
+
+
+def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
+    def recomputing(forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # The random state is saved: otherwise dropout would use another mask in the recomputation: wrong gradients.
@@ -72,7 +86,7 @@ def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
             forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=_keeping_products, **kwargs
         )
 
-    block.forward = recomputing
+    change_forward(block, recomputing)
 
 
 def _disable_cache(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardkit.distributed import accelerators
+from shardkit.sharding.activation import change_forward
 
 # Smaller tensors stay on the device: the fixed cost of a copy is about that of so many bytes.
 LEAST_BYTES = 4096
@@ -53,21 +53,18 @@ def offload_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 def _offload(block: nn.Module, copies: _Copies) -> None:
-    forward = block.forward
-
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.numel() * tensor.element_size() < LEAST_BYTES or _is_expanded(tensor) or _is_state(tensor, block):
             return tensor
         return copies.of(tensor)
 
-    @wraps(forward)
-    def offloading(*args: Any, **kwargs: Any) -> Any:
+    def offloading(forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
 
-    block.forward = offloading
+    change_forward(block, offloading)
 
 
 def _unpack(kept: Any) -> torch.Tensor:
