@@ -756,3 +756,38 @@ def test_a_torch_that_nobody_has_tried_is_said_once(caplog):
     for _ in range(2):
         fsdp_internals.warn_of_newer("2.16.0.dev20261101+cpu")
     assert caplog.text.count("torch 2.16.0.dev20261101+cpu is newer than any that shardkit was tested with") == 1
+
+
+class Writing(nn.Module):
+    """Writes to its own parameter, of the root unit, in forward: a temperature that is clamped, a codebook, a teacher
+    that follows."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write, self.scale, self.layer = write, nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.write == "in place":
+                self.scale.clamp_(0.1, 0.5)
+            elif self.write == "data":
+                self.scale.data = self.scale.data * 0.9
+            elif self.write == "another":
+                self.scale = nn.Parameter(self.scale * 0.9)
+        return self.layer(x) * self.scale
+
+
+def write_in_forward(strategy: int, write: str) -> None:
+    model = parallel(Writing(write), config_for(2, strategy))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "another"])
+def test_a_write_in_forward_that_would_be_lost_is_refused(ranks, write):
+    for strategy in (1, 2):
+        with pytest.raises(RankError, match="forward: scale was written during forward, and the new values"):
+            ranks.run(2, write_in_forward, strategy, write)
+    ranks.run(2, write_in_forward, 3, write)
+    ranks.run(2, write_in_forward, 1, "nothing")

@@ -17,7 +17,7 @@ Only the files `fsdp_unit`, `fsdp_internals` and `fsdp_recovery` use private par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from types import MethodType
@@ -112,6 +112,7 @@ class UnitGroup(FSDPParamGroup):
     _is_parked: bool = False
     _used: tuple[bool, ...] = ()  # for each parameter, whether the last backward reached it
     _on_gathered: Callable[[FSDPParam], None]
+    _as_gathered: Sequence[tuple[int, int]] = ()
     _left: LeftOnModules | None = None
 
     # ---- forward ----
@@ -136,6 +137,8 @@ class UnitGroup(FSDPParamGroup):
                 )
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
+        if self.is_unsharded and not is_in_backward():
+            self._refuse_writes()
         output = super().post_forward(module, input, output)
         if is_in_backward():
             return output
@@ -147,6 +150,19 @@ class UnitGroup(FSDPParamGroup):
         else:
             self._to_sharded()
         return output
+
+    def _refuse_writes(self) -> None:
+        """Refuse other values in gathered parameters: they would be lost when these are freed, or be in no save. (What
+        is written through `p.data` in place leaves no trace.)"""
+        for parameter, as_gathered in zip(self.fsdp_params, self._as_gathered, strict=True):
+            info, gathered = parameter._module_info, parameter._unsharded_param
+            is_there = info.module._parameters.get(info.param_name) is gathered
+            if not is_there or _writes_to(gathered) != as_gathered:
+                raise UsageError(
+                    f"forward: {parameter._param_fqn or info.param_name} was written during forward, and the new "
+                    "values would be lost; write to parameters outside of forward, such as after the optimizer's step, "
+                    "or use strategy NO_SHARD."
+                )
 
     def _is_trained(self) -> bool:
         return any(parameter.sharded_param.requires_grad for parameter in self.fsdp_params)
@@ -172,10 +188,13 @@ class UnitGroup(FSDPParamGroup):
             self._is_parked = False
             self._to_unsharded()
             return
+        was_unsharded = self.is_unsharded
         super().wait_for_unshard()
         if self.is_unsharded:
             for parameter in self.fsdp_params:
                 self._on_gathered(parameter)
+            if not was_unsharded:
+                self._as_gathered = [_writes_to(parameter._unsharded_param) for parameter in self.fsdp_params]
 
     def _park(self) -> None:
         """Keeps the gathered values for backward; the module shows its sharded parameters until then."""
@@ -245,6 +264,11 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda pa
             group._on_gathered = _Once(state, on_gathered)
     attach(model, shared.trace)
     return shared.trace
+
+
+def _writes_to(gathered: torch.Tensor) -> tuple[int, int]:
+    """Changes when a tensor is written in place, or is given other values by `p.data = ...`."""
+    return gathered._version, gathered.untyped_storage()._cdata
 
 
 class _Once:
