@@ -316,6 +316,19 @@ def test_a_model_that_reads_values_is_named_by_line(tmp_path):
     assert "leave --simulate out: the closed form runs no model code" in str(error.value)
 
 
+def test_a_batch_that_forward_does_not_accept_is_refused_with_the_rule():
+    import torch
+
+    class OfDict(torch.nn.Module):
+        def forward(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+            return fields["x"].clone().requires_grad_()
+
+    fields = {"x": torch.ones(2)}
+    assert batches.given_loss((fields,))(OfDict())[1] == 1
+    with pytest.raises(UsageError, match=r"--batch: .* does not accept it .*: return \(batch,\) for a model that"):
+        batches.given_loss(fields)(OfDict())
+
+
 def test_weights_alone_cannot_be_simulated(tmp_path):
     from safetensors.torch import save_file
     from torch import zeros

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -75,14 +76,19 @@ def fuse_loss(model: nn.Module) -> bool:
 
 def given_loss(batch: Any) -> Loss:
     """The loss for the result of --batch: keywords, positional arguments, or a single argument."""
+    keywords, arguments = (batch, ()) if isinstance(batch, Mapping) else ({}, batch)
+    if not isinstance(arguments, (tuple, list)):
+        arguments = (batch,)
 
     def loss(model: nn.Module) -> tuple[Any, torch.Tensor]:
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = model(*batch)
-        else:
-            output = model(batch)
+        try:
+            inspect.signature(model.forward).bind(*arguments, **keywords)
+        except TypeError as error:
+            raise UsageError(
+                f"--batch: the model's forward does not accept it ({error}); a dict is given as keyword arguments, a "
+                "tuple or list as positional ones: return (batch,) for a model that takes the dict or list itself."
+            ) from error
+        output = model(*arguments, **keywords)
         return output, loss_in(output)
 
     return loss
