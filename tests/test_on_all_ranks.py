@@ -257,7 +257,7 @@ def test_what_cannot_be_forked_is_refused(alone, monkeypatch):
     with pytest.raises(UsageError, match=r"num_processes=\.\.\.\): must be 1 or more \(got -1\)"):
         debug_launcher(a_cell, num_processes=-1)
     Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})  # an earlier cell
-    with pytest.raises(UsageError, match=r"has a process group, .*; restart the notebook, and create the"):
+    with pytest.raises(UsageError, match=r"has a process group, .*; call its end_training\(\), or restart"):
         debug_launcher(a_cell)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

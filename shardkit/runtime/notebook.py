@@ -97,8 +97,8 @@ def _launch(
     if dist.is_initialized():
         raise UsageError(
             f"{name}: this process has a process group, which forked ranks would share (got an Accelerator that was "
-            "created here, maybe in an earlier cell); restart the notebook, and create the Accelerator only inside the "
-            "function."
+            "created here, maybe in an earlier cell or test); call its end_training(), or restart the "
+            "notebook, and create the Accelerator only inside the function."
         )
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
     sets = {f"SHARDKIT_SET_{key.upper()}": value for key, value in settings.items()}
