@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -317,9 +318,7 @@ def _names_below(key: str | None) -> list[str]:
 
 
 def _value(config: "Config", name: str) -> object:
-    from shardkit.config.yaml_text import value_at
-
-    value = value_at(config, tuple(name.split(".")))
+    value = attrgetter(name)(config)
     return getattr(value, "value", value)
 
 

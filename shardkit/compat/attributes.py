@@ -5,6 +5,7 @@ Setting one takes effect in this run, or raises UsageError: without a property P
 
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from shardkit.data.loader import PreparedLoader
 from shardkit.errors import UsageError
 from shardkit.runtime.project import ProjectConfiguration, project_of
 from shardkit.runtime.run import Run
-from shardkit.runtime.settings import Settings, value_of, with_value
+from shardkit.runtime.settings import Settings, with_value
 from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
 
@@ -107,7 +108,7 @@ class PlainAttributes:
             return
         config, others = self._run.config, dict(self._run.origins)
         for name in [name for name, origin in others.items() if origin == _HANDLER]:
-            config = with_value(config, name, value_of(Config(), name))
+            config = with_value(config, name, attrgetter(name)(Config()))
             del others[name]
         given = Given(_HANDLER, self.ddp_handler.shardkit_settings())
         found = Settings(config, others).with_given([given])

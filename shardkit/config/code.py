@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardkit.config.keys import Path, all_keys, resolve_name, sections
+from shardkit.config.keys import Path, all_keys, resolve_name, sections, value_at
 from shardkit.config.layers import Layer, Origin, SettingEntry, unknown_setting
 from shardkit.config.schema import Config
 from shardkit.config.validation import build
@@ -52,7 +52,7 @@ def _layer_of(config: Config, chosen: Mapping[str, str]) -> Layer:
     """The configuration as entries: set values, and values that differ from the defaults."""
     layer = Layer()
     for path, key in all_keys().items():
-        value = _value_of(config, path)
+        value = value_at(config, path)
         if key.name in chosen:
             layer.entries[path] = SettingEntry(value, Origin("code", chosen[key.name]), key.yaml_name)
         elif value != key.default:
@@ -88,16 +88,9 @@ def _canonical(path: Path, value: Any) -> Any:
     for part in reversed(path):
         block = {part: block}
     try:
-        return _value_of(Config.model_validate(block), path)
+        return value_at(Config.model_validate(block), path)
     except ValidationError:
         return value
-
-
-def _value_of(config: Config, path: Path) -> Any:
-    value: Any = config
-    for part in path:
-        value = getattr(value, part)
-    return value
 
 
 def _shown(value: Any) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path as File
 from typing import Any
 
-from shardkit.config.keys import Path, all_keys
+from shardkit.config.keys import Path, all_keys, value_at
 from shardkit.config.layers import NOTHING
 from shardkit.config.schema import Config
-from shardkit.config.yaml_text import quoted, scalar_text, value_at, value_text
+from shardkit.config.yaml_text import quoted, scalar_text, value_text
 from shardkit.errors import UsageError
 
 # Settings that `--defaults` takes from the hardware; written out, so that the command means the same elsewhere.

@@ -6,10 +6,10 @@ from typing import Any
 import yaml
 
 from shardkit.config import document, validation
-from shardkit.config.keys import Path, all_keys, sections
+from shardkit.config.keys import Path, all_keys, sections, value_at
 from shardkit.config.layers import SettingEntry, file_layer
 from shardkit.config.schema import Config
-from shardkit.config.yaml_text import head_lines, key_lines, render, value_at, value_text
+from shardkit.config.yaml_text import head_lines, key_lines, render, value_text
 from shardkit.errors import ConfigError
 
 _NAME = "file"

@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from shardkit import env
 from shardkit.config import document, hardware_defaults, validation, yaml_text
-from shardkit.config.keys import all_keys
+from shardkit.config.keys import all_keys, value_at
 from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
@@ -199,7 +199,7 @@ def digest(config: Config) -> str:
 def shared_values(config: Config) -> dict[str, Any]:
     """Every setting by its name in Python, as JSON, without those that may differ between machines: the machine's
     number, its spelling of machine 0's address, its GPUs, its log folder and bind address."""
-    values = {".".join(path): yaml_text.value_at(config, path) for path in all_keys()}
+    values = {".".join(path): value_at(config, path) for path in all_keys()}
     return {name: to_jsonable_python(value) for name, value in values.items() if name not in _OF_A_MACHINE}
 
 

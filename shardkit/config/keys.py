@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from operator import attrgetter
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
@@ -78,6 +79,11 @@ def names_in(section: Path) -> dict[str, Path]:
             found |= {yaml_path[-1]: path, path[-1]: path}
     block = ".".join(sections().get(section, ()))
     return found | {other: found[name] for other, name in SYNONYMS.get(block, {}).items()}
+
+
+def value_at(config: Config, path: Path) -> Any:
+    """The value of a setting by its path in Python."""
+    return attrgetter(".".join(path))(config)
 
 
 def flat_name(name: str) -> Path | None:

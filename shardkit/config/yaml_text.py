@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from shardkit.config.descriptions import text_of
-from shardkit.config.keys import Path, all_keys, sections
+from shardkit.config.keys import Path, all_keys, sections, value_at
 from shardkit.config.schema import Config, DistributedType, Section
 
 HEADER = """\
@@ -93,14 +93,6 @@ def scalar_text(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     return value if _is_plain(value) else quoted(value)
-
-
-def value_at(config: Config, path: Path) -> Any:
-    """The value of a setting by its path."""
-    value: Any = config
-    for part in path:
-        value = getattr(value, part)
-    return value
 
 
 def _is_plain(text: str) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 import yaml
 
 from shardkit.config import document, validation
-from shardkit.config.keys import Path, all_keys, names_in
+from shardkit.config.keys import Path, all_keys, names_in, value_at
 from shardkit.config.layers import Layer, SettingEntry, file_layer
 from shardkit.config.schema import Config, read_count, read_strategy
-from shardkit.config.yaml_text import value_at, value_text
+from shardkit.config.yaml_text import value_text
 from shardkit.convert.report import Conversion, Line
 
 # Keys that its launcher does not pass to FSDP version 2 (accelerate 1.15, utils/dataclasses.py, the FSDP plugin).

@@ -4,9 +4,9 @@ from typing import Any
 
 import yaml
 
-from shardkit.config.keys import all_keys
+from shardkit.config.keys import all_keys, value_at
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
-from shardkit.config.yaml_text import value_at, value_text
+from shardkit.config.yaml_text import value_text
 
 _SAME = ["compute_environment", "num_machines", "num_processes", "machine_rank", "main_process_ip"]
 _SAME += ["main_process_port", "rdzv_backend", "same_network", "use_cpu", "gpu_ids", "debug", "main_training_function"]

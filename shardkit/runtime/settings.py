@@ -4,6 +4,7 @@ arguments."""
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,7 +44,7 @@ class Settings:
 
     def replaced(self, name: str, value: Any, where: str) -> "Settings":
         """With one value changed by `where`; logs it where another value was set explicitly."""
-        before = value_of(self.config, name)
+        before = attrgetter(name)(self.config)
         if before != value and name in self.chosen:
             log.info("%s: %s from %s replaces %s from %s.", name, value, where, before, self.chosen[name])
         return Settings(with_value(self.config, name, value), self.chosen | {name: where})
@@ -140,14 +141,6 @@ def check_accumulation(steps: int) -> None:
         )
 
 
-def value_of(config: Config, name: str) -> Any:
-    """The value of a setting by its dotted name in Python."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def with_value(config: Config, name: str, value: Any) -> Config:
     """The configuration with one setting changed."""
     return _with(config, name.split("."), value)
@@ -196,7 +189,7 @@ def _with_launch(found: Settings) -> Settings:
     launchers, config, chosen = files.read(path).config, found.config, dict(found.chosen)
     for name in LAUNCHED:
         if name not in chosen:
-            config = with_value(config, name, value_of(launchers, name))
+            config = with_value(config, name, attrgetter(name)(launchers))
             chosen[name] = "shardkit launch"
     return Settings(config, chosen)
 

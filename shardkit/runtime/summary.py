@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -17,7 +18,6 @@ from shardkit.distributed import xla
 from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
 from shardkit.runtime.run import Run
-from shardkit.runtime.settings import value_of
 from shardkit.sharding import precision
 
 _LONGEST_LIST = 4
@@ -170,8 +170,8 @@ def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     default = Config()
     by_place: dict[str, list[str]] = {}
     for name, where in origins.items():
-        value = value_of(config, name)
-        if value == value_of(default, name) and not where.startswith("Accelerator("):
+        value = attrgetter(name)(config)
+        if value == attrgetter(name)(default) and not where.startswith("Accelerator("):
             continue
         place, line = _place(where)
         at = f" (line {line})" if line else ""

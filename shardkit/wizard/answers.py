@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from shardkit.config.keys import all_keys
@@ -137,7 +138,7 @@ def from_config(config: Config, situation: Situation) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for question in QUESTIONS:
         if question.key in _SETTINGS:
-            given[question.key] = _plain(_value_at(config, question.key))
+            given[question.key] = _plain(attrgetter(question.key)(config))
     given["where"] = _place(config, situation)
     given["processes_per_machine"] = config.processes_per_machine
     given["address"] = _address(config.main_process_ip, config.main_process_port)
@@ -156,13 +157,6 @@ def _details(situation: Situation, given: Mapping[str, Any]) -> dict[str, str]:
     here = settle(situation, {key: value for key, value in given.items() if key not in {q.key for q in own}})
     same = all(given[q.key] == here.answers[q.key] for q in own if q.key in here.answers)
     return {} if same else {"details": "each"}
-
-
-def _value_at(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _plain(value: Any) -> Any:
