@@ -148,3 +148,8 @@ def test_a_configuration_made_in_python_is_checked_when_settings_are_laid_over_i
     assert config.processes_per_machine == 2
     with pytest.raises(ConfigError, match=r"num_processes: is not divisible by the number of machines \(got 4 on 3\)"):
         files.overlaid(config, {"num_machines": "3"})
+
+
+def test_numbers_of_gpus_say_nothing_about_ranks_on_the_cpu():
+    for on_cpu in ("use_cpu: true", "distributed_type: MULTI_CPU"):
+        files.read_text(f"{on_cpu}\nnum_processes: 2\ngpu_ids: 0\n")

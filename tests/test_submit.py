@@ -96,8 +96,10 @@ def test_a_batch_script(capsys):
     assert 'if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi' in text
     assert "--kill-on-bad-exit=0 --wait=60" in text
     assert "\n# train: 2 machines with 8 GPUs each." in text
-    text, _ = submit(capsys, "--to", "slurm", "--set", "num_processes=2", "--set", "use_cpu=true", "train.py")
-    assert "\n# train: 2 machines with 1 rank on the CPU each." in text
+    for on_cpu in ("use_cpu=true", "distributed_type=MULTI_CPU"):
+        text, _ = submit(capsys, "--to", "slurm", "--set", "num_processes=2", "--set", on_cpu, "train.py")
+        assert "\n# train: 2 machines with 1 rank on the CPU each." in text
+        assert "--gpus-per-node" not in text and "--cpus-per-task=1\n" in text
 
 
 @pytest.mark.parametrize("engine", NEEDED)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardkit.config.meaning import dtypes, eight_bits, given_sizes
+from shardkit.config.meaning import dtypes, eight_bits, given_sizes, runs_on_cpu
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ConfigError
 
@@ -107,8 +107,7 @@ def _offload(config: Config) -> Iterator[Finding]:
 
 
 def _eight_bits(config: Config) -> Iterator[Finding]:
-    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
-    if on_cpu and (kind := eight_bits(config)):
+    if runs_on_cpu(config) and (kind := eight_bits(config)):
         yield Finding(("mixed_precision", "use_cpu"), f"{kind} needs a GPU (got a run on the CPU); write bf16.")
 
 
@@ -138,7 +137,7 @@ def _gpus(config: Config) -> Iterator[Finding]:
     count, needed = len(chosen.split(",")), config.processes_per_machine
     if len({number.strip() for number in chosen.split(",")}) < count:
         yield Finding(("gpu_ids",), f"names a GPU twice (got {chosen}); name each once.")
-    if count < needed and not config.use_cpu and config.mode in ("ddp", "fsdp"):
+    if count < needed and not runs_on_cpu(config) and config.mode in ("ddp", "fsdp"):
         what = f"is fewer GPUs than processes on a machine (got {count} for {needed})"
         yield Finding(("gpu_ids", "num_processes", "num_machines"), f"{what}; name more, or lower num_processes.")
 
@@ -246,8 +245,7 @@ def _what_fsdp2_does(config: Config) -> Iterator[Finding]:
 
 
 def _precision(config: Config) -> Iterator[Finding]:
-    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
-    if dtypes(config).scales_loss and on_cpu:
+    if dtypes(config).scales_loss and runs_on_cpu(config):
         key = "shardkit.precision.param_dtype" if config.shardkit.precision.param_dtype else "mixed_precision"
         yield Finding((key, "use_cpu"), "fp16 is slow on a CPU; bf16 needs no loss scaling.")
     if config.downcast_bf16 and config.mode != "xla":

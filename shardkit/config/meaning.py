@@ -7,7 +7,7 @@ Pure functions of a Config (and the world size where needed), used by checks, la
 from dataclasses import dataclass
 from typing import Literal
 
-from shardkit.config.schema import Config, Dtype, FsdpConfig, MeshConfig, ShardingStrategy
+from shardkit.config.schema import Config, DistributedType, Dtype, FsdpConfig, MeshConfig, ShardingStrategy
 from shardkit.errors import ConfigError
 
 # Gradients of these dtypes are accumulated without a cast, regardless of the configuration.
@@ -40,6 +40,11 @@ class Dtypes:
     def scales_loss(self) -> bool:
         """Whether a loss scale is needed (fp16)."""
         return self.param == "fp16"
+
+
+def runs_on_cpu(config: Config) -> bool:
+    """Whether the ranks train on the CPU."""
+    return config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
 
 
 def mesh_sizes(config: Config, world_size: int, ranks_per_node: int) -> MeshSizes:

@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from shardkit.config.keys import all_keys, value_at
+from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
 from shardkit.config.yaml_text import value_text
 
@@ -48,8 +49,7 @@ def to_accelerate(config: Config) -> tuple[str, list[str]]:
 
 def _type(config: Config) -> str:
     if config.mode == "ddp":
-        on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
-        return "MULTI_CPU" if on_cpu else "MULTI_GPU"
+        return "MULTI_CPU" if runs_on_cpu(config) else "MULTI_GPU"
     return config.distributed_type.value
 
 
@@ -116,7 +116,7 @@ def _lost(config: Config) -> list[str]:
 
 
 def _behaves_differently(config: Config) -> list[str]:
-    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+    on_cpu = runs_on_cpu(config)
     lines = []
     if config.mixed_precision == "mxfp8":
         lines.append("mixed_precision: mxfp8: Accelerate has no such precision; bf16 is written.")

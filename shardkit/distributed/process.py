@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import env
-from shardkit.config import hardware, tasks
+from shardkit.config import hardware, meaning, tasks
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import accelerators, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
@@ -191,7 +191,7 @@ def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]
     if config.mode == "xla":
         return None, xla.devices().device
     cpu, kind = torch.device("cpu"), accelerators.kind()
-    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
+    if meaning.runs_on_cpu(config):
         return None, cpu
     if kind is None:
         return _unusable_gpus(), cpu

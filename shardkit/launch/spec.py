@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.config import xla
+from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, LaunchConfig
 from shardkit.launch.environment import rank_variables
 from shardkit.launch.folders import short
@@ -135,7 +136,7 @@ def device_of(config: Config) -> str:
     """The kind of device that the ranks run on: cpu, cuda or xla."""
     if config.distributed_type is DistributedType.XLA or config.xla:
         return "xla"
-    return "cpu" if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU else "cuda"
+    return "cpu" if runs_on_cpu(config) else "cuda"
 
 
 def world_size_of(config: Config) -> int:

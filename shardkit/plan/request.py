@@ -7,7 +7,8 @@ from shardkit.config.command import settings_from
 from shardkit.config.files import resolve
 from shardkit.config.hardware import detect
 from shardkit.config.layers import FlagValue
-from shardkit.config.schema import Config, DistributedType
+from shardkit.config.meaning import runs_on_cpu
+from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
 from shardkit.model import comment
 from shardkit.model.sources import FORMS, describe
@@ -121,7 +122,7 @@ def device_of(config: Config, name: str | None, memory: str | None) -> Device:
     problems.raise_all()
     if named is not None:
         return named
-    if config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU:
+    if runs_on_cpu(config):
         return devices.find("cpu", size)
     here = detect().devices
     return devices.of_hardware(here[0].name, size or here[0].memory_bytes) if here else devices.find("h100-80", size)

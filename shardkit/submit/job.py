@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardkit.config import files
+from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config
 
 GRACE_MARGIN_S = 30
@@ -63,7 +64,7 @@ class Job:
 
     @property
     def gpus_per_machine(self) -> int:
-        return 0 if self.config.use_cpu else self.ranks_per_machine
+        return 0 if runs_on_cpu(self.config) else self.ranks_per_machine
 
     @property
     def grace_s(self) -> int:
@@ -76,7 +77,7 @@ class Job:
         changed: dict[str, object] = {"main_process_ip": None, "main_process_port": None, "machine_rank": 0}
         if self.config.shardkit.checkpoint.resume == "never":
             changed["shardkit.checkpoint.resume"] = "auto"
-        if not self.config.use_cpu and self.config.gpu_ids:
+        if not runs_on_cpu(self.config) and self.config.gpu_ids:
             changed["gpu_ids"] = None  # they are of the machine on which the file was written
         return files.dump(files.overlaid(self.config, changed), comments=False)
 

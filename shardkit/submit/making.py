@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardkit.config import files
 from shardkit.config.layers import Origin
+from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.launch import preflight
@@ -89,7 +90,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         switches=tuple(asked.switches.words),
         folder=Path.cwd(),
         program=program or _program(engine),
-        cpus_per_machine=asked.cpus or config.processes_per_machine * (1 if config.use_cpu else CPUS_PER_GPU),
+        cpus_per_machine=asked.cpus or config.processes_per_machine * (1 if runs_on_cpu(config) else CPUS_PER_GPU),
         memory_bytes=memory,
         time_s=time_s,
         gpu=asked.device,
@@ -173,7 +174,7 @@ def _words(flag: str, text: str | None) -> tuple[str, ...]:
 
 def _device(name: str | None, config: Config | None) -> devices.Device:
     """The device to plan for. Raises UsageError for an unknown name."""
-    return devices.find(name or ("cpu" if config is not None and config.use_cpu else "h100-80"))
+    return devices.find(name or ("cpu" if config is not None and runs_on_cpu(config) else "h100-80"))
 
 
 def _planned(

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from shardkit.config.keys import all_keys
+from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
 from shardkit.wizard import conditions
 from shardkit.wizard.question import Question
@@ -170,7 +171,7 @@ def _address(host: str | None, port: int | None) -> str | None:
 
 
 def _place(config: Config, s: Situation) -> str:
-    on_cpu = config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
+    on_cpu = runs_on_cpu(config)
     if config.distributed_type is DistributedType.XLA:
         return TPU
     if config.num_machines > 1:
