@@ -179,9 +179,7 @@ def start(
         has_prefix=not switches.no_prefix,
         measure=switches.measure,
         variables=env.copy(),
-        origins={
-            name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")
-        },
+        origins=loaded.chosen,
         more_variables=_compat_variables(switches),
         has_number=has_number(loaded),
     )

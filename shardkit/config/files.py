@@ -45,6 +45,11 @@ class LoadedConfig:
     notes: list[str] = field(default_factory=list)
     path: Path | None = None
 
+    @property
+    def chosen(self) -> dict[str, str]:
+        """Where each value comes from that somebody has set, by the setting's name in Python."""
+        return {name: str(one) for name, one in self.origins.items() if one.kind not in ("default", "hardware")}
+
 
 def load_config(path: Path | str | None = None, settings: Mapping[str, str] | None = None) -> Config:
     """The configuration of this run: the launcher's resolved one on a rank; else resolved here."""

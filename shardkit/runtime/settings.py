@@ -158,7 +158,7 @@ def _from_outside() -> Settings:
     loaded = files.resolve() if path is None else files.read(path)
     for note in loaded.notes:
         log.info("%s", note)
-    return Settings(loaded.config, _origins_beside(path) or _chosen(loaded))
+    return Settings(loaded.config, _origins_beside(path) or loaded.chosen)
 
 
 def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
@@ -174,10 +174,10 @@ def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
         # Checks across keys need the world size, which the launcher sets where the code does not.
         whole = {"num_processes": launched().world_size, **given}
         loaded = files.read_text(json.dumps(whole, default=str), "Accelerator(config=...)")
-        found = Settings(loaded.config, dict.fromkeys(_chosen(loaded), "Accelerator(config=...)"))
+        found = Settings(loaded.config, dict.fromkeys(loaded.chosen, "Accelerator(config=...)"))
     else:
         loaded = files.resolve(Path(given))
-        found = Settings(loaded.config, _chosen(loaded))
+        found = Settings(loaded.config, loaded.chosen)
     return _with_launch(found)
 
 
@@ -192,10 +192,6 @@ def _with_launch(found: Settings) -> Settings:
             config = with_value(config, name, attrgetter(name)(launchers))
             chosen[name] = "shardkit launch"
     return Settings(config, chosen)
-
-
-def _chosen(loaded: files.LoadedConfig) -> dict[str, str]:
-    return {name: str(origin) for name, origin in loaded.origins.items() if origin.kind not in ("default", "hardware")}
 
 
 def _origins_beside(path: Path | None) -> dict[str, str]:
