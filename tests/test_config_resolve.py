@@ -247,7 +247,7 @@ def test_the_command_that_gives_a_configuration_again():
         fsdp={"transformer_layer_cls_to_wrap": ["A", "B"], "backward_prefetch": "NO_PREFETCH"},
         shardkit={"seed": 3, "precision": {"reduce_dtype": "bf16"}},
     )
-    command = command_for(config, "my run.yaml")
+    command = command_for(config, None, Path("my run.yaml"), is_user=False)
     assert command.startswith("shardkit config --defaults --set distributed_type=FSDP")
-    assert "--set fsdp.transformer_layer_cls_to_wrap=A,B" in command and command.endswith("-o 'my run.yaml'")
+    assert "--set fsdp.transformer_layer_cls_to_wrap=A,B" in command and command.endswith("-o 'my run.yaml' --force")
     assert files.suggest(settings_of(config)).config == config

@@ -1,7 +1,6 @@
 """`shardkit config`: create a shardkit.yaml from answers or flags; validate, show and convert configuration files."""
 
 import json
-import shlex
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -252,9 +251,7 @@ def _save(start: "Config", target: Path, source: Path | None, model: str | None,
         make_folder_of(target)
     write_target(text, target, force)
     print(target)
-    again = f"{command_for(start, None if of_user else target)} --force"
-    again += f" --model {shlex.quote(model)}" if model else ""
-    print(f"to repeat this: {again}{' --user' if of_user else ''}")
+    print(f"to repeat this: {command_for(start, model, None if of_user else target, of_user)}")
 
 
 def _edited(path: Path, config: "Config") -> str:

@@ -23,11 +23,13 @@ def settings_from(words: Sequence[str]) -> dict[str, str]:
     return {key.strip(): value for key, _, value in (word.partition("=") for word in words)}
 
 
-def command_for(config: Config, output: File | str | None = None) -> str:
-    """A command that writes this configuration."""
-    settings = [f"--set {shlex.quote(f'{name}={text}')}" for name, text in settings_of(config).items()]
-    end = [f"-o {shlex.quote(str(output))}"] if output is not None else []
-    return " ".join(["shardkit config --defaults", *settings, *end])
+def command_for(config: Config, model: str | None, output: File | None, is_user: bool) -> str:
+    """The command that writes the same file again, without questions. `model`: the one that the file names; `output`:
+    None for a file that needs no name; `is_user`: whether it is the user's file for all projects."""
+    words = [f"--set {shlex.quote(f'{name}={text}')}" for name, text in settings_of(config).items()]
+    words += [f"-o {shlex.quote(str(output))}"] if output is not None else []
+    words += ["--force", *([f"--model {shlex.quote(model)}"] if model else []), *(["--user"] if is_user else [])]
+    return " ".join(["shardkit config --defaults", *words])
 
 
 def config_flag(path: File) -> str:

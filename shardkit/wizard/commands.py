@@ -3,8 +3,7 @@
 import shlex
 from pathlib import Path
 
-from shardkit.config.command import command_for, config_flag
-from shardkit.config.schema import Config
+from shardkit.config.command import config_flag
 from shardkit.wizard.situation import SLURM, Situation
 
 SCRIPT = "SCRIPT.py"
@@ -53,13 +52,6 @@ def _plan(s: Situation, path: Path, model: str | None) -> str:
     """The plan command of the same run; without a model in the file it has a placeholder for one."""
     flags = ["" if model else " --model MODULE:FUNCTION", f" --device {s.planned_device}" if s.planned_device else ""]
     return f"shardkit plan{config_flag(path)}{''.join(flags)}"
-
-
-def config_line(config: Config, model: str | None, path: Path | None, is_user: bool) -> str:
-    """The command that writes the same file without questions."""
-    command = f"{command_for(config, path)} --force"
-    command += f" --model {shlex.quote(model)}" if model else ""
-    return command + (" --user" if is_user else "")
 
 
 def training_script(folder: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardkit import env
 from shardkit.config import files
+from shardkit.config.command import command_for
 from shardkit.config.hardware import Hardware, detect
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_INTERRUPTED, ConfigError, ModelError, UsageError
@@ -238,5 +239,5 @@ def _say_what_next(session: Conversation, options: WizardOptions, saved: Target)
         if meaning := commands.meanings(lines):
             session.prompter.say(meaning)
     usual = options.user or saved.path == options.folder / "shardkit.yaml"
-    again = commands.config_line(to_config(situation), model, None if usual else saved.path, options.user)
+    again = command_for(to_config(situation), model, None if usual else saved.path, options.user)
     print(f"The same without questions:\n{again}", file=sys.stderr if saved.dry_run else sys.stdout)
