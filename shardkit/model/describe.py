@@ -1,6 +1,7 @@
 """The description of a model as a plain value, and its JSON form, in which the child process returns it."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from shardkit.model.blocks import BlockClass, block_classes, repeated_classes
@@ -58,12 +59,12 @@ class ModelDescription:
         """Number of parameters, tied ones counted once."""
         return self.tree.numel
 
-    @property
+    @cached_property
     def block_classes(self) -> list[BlockClass]:
         """Classes that could be FSDP units, largest share of parameters first."""
         return block_classes(self.tree)
 
-    @property
+    @cached_property
     def suggested_classes(self) -> list[str]:
         """The repeated block classes; empty if none repeats."""
         return repeated_classes(self.tree)

@@ -63,7 +63,7 @@ def offload(s: Situation) -> Default:
 
 
 def wrapping(s: Situation) -> Default:
-    if s.model is not None and not numbers.suggested_classes(s.model):
+    if s.model is not None and not s.model.suggested_classes:
         return Default("SIZE_BASED_WRAP", "no class is repeated in the model")
     return Default("TRANSFORMER_BASED_WRAP", "one unit per block is the usual choice")
 
@@ -73,7 +73,7 @@ def classes(s: Situation) -> Default:
         return Default([], "the repeated block classes are found in the model when training starts")
     if not s.has_class_names:
         return Default([], "this model source has no class names; they are found when training starts")
-    found = numbers.suggested_classes(s.model)
+    found = s.model.suggested_classes
     return Default(found, "the block classes that the model repeats" if found else "no class is repeated in the model")
 
 

@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from shardkit.config.schema import Config, DistributedType, FsdpConfig, ShardingStrategy, WrapPolicy
 from shardkit.errors import ShardkitError
-from shardkit.model.blocks import BlockClass
 from shardkit.model.describe import ModelDescription
 from shardkit.plan.answer import fits
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
@@ -186,7 +185,7 @@ def _config(s: Situation) -> Config:
 def _wrapping(s: Situation) -> dict[str, object]:
     default = FsdpConfig()
     as_given = s.base.fsdp.auto_wrap_policy is not default.auto_wrap_policy or s.base.fsdp.transformer_layer_cls_to_wrap
-    if as_given or s.model is None or suggested_classes(s.model):
+    if as_given or s.model is None or s.model.suggested_classes:
         return {}
     return {"auto_wrap_policy": WrapPolicy.SIZE_BASED_WRAP, "min_num_params": max(1, s.model.numel // 4)}
 
@@ -207,26 +206,6 @@ class _Model:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Model) and other.description is self.description
-
-
-def suggested_classes(model: ModelDescription) -> list[str]:
-    """The model's repeated block classes, cached."""
-    return _suggested_classes(_Model(model))
-
-
-def block_classes(model: ModelDescription) -> list[BlockClass]:
-    """Classes of the model that could be units, cached."""
-    return _block_classes(_Model(model))
-
-
-@lru_cache(maxsize=16)
-def _block_classes(model: _Model) -> list[BlockClass]:
-    return model.description.block_classes
-
-
-@lru_cache(maxsize=16)
-def _suggested_classes(model: _Model) -> list[str]:
-    return model.description.suggested_classes
 
 
 @lru_cache(maxsize=256)

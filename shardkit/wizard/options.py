@@ -133,7 +133,7 @@ def class_options(s: Situation) -> Sequence[Option]:
         return ()
     return tuple(
         Option(c.name, c.name, f"{c.count} x {count_text(c.numel_each)}, {c.share:.0%} of parameters")
-        for c in numbers.block_classes(s.model)
+        for c in s.model.block_classes
     )
 
 
