@@ -57,7 +57,7 @@ ENGINES = {
         Engine(
             "jobset",
             jobset.render,
-            jobset.problems,
+            kubernetes.problems,
             _KUBECTL,
             frozenset({"--time", "--memory", "--cpus", "--image", "--volume", *_LAUNCH}),
             kubernetes.OPTIONS,

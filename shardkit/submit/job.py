@@ -115,11 +115,11 @@ def memory_in_gib(memory_bytes: int) -> int:
     return -(-memory_bytes // 2**30)
 
 
-def head(job: Job, how: str) -> list[str]:
-    """The comments at the top of a job's file."""
+def head(job: Job, how: str) -> str:
+    """The comments at the top of a job's file: what it is, and how it is started."""
     count, kind = (job.gpus_per_machine, "GPU") if job.gpus_per_machine else (job.ranks_per_machine, "rank")
     each = f"{count} {kind}{'s' if count > 1 else ''}{'' if job.gpus_per_machine else ' on the CPU'}"
     machines = (
         f"{job.machines} machine{'s' if job.machines > 1 else ''} with {each}{' each' if job.machines > 1 else ''}"
     )
-    return [f"{job.name}: {machines}. Written by `shardkit submit`.", how]
+    return f"# {job.name}: {machines}. Written by `shardkit submit`.\n# {how}"

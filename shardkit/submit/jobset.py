@@ -9,11 +9,6 @@ GROUP = "node"
 """The name of the only replicated Job."""
 
 
-def problems(job: Job) -> list[str]:
-    """Problems that the API would reject."""
-    return kubernetes.problems(job)
-
-
 def render(job: Job) -> str:
     """The JobSet. Pods get their number from JOB_COMPLETION_INDEX, and the address of pod 0 from its DNS name."""
     environment = {

@@ -130,8 +130,7 @@ def metadata(job: Job) -> dict[str, Any]:
 
 def manifest(job: Job, objects: list[dict[str, Any]]) -> str:
     """The objects as one YAML file."""
-    top = "".join(f"# {line}\n" for line in head(job, "Create it with: kubectl create -f FILE"))
-    return top + "---\n".join(yaml_text(one) for one in objects)
+    return head(job, "Create it with: kubectl create -f FILE") + "\n" + "---\n".join(yaml_text(one) for one in objects)
 
 
 def yaml_text(value: dict[str, Any]) -> str:

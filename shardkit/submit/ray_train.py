@@ -36,9 +36,8 @@ def render(job: Job) -> str:
     restarts = job.config.shardkit.launch.max_restarts or (-1 if "min-workers" in job.options else 0)
     run.append(f"failure_config=FailureConfig(max_failures={restarts})")
     how = "Start it with: ray job submit --working-dir . -- python FILE"
-    comments = "\n".join(f"# {line}" for line in head(job, how))
     script, *arguments = job.command
-    return f'''{comments}
+    return f'''{head(job, how)}
 import os
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -1,4 +1,4 @@
-"""Numbers for a job from the plan: host memory of a machine, duration of a save and of the steps, whether it fits."""
+"""Numbers for a job from the plan: host memory of a machine, duration of the steps, and notes on what does not fit."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,6 @@ class Sizes:
     """Numbers for one machine. `steps_s` is None if the time of a step, or the number of steps, is unknown."""
 
     memory_bytes: int
-    save_s: float
     steps_s: int | None
     notes: tuple[str, ...]
 
@@ -57,4 +56,4 @@ def sized(
     if steps is not None and found.time is not None:
         slowest = steps * found.time.slowest_s * SPARE
         steps_s = -(-int(slowest) // _ROUND_S) * _ROUND_S + _ROUND_S
-    return Sizes(ranks * (RANK_BYTES + host.total + copied), save_s, steps_s, tuple(notes))
+    return Sizes(ranks * (RANK_BYTES + host.total + copied), steps_s, tuple(notes))

@@ -63,8 +63,7 @@ def render(job: Job) -> str:
         "run": f"{configuration_file(job.configuration, '/tmp/shardkit.yaml')}\n{launch}\n",
     }
     how = "Start it with: sky jobs launch FILE, in the folder of the script, which is uploaded."
-    top = "".join(f"# {line}\n" for line in head(job, how))
-    return top + yaml_text({name: value for name, value in task.items() if value})
+    return f"{head(job, how)}\n" + yaml_text({name: value for name, value in task.items() if value})
 
 
 def accelerator(device: str) -> str:

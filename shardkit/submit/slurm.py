@@ -45,9 +45,9 @@ def render(job: Job) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"# {line}" for line in head(job, "Submit it with: sbatch FILE")),
+            head(job, "Submit it with: sbatch FILE"),
             *(
-                f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"
+                f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
                 for name, value in _options(job)
             ),
             "",
@@ -95,8 +95,3 @@ def time_text(seconds: int) -> str:
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24}-{hours % 24:02d}:{minutes:02d}:{rest:02d}"
-
-
-def _quoted(value: str) -> str:
-    """The value in shell quotes, which sbatch supports in #SBATCH lines."""
-    return shlex.quote(value)

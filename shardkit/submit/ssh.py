@@ -21,6 +21,7 @@ def problems(job: Job) -> list[str]:
 
 def render(job: Job) -> str:
     """The script. It exits with the first exit code that is not 0, and forwards SIGTERM, SIGHUP and Ctrl-C."""
+    how = "Run it with: bash FILE, in the folder that all hosts share. SIGTERM and Ctrl-C: save and stop."
     folder = shlex.quote(str(job.folder))
     launch = folded(
         [
@@ -32,7 +33,7 @@ def render(job: Job) -> str:
         ]
     )
     return f"""#!/bin/bash
-{_comments(job)}
+{head(job, how)}
 ssh=({shlex.join(job.ssh or SSH)})
 hosts=({shlex.join(job.hosts)})
 main={shlex.quote(job.hosts[0].rpartition("@")[2])}
@@ -75,8 +76,3 @@ done
 [ -z "${{stopper:-}}" ] || kill "$stopper"
 exit "$code"
 """
-
-
-def _comments(job: Job) -> str:
-    lines = head(job, "Run it with: bash FILE, in the folder that all hosts share. SIGTERM and Ctrl-C: save and stop.")
-    return "\n".join(f"# {line}" for line in lines)
