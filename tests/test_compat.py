@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,9 +140,9 @@ def test_no_table_names_what_is_not_there():
         assert not set(names.places(module)) & set(names.refusals(module)), module
 
 
-def test_standing_in_hides_what_is_installed_and_gives_it_back():
-    before = [name for name in sys.modules if name.split(".")[0] == "accelerate"]
-    kept = {name: sys.modules.pop(name) for name in before}
+def test_standing_in_hides_what_is_installed(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    kept = of_accelerate()
     try:
         modules.standing_in_for("accelerate")
         import accelerate
@@ -154,9 +155,13 @@ def test_standing_in_hides_what_is_installed_and_gives_it_back():
         described = metadata.metadata("accelerate")  # as sentence-transformers checks whose package it is
         assert described["Name"] == "accelerate" and "huggingface" in described["Home-page"]
     finally:
-        modules.stop_standing_in()
+        of_accelerate()
         sys.modules.update(kept)
-    assert not any(isinstance(one, modules.MetadataFinder) for one in sys.meta_path)
+
+
+def of_accelerate() -> dict[str, Any]:
+    """The loaded modules of accelerate, taken out of sys.modules."""
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "accelerate"}
 
 
 # ---- kinds and plugins ----

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def train_beside_a_slow_writer(root, timeout_s):
     begin(live, background, agreed, root, 1)
     running = torch.ones(())
     while running:
-        running = torch.tensor(float(background.is_running()))
+        running = torch.tensor(float(any(one.name == "shardkit-save" for one in threading.enumerate())))
         dist.all_reduce(running, group=training)
         rounds += 1
     background.wait(agreed)

@@ -73,7 +73,7 @@ def test_a_device_that_one_rank_lacks_stops_all(ranks):
 def test_alone_without_sharding_there_is_no_group():
     found = process.start(Config(distributed_type=DistributedType.NO, use_cpu=True))
     assert (found.rank, found.world_size, found.backend, found.control.group) == (0, 1, "none", None)
-    assert found.is_main and found.is_local_main and not dist.is_initialized()
+    assert found.is_main and not dist.is_initialized()
 
 
 def test_alone_with_sharding_there_is_a_group_of_one_until_the_end():

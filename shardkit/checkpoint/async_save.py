@@ -130,10 +130,6 @@ class AsyncSave:
             self._step_hooks.pop().remove()
         self._buffers.clear()
 
-    def is_running(self) -> bool:
-        """Whether a save is running."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self, control: ControlGroup) -> None:
         """Wait until the running save is committed. Collective. If it failed, every rank raises CheckpointSaveError."""
         if self._thread is None:

@@ -24,7 +24,6 @@ SAVE_POINTS = (
 )  # fmt: skip
 # A save into an object store has the additional point "part", when a part of an upload is full. It has none of the
 # points for folders: "fsync", "sync", "rename", "sync-root", "trash".
-LOAD_POINTS = ("verify", "read", "apply", "fill")
 
 
 def reach(point: str, rank: int) -> None:

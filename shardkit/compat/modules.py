@@ -9,7 +9,7 @@ is read.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -162,18 +162,3 @@ def standing_in_for(prefix: str) -> None:
         sys.meta_path.insert(0, Finder(prefix))
     else:  # real modules of the package come first
         sys.meta_path.append(Finder(prefix))
-
-
-def stop_standing_in() -> None:
-    """Make imports of accelerate find the installed package again. Removes the replacements from sys.modules."""
-    sys.meta_path[:] = [
-        one
-        for one in sys.meta_path
-        if not isinstance(one, MetadataFinder) and not (isinstance(one, Finder) and one.prefix == "accelerate")
-    ]
-    for name in [*_loaded()]:
-        del sys.modules[name]
-
-
-def _loaded() -> Iterator[str]:
-    return (n for n in list(sys.modules) if n.split(".")[0] == "accelerate" and isinstance(sys.modules[n], StandIn))

@@ -179,7 +179,6 @@ _WRITTEN = "write a configuration file with shardkit config"
 _TRACKERS = "use jsonl, csv, tensorboard, wandb, mlflow or trackio, or a tracker class in the script"
 _COMPILE = "set shardkit.compile: true, which compiles each unit"
 _MERGED = "use shardkit checkpoint merge"
-_NOT_READY = "it is not part of this release of shardkit"
 
 # module of accelerate -> {what to do instead: names}
 REFUSED: dict[str, dict[str, str]] = {

@@ -126,10 +126,6 @@ def _merged_blocks(node: yaml.Node) -> list[yaml.MappingNode]:
     return [inner for inner in nodes if isinstance(inner, yaml.MappingNode)]
 
 
-def _is_mapping(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.MappingNode)
-
-
 def _refuse_bombs(node: yaml.Node, name: str) -> None:
     """Raises ConfigError where following aliases would explode or never end."""
     left, waiting = MAX_VALUES, [(node, 0)]
@@ -161,7 +157,7 @@ def _unwelcome_keys(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, str]]:
     for key, value in node.value:
         if key.tag == _MERGE:
             merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if not all(map(_is_mapping, merged)):
+            if not all(isinstance(one, yaml.MappingNode) for one in merged):
                 yield key, "<< merges blocks of keys only; name one with an alias, as in `<<: *base`."
         elif not isinstance(key, yaml.ScalarNode) or key.tag not in _TAGS:
             yield key, "a key must be a plain name."

@@ -51,11 +51,6 @@ class Process:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    @property
-    def is_local_main(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.local_rank == 0
-
 
 def launched() -> env.Ranks:
     """Rank and world size from a running process group or the environment; else those of a single process.

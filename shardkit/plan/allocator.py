@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-KIB, MIB = 2**10, 2**20
+MIB = 2**20
 _ROUND = 512
 _SMALL = 1 * MIB
 _SMALL_SEGMENT = 2 * MIB
@@ -29,25 +29,16 @@ class Event:
     stream: str = "compute"
 
 
-@dataclass(frozen=True)
-class Reserved:
-    """Maximum of active bytes (with the allocator's rounding) and of reserved bytes."""
-
-    active_bytes: int
-    reserved_bytes: int
-
-
-def replay(events: Iterable[Event], is_expandable: bool = False) -> Reserved:
-    """Both maxima of a sequence of events. A free without an allocation is ignored."""
+def replay(events: Iterable[Event], is_expandable: bool = False) -> int:
+    """The bytes that are reserved after these events, which is their maximum. A free without an allocation is
+    ignored."""
     allocator = _Allocator(is_expandable)
-    most_active = 0
     for event in events:
         if event.size:
             allocator.allocate(event.number, event.size, event.stream)
-            most_active = max(most_active, allocator.active)
         else:
             allocator.free(event.number)
-    return Reserved(most_active, allocator.reserved)
+    return allocator.reserved
 
 
 def two_steps(before: Sequence[tuple[Event, bool]], step: Sequence[Event], optimizer_at: int) -> Iterator[Event]:
@@ -118,7 +109,6 @@ class _Allocator:
     """All pools of one device. Addresses only grow, because segments are never released."""
 
     def __init__(self, is_expandable: bool) -> None:
-        self.active = 0
         self.reserved = 0
         self._is_expandable = is_expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
@@ -133,13 +123,11 @@ class _Allocator:
         pool.remove(block)
         self._split(block, size)
         self._held[number] = block
-        self.active += block.size
 
     def free(self, number: int) -> None:
         block = self._held.pop(number, None)
         if block is None:
             return
-        self.active -= block.size
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.is_free:
                 block = self._joined(block, neighbour)

@@ -218,8 +218,8 @@ def _tracked(
 def _reserved(tracker: MemoryTracker) -> dict[str, int]:
     steps = list(two_steps(tracker.before, tracker.events, tracker.optimizer_at))
     return {
-        "segments": replay(steps).reserved_bytes,
-        "expandable": replay(steps, is_expandable=True).reserved_bytes,
+        "segments": replay(steps),
+        "expandable": replay(steps, is_expandable=True),
     }
 
 

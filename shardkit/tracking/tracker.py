@@ -46,10 +46,6 @@ class NoTracker(Tracker):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @property
-    def tracker(self) -> Any:
-        return self
-
     def log(self, values: Any = None, step: int | None = None, *_: Any, **arguments: Any) -> Any:
         """Nothing."""
         return self
