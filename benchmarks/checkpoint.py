@@ -204,7 +204,7 @@ def _save(live: Live, kind: Kind, final: Path, agreed: ControlGroup) -> None:
 
 
 def _load(live: Live, saved: Path, agreed: ControlGroup) -> None:
-    read.load(live, saved, agreed)
+    read.load(live, saved, agreed, read.LoadOptions())
 
 
 def _async_save(live: Live, final: Path, agreed: ControlGroup) -> Callable[[], float]:

@@ -182,7 +182,7 @@ def _and_step(load: Callable[[], None], optimizer: torch.optim.Optimizer) -> Non
 
 
 def _load_ours(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    read.load(Live([model], [optimizer]), folder / "shardkit", control.start(600))
+    read.load(Live([model], [optimizer]), folder / "shardkit", control.start(600), read.LoadOptions())
 
 
 def _load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.checkpoint import read, state, write
+from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.distributed import control
 from shardkit.storage.url import place_of
 
@@ -132,8 +133,8 @@ def save(live, final, step=0, kind="sharded", timeout_s=60.0, **request):
 
 def load(live, path, **settings):
     """One load with a control group of its own."""
-    return read.load(live, place_of(path), control.start(60.0), **settings)
+    return read.load(live, place_of(path), control.start(60.0), LoadOptions(**settings))
 
 
 def load_newest(live, root, **settings):
-    return read.load_newest(live, place_of(root), control.start(60.0), **settings)
+    return read.load_newest(live, place_of(root), control.start(60.0), LoadOptions(**settings))

@@ -227,7 +227,7 @@ def test_a_checkpoint_that_was_replaced_before_is_noticed(saved, tmp_path):
     live = prepared("plain")
     fill(live, 77)
     with pytest.raises(CheckpointCorrupted, match="was replaced by another checkpoint while it was read"):
-        read._load(live, checkpoint, agreed, read.How("digest", True, True, read.Unfinished()))
+        read._load(live, checkpoint, agreed, read.LoadOptions())
     assert values_in(live) == {77.0}
 
 

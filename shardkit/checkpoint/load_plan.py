@@ -41,13 +41,13 @@ class Unfinished:
 
 
 @dataclass(frozen=True)
-class How:
+class LoadOptions:
     """Options of a load, and the state of an earlier failed load."""
 
-    verify: str
-    strict: bool
-    data_position: bool
-    unfinished: Unfinished
+    verify: str = "digest"
+    strict: bool = True
+    data_position: bool = True
+    unfinished: Unfinished = field(default_factory=Unfinished)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Plan:
         self.parts = {part for part in self.parts if not part.startswith(f"{section}: ")}
 
 
-def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> Plan:
+def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: LoadOptions) -> Plan:
     common = checkpoint.json("state/common.json")
     own = None
     if checkpoint.manifest.world_size == control.world_size:
@@ -97,12 +97,12 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How)
     for number, optimizer in enumerate(live.optimizers):
         _plan_optimizer(optimizer, number, names, index, plan)
     plan.differences += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
-    plan.differences += _unclaimed_loaders(live, plan.common) if how.data_position else []
-    plan.problems += [one.as_problem for one in plan.differences] if how.strict else []
+    plan.differences += _unclaimed_loaders(live, plan.common) if options.data_position else []
+    plan.problems += [one.as_problem for one in plan.differences] if options.strict else []
     plan.problems += _unusable_positions(live, plan, checkpoint.manifest.world_size)
-    left = sorted(how.unfinished.parts - plan.parts)
+    left = sorted(options.unfinished.parts - plan.parts)
     if left:
-        text = f"overwritten by the failed load of {how.unfinished.path}, and not in this checkpoint"
+        text = f"overwritten by the failed load of {options.unfinished.path}, and not in this checkpoint"
         plan.problems.append(f"{per_rank.labels_text(left)}: {text}")
     return plan
 

@@ -27,7 +27,7 @@ from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
 from shardkit.checkpoint.layout import Index
-from shardkit.checkpoint.load_plan import How, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
+from shardkit.checkpoint.load_plan import LoadOptions, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, section_name
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file, open_checkpoint
@@ -81,42 +81,22 @@ def _not_seen_alike(path: Place, answers: list[list[Any]]) -> tuple[str | None, 
     return None, False
 
 
-def load(
-    live: Live,
-    path: Place,
-    control: ControlGroup,
-    *,
-    verify: str = "digest",
-    strict: bool = True,
-    data_position: bool = True,
-    unfinished: Unfinished | None = None,
-) -> LoadedState:
+def load(live: Live, path: Place, control: ControlGroup, options: LoadOptions) -> LoadedState:
     """Load the checkpoint into the live objects. Collective; all ranks raise, or none does.
 
-    CheckpointError: nothing was changed. StateIncomplete: part of the state was changed; `unfinished` has the parts.
+    CheckpointError: nothing was changed. StateIncomplete: part of the state was changed; `options.unfinished` has the
+    parts.
     """
-    checkpoint = open_together(path, control)
-    how = How(verify, strict, data_position, unfinished or Unfinished())
-    return _load(live, checkpoint, control, how)
+    return _load(live, open_together(path, control), control, options)
 
 
-def load_newest(
-    live: Live,
-    root: Place,
-    control: ControlGroup,
-    *,
-    verify: str = "digest",
-    strict: bool = True,
-    data_position: bool = True,
-    unfinished: Unfinished | None = None,
-) -> LoadedState | None:
+def load_newest(live: Live, root: Place, control: ControlGroup, options: LoadOptions) -> LoadedState | None:
     """As `load`, from the newest checkpoint that is complete and undamaged; None if there is no checkpoint. Collective.
 
     Skips checkpoints that are damaged, or whose load failed in the middle, with a warning that counts the lost steps. A
     checkpoint that is undamaged but does not match the model raises an error.
     """
     skipped: list[SkippedFolder] = []
-    how = How(verify, strict, data_position, unfinished or Unfinished())
     for step, name in _candidates(root, control):
         try:
             checkpoint = open_together(root / name, control)
@@ -126,7 +106,7 @@ def load_newest(
             skipped.append(SkippedFolder(step, root / name, str(error)))
             continue
         try:
-            loaded = _load(live, checkpoint, control, how)
+            loaded = _load(live, checkpoint, control, options)
         except (CheckpointCorrupted, StateIncomplete) as error:
             if isinstance(error.__cause__, LostRank):
                 raise
@@ -135,7 +115,7 @@ def load_newest(
         _warn_of(skipped, checkpoint, control)
         return replace(loaded, skipped=tuple(skipped))
     if skipped:
-        raise _none_left(root, skipped, how.unfinished)
+        raise _none_left(root, skipped, options.unfinished)
     return None
 
 
@@ -181,27 +161,27 @@ def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: Cont
         )
 
 
-def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, how: How) -> LoadedState:
+def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: LoadOptions) -> LoadedState:
     here = f"checkpoint: {checkpoint.path}"
-    if not how.data_position:
+    if not options.data_position:
         live = replace(live, loaders={})
-    unchanged = "the state is still incomplete" if how.unfinished.parts else "nothing was changed"
+    unchanged = "the state is still incomplete" if options.unfinished.parts else "nothing was changed"
     with ExitStack() as stack:
         with _Agreement(control, here, unchanged) as step:
             files = stack.enter_context(Files(checkpoint))
-            plan = plan_of(live, checkpoint, control, how)
+            plan = plan_of(live, checkpoint, control, options)
             step.problems = plan.problems
         saved = Saved(files, plan.own_rank, control.work)
         control.work.expect(_bytes_to_read(plan, saved.index))
         with _Agreement(control, here, unchanged):
-            _verify(files, control, how.verify)
+            _verify(files, control, options.verify)
             objects = [*_object_states(live, plan, saved)]
             faults.reach("read", control.rank)
         if live.take is not None:
             assert isinstance(checkpoint.path, Path), "load hooks with a store were refused before"
-            _let_hooks_load(live.take, checkpoint.path, plan, control, how.strict)
+            _let_hooks_load(live.take, checkpoint.path, plan, control, options.strict)
         _apply_objects(objects, control, here, unchanged)
-        _fill(live, plan, saved, control, here, how.unfinished)
+        _fill(live, plan, saved, control, here, options.unfinished)
     if control.rank == 0:
         warn_of(plan, checkpoint)
     _restore_random(checkpoint, plan, control, has_loaders=bool(live.loaders))

@@ -1,9 +1,9 @@
 """load_state and resume of a run."""
 
 from pathlib import Path
-from typing import Any
 
 from shardkit.checkpoint import folder, locate, manifest, paths, read
+from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.read import LoadedState
 from shardkit.distributed import progress
 from shardkit.errors import CheckpointError
@@ -34,8 +34,8 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
     session = _begin_load(run, "load_state")
     in_url.refuse_load(run, place)
     _refuse_series(place, session)
-    how = _how(run, session, data_position, strict)
-    return _loaded(run, session, read.load(live_of(run), place, session.control, **how))
+    options = _options(run, session, data_position, strict)
+    return _loaded(run, session, read.load(live_of(run), place, session.control, options))
 
 
 def resume(run: Run) -> bool:
@@ -50,14 +50,13 @@ def resume(run: Run) -> bool:
 def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
     session = _begin_load(run, call)
     in_url.refuse_load(run, root)
-    how = _how(run, session, data_position, strict)
-    loaded = read.load_newest(live_of(run), root, session.control, **how)
+    options = _options(run, session, data_position, strict)
+    loaded = read.load_newest(live_of(run), root, session.control, options)
     return None if loaded is None else _loaded(run, session, loaded)
 
 
-def _how(run: Run, session: SaveSession, data_position: bool, strict: bool) -> dict[str, Any]:
-    verify = run.config.shardkit.checkpoint.verify
-    return {"verify": verify, "strict": strict, "data_position": data_position, "unfinished": session.unfinished}
+def _options(run: Run, session: SaveSession, data_position: bool, strict: bool) -> LoadOptions:
+    return LoadOptions(run.config.shardkit.checkpoint.verify, strict, data_position, session.unfinished)
 
 
 def _begin_load(run: Run, call: str) -> SaveSession:

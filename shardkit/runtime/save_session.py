@@ -5,8 +5,8 @@ from typing import Any
 
 from shardkit.checkpoint.async_save import AsyncSave
 from shardkit.checkpoint.in_store import Claim
+from shardkit.checkpoint.load_plan import Unfinished
 from shardkit.checkpoint.lock import Lock
-from shardkit.checkpoint.read import Unfinished
 from shardkit.distributed.control import ControlGroup
 from shardkit.storage.url import Place
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardkit.checkpoint import folder, in_store, locate, lock, paths, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.async_save import AsyncSave
-from shardkit.checkpoint.read import Unfinished
+from shardkit.checkpoint.load_plan import Unfinished
 from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured, Live, capture
 from shardkit.config import files

@@ -4,7 +4,7 @@ They are ordinary checkpoints: committed atomically, verified on load, loadable 
 generators, counters and the position in the data are not touched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkit.checkpoint import paths, read, state, write
+from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Live
 from shardkit.distributed import random_state
@@ -84,9 +85,10 @@ def _save(run: Run, live: Live, folder: str | Path, call: str) -> Place:
 def _load(run: Run, live: Live, folder: str | Path, call: str) -> None:
     path = paths.named(folder, call)
     session = met(run, call, "load")
-    how: Mapping[str, Any] = {"verify": run.config.shardkit.checkpoint.verify, "unfinished": session.unfinished}
+    verify = run.config.shardkit.checkpoint.verify
+    options = LoadOptions(verify, data_position=False, unfinished=session.unfinished)
     with _same_random_state(run.process.rank):
-        read.load(live, path, session.control, data_position=False, **how)
+        read.load(live, path, session.control, options)
 
 
 @contextmanager
