@@ -73,7 +73,8 @@ class AsyncSave:
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
         self._thread = threading.Thread(target=self._run, args=(prepared, uncopied, on_commit), name="shardkit-save")
         if isinstance(self._where, Url) and not self._is_awaited:
-            self._is_awaited = _before_executors_end(self.join)
+            self._is_awaited = True
+            _before_executors_end(self.join)
         self._thread.start()
 
     def _copy_first(self, prepared: PreparedSave, may_defer: bool) -> list[_Uncopied]:
@@ -126,9 +127,12 @@ class AsyncSave:
     def forget(self) -> None:
         """Release the live objects and the copy buffers. A running save continues with the copies that it holds."""
         self.wait_until_copied()
+        self._release_optimizers()
+        self._buffers.clear()
+
+    def _release_optimizers(self) -> None:
         while self._step_hooks:
             self._step_hooks.pop().remove()
-        self._buffers.clear()
 
     def wait(self, control: ControlGroup) -> None:
         """Wait until the running save is committed. Collective. If it failed, every rank raises CheckpointSaveError."""
@@ -137,8 +141,7 @@ class AsyncSave:
         if self._thread.is_alive():
             logger.info("checkpoint: waiting for the save of %s", self._where)
         self._thread.join()
-        while self._step_hooks:
-            self._step_hooks.pop().remove()
+        self._release_optimizers()
         self._thread, problem, self._problem = None, self._problem, None
         try:
             problem_of_some = control.decide(problem, _first)
@@ -166,7 +169,7 @@ def _has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
-def _before_executors_end(action: Callable[[], None]) -> bool:
+def _before_executors_end(action: Callable[[], None]) -> None:
     """Register an action for interpreter exit that runs before concurrent.futures stops accepting work.
 
     The packages behind s3:// and other stores need its executors during a save. Actions run in reverse order of
@@ -174,7 +177,6 @@ def _before_executors_end(action: Callable[[], None]) -> bool:
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(action)
-    return True
 
 
 def _first(problems: list[str | None]) -> str | None:
