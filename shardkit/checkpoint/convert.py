@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def _weights(path: Path) -> dict[str, Any]:
             for name in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(name)
                 dtype = tensors.TORCH_DTYPES.get(part.get_dtype(), part.get_dtype())
-                found[name] = LazyTensor(dtype, tuple(part.get_shape()), _Reader(path, name))
+                found[name] = LazyTensor(dtype, tuple(part.get_shape()), partial(_tensor, path, name))
     except SafetensorError as error:
         reason = str(error).rstrip(".")
         raise CheckpointError(
@@ -170,15 +171,11 @@ def _weights(path: Path) -> dict[str, Any]:
     return found
 
 
-class _Reader:
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
+def _tensor(path: Path, name: str) -> torch.Tensor:
+    from safetensors import safe_open
 
-    def __call__(self) -> torch.Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.path, "pt") as opened:
-            return opened.get_tensor(self.name)
+    with safe_open(path, "pt") as opened:
+        return opened.get_tensor(name)
 
 
 def _load(path: Path) -> Any:

@@ -24,9 +24,13 @@ from shardkit.checkpoint import disk, faults, layout, manifest
 from shardkit.checkpoint import folder as folders
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
 from shardkit.errors import CheckpointSaveError, UsageError
+from shardkit.model.tree import by_numbers
 
 TEMPORARY = ".tmp-export-"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+# Dtype names of the safetensors format by the names that users give.
+_DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16", "bf16": "BF16", "bfloat16": "BF16"}
+_DTYPES |= {"fp64": "F64", "float64": "F64"}
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
@@ -64,6 +68,14 @@ def size_in_bytes(size: str | int) -> int:
     return bytes_
 
 
+def dtype_named(given: object, caller: str) -> str:
+    """The safetensors dtype for bf16, float32, torch.bfloat16, ...; UsageError for others."""
+    name = str(given).removeprefix("torch.").lower()
+    if name not in _DTYPES:
+        raise UsageError(f"{caller}: unknown dtype (got {given!r}); use fp32, bf16, fp16 or fp64.")
+    return _DTYPES[name]
+
+
 def plan(
     tensors: Mapping[str, tuple[str, Sequence[int]]],
     ties: Mapping[str, str],
@@ -79,8 +91,8 @@ def plan(
     """
     groups: list[list[str]] = [[]]
     room = max_shard_bytes
-    for name in sorted(tensors, key=_natural):
-        size = _bytes_of(*tensors[name])
+    for name in sorted(tensors, key=by_numbers):
+        size = layout.bytes_of(*tensors[name])
         if groups[-1] and size > room:
             groups.append([])
             room = max_shard_bytes
@@ -102,20 +114,9 @@ def _file(
     places, begin = {}, len(head)
     for key in ordered:
         dtype, shape = tensors[key]
-        places[key] = Stored(dtype, tuple(shape), begin, _bytes_of(dtype, shape))
+        places[key] = Stored(dtype, tuple(shape), begin, layout.bytes_of(dtype, shape))
         begin += places[key].bytes
     return ExportFile(name, head, places, begin)
-
-
-def _bytes_of(dtype: str, shape: Sequence[int]) -> int:
-    size = ITEM_BYTES[dtype]
-    for length in shape:
-        size *= length
-    return size
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def total_bytes(files: Iterable[ExportFile]) -> int:

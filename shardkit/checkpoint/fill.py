@@ -149,9 +149,7 @@ class Saved:
 
     def _block(self, dtype: str, shape: tuple[int, ...], pins: bool) -> torch.Tensor:
         """The buffer, as a tensor of this shape; in pinned memory for copies to a device, if it has such."""
-        size = layout.ITEM_BYTES[dtype]
-        for length in shape:
-            size *= length
+        size = layout.bytes_of(dtype, shape)
         if pins not in self._memory:  # pinning initializes the device, which a tool on the CPU must leave alone
             is_pinned = pins and accelerators.can_pin()
             self._memory[pins] = torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)

@@ -43,6 +43,11 @@ SPLIT_BYTES = 1 << 20
 HEADER_LIMIT_BYTES = 100_000_000
 
 
+def bytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of a tensor of this shape."""
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
 @dataclass(frozen=True)
 class Box:
     """A rectangular part of a tensor: its offset and size in each dim."""
@@ -108,7 +113,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+        return bytes_of(self.dtype, self.shape)
 
     @property
     def is_sharded(self) -> bool:
@@ -130,7 +135,7 @@ class Chunk:
 
     @property
     def bytes(self) -> int:
-        return self.box.count * ITEM_BYTES[self.dtype]
+        return bytes_of(self.dtype, self.box.sizes)
 
 
 @dataclass
@@ -196,7 +201,7 @@ def _copies(name: str, entry: TensorEntry, mesh: Mesh) -> _Copies:
     axes = tuple(axis for axis, dim in enumerate(entry.placements) if dim is None)
     count = prod(mesh.shape[axis] for axis in axes)
     sizes = local_box(entry, mesh, (0,) * len(mesh.shape)).sizes
-    if count == 1 or prod(sizes) * ITEM_BYTES[entry.dtype] < SPLIT_BYTES:
+    if count == 1 or bytes_of(entry.dtype, sizes) < SPLIT_BYTES:
         return _Copies(axes, count, None, zlib.crc32(name.encode()) % count)
     dim = 0 if sizes[0] >= count else max(range(len(sizes)), key=sizes.__getitem__)
     return _Copies(axes, count, dim, 0)
@@ -321,7 +326,7 @@ def header(items: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[st
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, dtype, shape in items:
-        end = begin + prod(shape) * ITEM_BYTES[dtype]
+        end = begin + bytes_of(dtype, shape)
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
@@ -359,7 +364,7 @@ def _stored(value: Mapping[str, Any], data: int) -> Stored:
     shape, dtype = tuple(value["shape"]), value["dtype"]
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end)):
         raise ValueError("sizes must be non-negative integers")
-    if end - begin != prod(shape) * ITEM_BYTES[dtype]:
+    if end - begin != bytes_of(dtype, shape):
         raise ValueError(f"{end - begin} bytes for shape {list(shape)} of {dtype}")
     return Stored(dtype, shape, data + begin, end - begin)
 

@@ -12,11 +12,8 @@ from shardkit.checkpoint import disk, export, layout
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file
-from shardkit.errors import CheckpointError, UsageError
+from shardkit.errors import CheckpointError
 
-# Dtype names of the safetensors format by the names that users give.
-DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16", "bf16": "BF16", "bfloat16": "BF16"}
-DTYPES |= {"fp64": "F64", "float64": "F64"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 OnBytes = Callable[[int], None]
@@ -35,7 +32,8 @@ def merge(
     The first model is written to `folder`, further ones to `folder/model_1`, ... `on_bytes` is called with the number
     of bytes just read.
     """
-    limit, target = export.size_in_bytes(max_shard_size), _target(dtype)
+    limit = export.size_in_bytes(max_shard_size)
+    target = None if dtype is None else export.dtype_named(dtype, "--dtype")
     sections = [name for name in checkpoint.index.sections if name.split("_")[0] == "model"]
     if not any(checkpoint.index.sections[name] for name in sections):
         added = of_hooks(checkpoint)
@@ -63,12 +61,6 @@ def of_hooks(checkpoint: Checkpoint) -> str:
 def model_bytes(checkpoint: Checkpoint) -> int:
     """The number of bytes that `merge` reads."""
     return sum(file.bytes for name, file in checkpoint.manifest.files.items() if name.startswith("model"))
-
-
-def _target(dtype: str | None) -> str | None:
-    if dtype is not None and dtype.lower() not in DTYPES:
-        raise UsageError(f"--dtype: unknown dtype (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
-    return None if dtype is None else DTYPES[dtype.lower()]
 
 
 def _begin(checkpoint: Checkpoint, section: str, folder: Path, target: str | None, limit: int) -> Opened:

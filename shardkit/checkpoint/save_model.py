@@ -26,16 +26,12 @@ from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
 from shardkit.distributed.tensors import clean_name, local_part, unwrapped
-from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
+from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
 
-DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp64": torch.float64, "float64": torch.float64,
-}  # fmt: skip
 # Without `dtype`, 16-bit floats are saved in fp32. fp64, integers and 8-bit floats keep their dtype.
 _WIDENED = {torch.float16, torch.bfloat16, torch.float32}
 _CAST = {*_WIDENED, torch.float64}
@@ -54,16 +50,6 @@ class Part:
     write_configs: Callable[[Path, torch.dtype | None], None]
 
 
-def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The torch dtype for bf16, float32, torch.bfloat16, ...; UsageError for others."""
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.").lower()
-    if name not in DTYPES:
-        raise UsageError(f"save_model: unknown dtype (got {dtype!r}); use fp32, bf16, fp16 or fp64.")
-    return DTYPES[name]
-
-
 def save(
     model: nn.Module,
     folder: Place,
@@ -79,7 +65,8 @@ def save(
 
     Returns the names of buffers that differ between ranks (empty without `compare_buffers`). Those of rank 0 are saved.
     """
-    limit, wanted = export.size_in_bytes(max_shard_size), dtype_named(dtype)
+    limit = export.size_in_bytes(max_shard_size)
+    wanted = None if dtype is None else tensors.TORCH_DTYPES[export.dtype_named(dtype, "save_model")]
     drifted = []
     for part in _together(control, folder, lambda: _parts(model, folder)).own or []:
         _save_files(part, control, limit, wanted)

@@ -68,3 +68,8 @@ class ModuleNode:
         """As `numel`, including parameters that are tied to ones outside."""
         own = {p.tied_to or node.name_of(p): p.numel for node in self.walk() for p in node.parameters}
         return sum(own.values())
+
+
+def by_numbers(fqn: str) -> list[tuple[int, int, str]]:
+    """A sort key of names, in which numbers are compared as numbers: `blocks.2` before `blocks.10`."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in fqn.split(".")]

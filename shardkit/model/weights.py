@@ -8,7 +8,7 @@ from typing import Any
 
 from shardkit.errors import ModelError
 from shardkit.model.describe import ModelDescription
-from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.model.tree import ModuleNode, Parameter, by_numbers
 
 # https://github.com/huggingface/safetensors#format: 8 bytes little-endian header size, at most 100 MB, then JSON.
 _LARGEST_HEADER_BYTES = 100_000_000
@@ -64,17 +64,13 @@ def _parameter(name: str, entry: Mapping[str, Any]) -> Parameter:
 def _nested(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     """Parameters nested by the parts of their names, numbers in numeric order."""
     root: dict[str, Any] = {}
-    for name in sorted(parameters, key=_natural):
+    for name in sorted(parameters, key=by_numbers):
         *path, last = name.split(".")
         node = root
         for part in path:
             node = node.setdefault(part, {})
         node[last] = parameters[name]
     return root
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def _tree(fqn: str, parts: Mapping[str, Any], class_name: str = "Model") -> ModuleNode:
