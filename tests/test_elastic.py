@@ -10,7 +10,7 @@ import pytest
 
 from shardkit.config import files, scheduler
 from shardkit.errors import ConfigError, UsageError
-from shardkit.launch import flags, membership
+from shardkit.launch import flags, generations, membership
 from shardkit.launch.membership import Generation, Member
 from shardkit.launch.spec import launch_spec
 from shardkit.runtime import settings
@@ -112,6 +112,13 @@ def test_micro_batches_make_up_for_missing_ranks(monkeypatch, full, steps, kept)
     assert found.config.shardkit.gradient_accumulation_steps == kept
     split = settings.with_kept_batch(settings.settings({}, gradient_accumulation_steps=steps, split_batches=True))
     assert split.config.shardkit.gradient_accumulation_steps == steps  # fewer ranks share each batch
+
+
+def test_a_machine_without_a_number_is_not_machine_0_by_a_name_that_nobody_knows():
+    """As long as DNS has no entry for machine 0, no other takes its place."""
+    text = "use_cpu: true\nnum_machines: 2\nnum_processes: 2\nmain_process_ip: no-such-name.invalid\n"
+    spec = launch_spec(files.read_text(text).config, "train.py", has_number=False)
+    assert generations.hosted_here(spec) is None
 
 
 def test_a_number_of_micro_batches_that_does_not_fit_is_refused(monkeypatch):

@@ -18,8 +18,10 @@ def resolve(host: str) -> str | None:
     return str(min(found, key=lambda entry: entry[0] is not socket.AF_INET)[4][0])
 
 
-def is_here(address: str) -> bool:
-    """Whether this machine can listen on the address."""
+def is_here(address: str | None) -> bool:
+    """Whether this machine can listen on the address. False for None, the address of an unknown name."""
+    if address is None:
+        return False
     try:
         with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))

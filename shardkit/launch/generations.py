@@ -101,7 +101,7 @@ def hosted_here(spec: LaunchSpec) -> "TCPStore | None":
     host, port = spec.rendezvous.host, spec.rendezvous.port
     if spec.has_number and spec.machine_rank:
         return None
-    if not spec.has_number and not addresses.is_here(addresses.resolve(host) or ""):
+    if not spec.has_number and not addresses.is_here(addresses.resolve(host)):
         return None
     try:
         return stores.hosted(stores.listening_address(host, spec.launch.bind_address, say), port)

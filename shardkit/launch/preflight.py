@@ -15,7 +15,7 @@ from shardkit.config import tasks, xla
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError, ShardkitError
-from shardkit.launch import pod, ports, preloaded
+from shardkit.launch import addresses, pod, ports, preloaded
 from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks, world_size_of
 from shardkit.sizes import in_words
 from shardkit.storage import objects
@@ -274,11 +274,4 @@ def _near(path: Path) -> str:
 
 
 def _is_here(host: str) -> bool:
-    if host in {"localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname()}:
-        return True
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((socket.gethostbyname(host), 0))
-            return True
-    except OSError:
-        return False
+    return host == socket.gethostname() or addresses.is_here(addresses.resolve(host))
