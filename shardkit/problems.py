@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardkit.errors import ConfigError, UsageError
+from shardkit.wording import counted
 
 T = TypeVar("T")
 
@@ -32,5 +33,5 @@ class Problems:
         if not self.lines:
             return
         lines = list(dict.fromkeys(self.lines))
-        end = [f"{len(lines)} error{'s' if len(lines) > 1 else ''}. {consequence}"] if consequence else []
+        end = [f"{counted(len(lines), 'error')}. {consequence}"] if consequence else []
         raise ConfigError([*lines, *end])

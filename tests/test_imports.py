@@ -22,7 +22,8 @@ PLAN_WITHOUT_TORCH = [
 # The lowest layer first. A package imports from itself and from those in the rows above its own, from no other.
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
-    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "problems", "sizes", "templates", "spinner")],
+    ["shardkit.sizes", "shardkit.wording"],
+    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "problems", "templates", "spinner")],
     ["shardkit.storage"],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shardkit.wording import first_few
+
 KEEP = "load with strict=False to keep it unchanged"
 LEAVE_OUT = "load with strict=False to leave it out"
 
@@ -21,5 +23,4 @@ class Difference:
 
 def listed(section: str, what: str, names: list[str], advice: str) -> list[Difference]:
     """One difference with the first names, or none if there are no names."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return [Difference(f"{section}: {what}: {', '.join(names[:5])}{more}", advice)] if names else []
+    return [Difference(f"{section}: {what}: {first_few(names, 5)}", advice)] if names else []

@@ -17,6 +17,7 @@ from shardkit.distributed.control import ControlGroup
 from shardkit.errors import CheckpointCorrupted
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
+from shardkit.wording import first_few
 
 logger = get_logger(__name__)
 
@@ -103,7 +104,7 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: 
     left = sorted(options.unfinished.parts - plan.parts)
     if left:
         text = f"overwritten by the failed load of {options.unfinished.path}, and not in this checkpoint"
-        plan.problems.append(f"{per_rank.labels_text(left)}: {text}")
+        plan.problems.append(f"{first_few(left, 5)}: {text}")
     return plan
 
 
@@ -113,7 +114,7 @@ def warn_of(plan: Plan, checkpoint: Checkpoint) -> None:
         logger.warning(
             "checkpoint: %s: each rank saved a different value; since the number of ranks has changed, all ranks load "
             "that of rank 0.",
-            per_rank.labels_text(plan.of_rank_0),
+            first_few(plan.of_rank_0, 5),
         )
     if plan.differences:
         lines = "".join(f"\n  {one.text}" for one in plan.differences)

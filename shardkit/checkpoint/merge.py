@@ -13,6 +13,7 @@ from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file
 from shardkit.errors import CheckpointError
+from shardkit.wording import first_few
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -54,8 +55,7 @@ def merge(
 def of_hooks(checkpoint: Checkpoint) -> str:
     """Names of the files that save hooks added, shortened; empty without any. A model that a hook saved is in these
     files, and is not merged."""
-    names = sorted(checkpoint.manifest.additions)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return first_few(sorted(checkpoint.manifest.additions), 4)
 
 
 def model_bytes(checkpoint: Checkpoint) -> int:

@@ -21,6 +21,7 @@ from shardkit.checkpoint import disk, tensors
 from shardkit.checkpoint.differences import Difference
 from shardkit.checkpoint.state import Captured, Item, fqn_at, put
 from shardkit.checkpoint.verify import Checkpoint
+from shardkit.wording import first_few
 
 Place = Sequence[str | int]
 # Larger tensors that should be equal on all ranks are compared by a sample of so many bytes.
@@ -168,12 +169,7 @@ def _is_of_no_part(at: Place) -> bool:
 
 def _refused(labels: list[str], world_size: int, why: str) -> Difference:
     return Difference(
-        f"{labels_text(labels)}: each of the {world_size} ranks saved a different value, and {why}",
+        f"{first_few(labels, 5)}: each of the {world_size} ranks saved a different value, and {why}",
         f"load on {world_size} ranks with the same strategy, or with strict=False to reset the optimizer state of "
         "these parameters",
     )
-
-
-def labels_text(labels: Sequence[str]) -> str:
-    """The first labels, and the number of the others."""
-    return ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")

@@ -15,6 +15,7 @@ from shardkit.cli.progress import Progress
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
 from shardkit.storage import objects
 from shardkit.storage.url import Place, Url, place_of
+from shardkit.wording import counted
 
 if TYPE_CHECKING:
     from shardkit.checkpoint.verify import Checkpoint
@@ -77,7 +78,7 @@ def list_(path: Series = Path(), as_json: AsJson = False) -> int:
     if as_json:
         print(json.dumps({"root": str(root), "checkpoints": rows}, indent=2))
         return 0
-    print(f"{root}: {checkpoint_text.count(len(rows), 'checkpoint')}")
+    print(f"{root}: {counted(len(rows), 'checkpoint')}")
     for row in rows:
         print("  " + checkpoint_text.row(row))
     return 0
@@ -255,7 +256,7 @@ def merge(
         print(json.dumps({"checkpoint": str(found.path), "step": found.manifest.step, "written": rows}, indent=2))
         return 0
     for row in rows:
-        held = f"{sizes.in_words(row['bytes'])} in {checkpoint_text.count(len(row['files']), 'file')}"
+        held = f"{sizes.in_words(row['bytes'])} in {counted(len(row['files']), 'file')}"
         print(f"{row['folder']}: {held}, step {found.manifest.step}")
     if added := of_hooks(found):
         print(
@@ -351,7 +352,7 @@ def convert(
     if as_json:
         print(json.dumps({**done.__dict__, "path": str(done.path)}, indent=2))
         return 0
-    parts = f"{checkpoint_text.count(done.models, 'model')}, {checkpoint_text.count(done.optimizers, 'optimizer')}"
+    parts = f"{counted(done.models, 'model')}, {counted(done.optimizers, 'optimizer')}"
     print(f"{done.path}: step {done.step}, {parts}")
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardkit import sizes
+from shardkit.wording import counted
 
 if TYPE_CHECKING:
     from shardkit.checkpoint.compare import CheckpointDifference, Magnitude
@@ -13,7 +14,7 @@ def row(row: dict[str, Any]) -> str:
     if row["problem"]:
         return f"step {'?' if row['step'] is None else row['step']:>8}  DAMAGED  {row['problem']}"
     marks = [name for name in ("latest", "pinned") if row[name]]
-    facts = f"{row['kind']:<7}  {count(row['world_size'], 'rank'):>9}  {sizes.in_words(row['bytes']):>9}  {date(row)}"
+    facts = f"{row['kind']:<7}  {counted(row['world_size'], 'rank'):>9}  {sizes.in_words(row['bytes']):>9}  {date(row)}"
     name = [] if row["name"] is None else [row["name"]]
     return "  ".join([f"step {row['step']:>8}", facts, ", ".join(["complete", *marks]), *name])
 
@@ -24,18 +25,18 @@ def facts(facts: dict[str, Any]) -> list[str]:
     lines = [
         facts["path"],
         f"  step      {facts['step']}, epoch {facts['epoch']}, {facts['samples_seen']:,} samples seen",
-        f"  saved     {date(facts)}, {facts['kind']}, {count(facts['world_size'], 'rank')}"
+        f"  saved     {date(facts)}, {facts['kind']}, {counted(facts['world_size'], 'rank')}"
         + (f", mesh {mesh}" if mesh else ""),
         f"  by        {versions}; run {facts['run_id'][:12]}",
-        f"  size      {sizes.in_words(facts['bytes'])} in {count(facts['files'], 'file')}, {facts['digest']} digests",
+        f"  size      {sizes.in_words(facts['bytes'])} in {counted(facts['files'], 'file')}, {facts['digest']} digests",
     ]
     for section, part in facts["sections"].items():
         if part["tensors"]:
             kinds, tied = ", ".join(part["dtypes"]), f"; {len(part['tied'])} tied" if part["tied"] else ""
-            held = f"{sizes.in_words(part['bytes'])}, {count(part['tensors'], 'tensor')}"
+            held = f"{sizes.in_words(part['bytes'])}, {counted(part['tensors'], 'tensor')}"
             lines.append(f"  {section:<9} {held}, {part['elements']:,} elements, {kinds}{tied}")
     if own := facts.get("own"):
-        files = f", {count(own['files'], 'file')} of {sizes.in_words(own['bytes'])}" if own["files"] else ""
+        files = f", {counted(own['files'], 'file')} of {sizes.in_words(own['bytes'])}" if own["files"] else ""
         lines.append(f"  per rank  {', '.join(own['of'])}: different on each rank{files}")
     for section, entries in facts.get("tensors", {}).items():
         lines += [
@@ -51,8 +52,8 @@ def difference(found: "CheckpointDifference") -> list[str]:
     lines += _some([f"{name}: {pair[0]} | {pair[1]}" for name, pair in found.other_shape.items()])
     lines += _some([f"{name}: {magnitude(found.magnitudes[name])}" for name in found.other_values])
     lines += [f"state: {name} differs" for name in found.other_state]
-    counted = len(found.other_values) + len(found.other_shape)
-    return [*lines, f"{count(found.equal, 'tensor')} equal, {counted} not."]
+    unequal = len(found.other_values) + len(found.other_shape)
+    return [*lines, f"{counted(found.equal, 'tensor')} equal, {unequal} not."]
 
 
 # Two steps of a run differ in every tensor: a model has hundreds, its optimizer thousands.
@@ -75,11 +76,7 @@ def pruned(result: dict[str, Any]) -> list[str]:
     lines += [f"{verb} {found} (leftover of a killed save)" for found in result["debris"]]
     lines += [f"{verb} {found}" for found in result["removed"]]
     end = " (dry run)" if result["dry_run"] else ""
-    return [*lines, f"{count(len(result['removed']), 'checkpoint')}, {sizes.in_words(result['bytes'])}{end}"]
-
-
-def count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return [*lines, f"{counted(len(result['removed']), 'checkpoint')}, {sizes.in_words(result['bytes'])}{end}"]
 
 
 def date(row: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from shardkit.cli import HELP, options
 from shardkit.errors import ConfigError, UsageError
+from shardkit.wording import counted
 
 if TYPE_CHECKING:
     from shardkit.config.files import LoadedConfig
@@ -294,7 +295,7 @@ def _for_accelerate(file: Path) -> str:
 
 def _in_words(loaded: "LoadedConfig") -> str:
     config = loaded.config
-    count = f"{config.num_processes} process{'es' if config.num_processes > 1 else ''}"
+    count = counted(config.num_processes, "process", "processes")
     if loaded.origins["num_processes"].kind == "default" and config.distributed_type.value != "NO":
         count = "one process per device"
     kind = config.distributed_type.value

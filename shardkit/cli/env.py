@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardkit.cli import HELP
+from shardkit.wording import counted
 
 if TYPE_CHECKING:
     from shardkit.config.hardware import Hardware
@@ -102,7 +103,7 @@ def _configuration() -> str | None:
     try:
         read(path)
     except ConfigError as error:
-        return f"{path} (has {len(error.problems)} problem{'s' if len(error.problems) > 1 else ''})"
+        return f"{path} (has {counted(len(error.problems), 'problem')})"
     return f"{path} (valid)"
 
 

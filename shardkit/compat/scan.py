@@ -12,6 +12,7 @@ from shardkit.compat import names
 from shardkit.compat.differences import DIFFERENCES
 from shardkit.compat.members import ARGUMENTS, MEMBERS
 from shardkit.launch import preloaded
+from shardkit.wording import counted
 
 
 @dataclass(frozen=True)
@@ -198,9 +199,8 @@ def report(found: Found) -> str:
         lines += [f"{one.place}: {one.name}: {title}{': ' if one.text else ''}{one.text}." for one in group]
     named = {one.name for one in found.stands_in}
     lines += [f"differs: {one.text}." for one in DIFFERENCES if named & set(one.names)]
-    count = len(named)
     if not named and not lines:
         return "The script uses no name of accelerate. A launch reports at its end what the libraries use."
-    summary = f"{count} name{'s' if count != 1 else ''} of accelerate supported"
+    summary = f"{counted(len(named), 'name')} of accelerate supported"
     counts = f"{len(found.refused)} not supported, {len(found.missing)} unknown"
     return "\n".join([*lines, f"{summary}, {counts}. Nothing was started (--check)."])

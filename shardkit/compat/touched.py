@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from shardkit.compat.differences import DIFFERENCES, Difference
+from shardkit.wording import first_few
 
 
 @dataclass
@@ -75,6 +76,5 @@ def _lines(title: str, found: dict[str, set[str]], limit: int | None) -> list[st
             by_user.setdefault(user, []).append(name)
     lines = []
     for user, names in sorted(by_user.items(), key=lambda item: (item[0] != "script", item[0])):
-        more = f" and {len(names) - limit} more" if limit is not None and len(names) > limit else ""
-        lines.append(f"  {title}, by {user}: {', '.join(names[:limit])}{more}")
+        lines.append(f"  {title}, by {user}: {first_few(names, len(names) if limit is None else limit)}")
     return lines

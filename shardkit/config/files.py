@@ -27,6 +27,7 @@ from shardkit.config.keys import all_keys, value_at
 from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
+from shardkit.wording import counted
 
 NAMES = ("shardkit.yaml", "shardkit.yml")
 ACCELERATE_NAMES = ("accelerate.yaml", "accelerate.yml", "accelerate_config.yaml", "default_config.yaml")
@@ -271,7 +272,7 @@ def raise_problems(problems: list[str]) -> None:
     ordered = _ordered(problems)
     if len(ordered) > _SHOWN_PROBLEMS:
         more = len(ordered) - _SHOWN_PROBLEMS
-        ordered = [*ordered[:_SHOWN_PROBLEMS], f"... and {more} more problem{'s' if more > 1 else ''}."]
+        ordered = [*ordered[:_SHOWN_PROBLEMS], f"... and {counted(more, 'more problem')}."]
     if ordered:
         raise ConfigError(ordered)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shardkit.config.scheduler import Scheduler, first_host, number, port_of, scheduler
 from shardkit.errors import ConfigError
+from shardkit.wording import counted
 
 LOOPBACK = "127.0.0.1"
 ALONE = "or set RANK=0 WORLD_SIZE=1 for a single process"
@@ -173,8 +174,8 @@ def _refuse_one_a_machine(job: Scheduler | None) -> None:
     if job.machines > 1 or ranks > 1:
         each = f" with {ranks} ranks each" if ranks > 1 else ""
         raise ConfigError(
-            f"launch: this is a single process, but {job.name} reports a job of {job.machines} machine"
-            f"{'s' if job.machines > 1 else ''}{each}; start it with `shardkit launch` on each, {ALONE}."
+            f"launch: this is a single process, but {job.name} reports a job of "
+            f"{counted(job.machines, 'machine')}{each}; start it with `shardkit launch` on each, {ALONE}."
         )
 
 

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, ShardkitError
+from shardkit.wording import first_few
 
 Result = TypeVar("Result")
 
@@ -277,8 +278,7 @@ def _problems_text(problems: list[str | None]) -> str | None:
 
 def ranks_text(numbers: list[int]) -> str:
     """ "rank 1", "ranks 1, 2, 5"; at most eight are listed."""
-    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-    return ("rank " if len(numbers) == 1 else "ranks ") + shown
+    return ("rank " if len(numbers) == 1 else "ranks ") + first_few(numbers, 8)
 
 
 def _verdict(answers: list[list[Any]], judge: Callable[[list[Any]], Any]) -> tuple[str, Any]:

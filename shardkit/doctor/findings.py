@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
+from shardkit.wording import counted
+
 
 class Level(IntEnum):
     """How bad it is. An ERROR is what a run would fail of."""
@@ -55,5 +57,5 @@ def summary(findings: Sequence[Finding]) -> str:
     for level, word in ((Level.ERROR, "error"), (Level.WARNING, "warning")):
         count = sum(finding.level is level for finding in findings)
         if count:
-            parts.append(f"{count} {word}{'s' if count > 1 else ''}")
+            parts.append(counted(count, word))
     return f"{len(findings)} checks: {', '.join(parts) or 'nothing to change'}."

@@ -19,6 +19,7 @@ from shardkit.launch import addresses, preflight
 from shardkit.launch.preflight import Machine
 from shardkit.launch.spec import device_of, rendezvous_of
 from shardkit.sizes import in_words
+from shardkit.wording import counted
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES_A_RANK = 1 << 28
@@ -63,7 +64,7 @@ def configuration(config: Config, machine: Machine, variables: dict[str, str]) -
         Finding("configuration", problem.text.removeprefix("launch: "), Level.ERROR)
         for problem in preflight.run_problems(config, machine, variables)
     ]
-    ranks = f"{config.num_processes} ranks on {config.num_machines} machine{'s' if config.num_machines > 1 else ''}"
+    ranks = f"{config.num_processes} ranks on {counted(config.num_machines, 'machine')}"
     return found or [Finding("configuration", f"{ranks}, {device_of(config)}")]
 
 
@@ -81,7 +82,7 @@ def versions() -> Finding:
 def threads(config: Config, machine: Machine) -> Finding:
     """Whether each rank has a core of its own."""
     ranks = config.processes_per_machine
-    text = f"{machine.cores} cores for {ranks} rank{'s' if ranks > 1 else ''}"
+    text = f"{machine.cores} cores for {counted(ranks, 'rank')}"
     if ranks > machine.cores:
         change = "start fewer ranks, or give the job more cores (cgroup, --cpus-per-task): ranks take turns"
         return Finding("cores", text, Level.WARNING, change)

@@ -30,6 +30,7 @@ from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import LaunchSpec, headline
 from shardkit.launch.start_methods import Start
+from shardkit.wording import counted
 
 if TYPE_CHECKING:  # they load torch
     from shardkit.launch.meeting import Meeting
@@ -94,7 +95,7 @@ def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
     began_s = time.monotonic()
     with start_methods.prepared(spec) as start, native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec):
         yield start, log_dir
-        world = "" if spec.launch.min_machines else f"{_ranks(spec.world_size)}, "
+        world = "" if spec.launch.min_machines else f"{counted(spec.world_size, 'rank')}, "
         say(f"done in {_duration(time.monotonic() - began_s)}, {world}exit 0")
 
 
@@ -352,10 +353,6 @@ def say(text: str) -> None:
     """Prints a line of the launcher to stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def _duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from shardkit.errors import ConfigError
 from shardkit.launch import names
 from shardkit.launch.environment import accelerate_variables
 from shardkit.launch.spec import LaunchSpec
+from shardkit.wording import counted
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,10 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
 def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str | None]) -> str:
     """The lines before the ranks of a generation are started."""
     machines = len(generation.members)
-    world = machines * spec.ranks_here
+    ranks = counted(machines * spec.ranks_here, "rank")
     who = ", ".join(map(str, generation.members))
     lines = [f"launch: {generation.why}"] if generation.why else []
-    lines.append(
-        f"launch: world {generation.number}: {machines} of {spec.num_machines} machines, {_ranks(world)}: {who}"
-    )
+    lines.append(f"launch: world {generation.number}: {machines} of {spec.num_machines} machines, {ranks}: {who}")
     if machines < spec.num_machines:
         lines.append(
             f"launch: the global batch stays that of {spec.num_machines} machines: "
@@ -140,10 +139,6 @@ def announcement(spec: LaunchSpec, generation: Generation, sizes: dict[int, str 
         spares = ", ".join(map(str, generation.spares))
         lines.append(f"launch: {spares}: a spare; worlds that keep the global batch have {_sizes(sizes)} machines")
     return "\n".join(lines)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def _sizes(sizes: dict[int, str | None]) -> str:

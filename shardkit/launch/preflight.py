@@ -20,6 +20,7 @@ from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks, world_si
 from shardkit.sizes import in_words
 from shardkit.storage import objects
 from shardkit.storage.url import Url, is_url, place_of
+from shardkit.wording import counted
 
 # Host memory of a process that has imported torch and shardkit (torch 2.13 on Linux: 0.2 to 0.3 GiB).
 RANK_BYTES = 2**28
@@ -53,7 +54,7 @@ def raise_all(problems: list[Problem]) -> None:
     if not problems:
         return
     text = [problem.text for problem in problems]
-    text.append(f"{len(problems)} error{'s' if len(problems) > 1 else ''}. Nothing was started.")
+    text.append(f"{counted(len(problems), 'error')}. Nothing was started.")
     only_machine = all(problem.exit_code == EXIT_MACHINE for problem in problems)
     error: ShardkitError = MachineError("\n".join(text)) if only_machine else ConfigError(text)
     raise error
@@ -117,7 +118,7 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
         return [Problem(f"launch: {text}", EXIT_MACHINE)] if text else []
     if device == "cpu" or wanted <= len(machine.devices):
         return []
-    have = f"{len(machine.devices)} GPU{'s' if len(machine.devices) != 1 else ''}" if machine.devices else "no GPU"
+    have = counted(len(machine.devices), "GPU") if machine.devices else "no GPU"
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     check = f' or check CUDA_VISIBLE_DEVICES (now "{visible}")' if visible is not None else ""
     fewer = f"set it to {len(machine.devices) * config.num_machines}, or " if machine.devices else ""

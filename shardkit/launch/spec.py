@@ -15,6 +15,7 @@ from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, LaunchConfig
 from shardkit.launch.environment import rank_variables
 from shardkit.launch.folders import short
+from shardkit.wording import counted
 
 DEFAULT_PORT = 29500  # torch's own default for several machines
 
@@ -176,7 +177,7 @@ def headline(spec: LaunchSpec, log_dir: str) -> str:
     from shardkit import __version__
 
     least = f"{spec.launch.min_machines} to " if spec.launch.min_machines else ""
-    machines = f"{least}{spec.num_machines} machine{'s' if spec.num_machines > 1 else ''} x {spec.ranks_here}"
+    machines = f"{least}{counted(spec.num_machines, 'machine')} x {spec.ranks_here}"
     port = spec.rendezvous.endpoint if spec.num_machines > 1 else spec.rendezvous.port or "any free"
     return " | ".join(
         [

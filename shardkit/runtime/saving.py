@@ -26,6 +26,7 @@ from shardkit.runtime import in_url, state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
 from shardkit.storage.url import Place, Url, place_of
+from shardkit.wording import first_few
 
 logger = get_logger(__name__)
 
@@ -134,12 +135,10 @@ def _warn_of_buffers(session: SaveSession, drifted: list[str]) -> None:
         return
     session.has_warned_of_buffers = True
     if session.control.rank == 0:
-        more = f" and {len(drifted) - 5} more" if len(drifted) > 5 else ""
         logger.warning(
-            "checkpoint: buffers differ between ranks (%s%s), and rank 0's are saved; "
+            "checkpoint: buffers differ between ranks (%s), and rank 0's are saved; "
             "accelerator.reduce_buffers(model) before a save makes them equal on all.",
-            ", ".join(drifted[:5]),
-            more,
+            first_few(drifted, 5),
         )
 
 

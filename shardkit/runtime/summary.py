@@ -19,6 +19,7 @@ from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
+from shardkit.wording import counted
 
 _LONGEST_LIST = 4
 _WIDTH = 100
@@ -46,9 +47,9 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 def _world(process: Process, config: Config) -> str:
     machines = process.world_size // process.local_world_size
-    ranks = _plural(process.world_size, "rank")
+    ranks = counted(process.world_size, "rank")
     if config.mode == "xla":
-        return f"{ranks}, {_plural(xla.devices().count, 'device')} ({xla.name_of_hardware()})"
+        return f"{ranks}, {counted(xla.devices().count, 'device')} ({xla.name_of_hardware()})"
     where = "" if machines <= 1 else f" on {machines} machines"
     backend = "" if process.backend == "none" else f", {process.backend}"
     return f"{ranks}{where}, {process.device.type}{backend}"
@@ -75,7 +76,7 @@ def _on_xla(config: Config) -> str:
     here = xla.devices()
     recomputes = ["activation checkpointing"] if xla_settings.recomputes(config) else []
     if not xla_settings.shards(config):
-        return ", ".join([f"XLA: a whole model on each of {_plural(here.count, 'device')}", *recomputes])
+        return ", ".join([f"XLA: a whole model on each of {counted(here.count, 'device')}", *recomputes])
     return ", ".join([f"XLA {config.fsdp.sharding_strategy.value}, devices {_mesh_of(here)}", *recomputes])
 
 
@@ -158,11 +159,11 @@ def _precision(config: Config, models: Sequence[nn.Module]) -> str:
 def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) -> str:
     steps = config.shardkit.gradient_accumulation_steps
     if not loaders:
-        return f"{_plural(steps, 'micro-batch', 'micro-batches')} a step; no data loader prepared yet"
+        return f"{counted(steps, 'micro-batch', 'micro-batches')} a step; no data loader prepared yet"
     size = loaders[0].total_batch_size
     ranks = process.world_size
-    each = f"{size // ranks} x {_plural(ranks, 'rank')}" if size % ranks == 0 else f"{size} over {ranks} ranks"
-    return f"{each} x {_plural(steps, 'micro-batch', 'micro-batches')} = {size * steps} samples a step"
+    each = f"{size // ranks} x {counted(ranks, 'rank')}" if size % ranks == 0 else f"{size} over {ranks} ranks"
+    return f"{each} x {counted(steps, 'micro-batch', 'micro-batches')} = {size * steps} samples a step"
 
 
 def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
@@ -216,7 +217,3 @@ def _dtype(dtype: torch.dtype) -> str:
 def _some(texts: Sequence[str]) -> str:
     more = len(texts) - _LONGEST_LIST
     return "; ".join(texts[:_LONGEST_LIST]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _plural(number: int, singular: str, plural: str | None = None) -> str:
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"

@@ -19,6 +19,7 @@ from shardkit.errors import ModelError
 from shardkit.sharding import ddp_hooks, precision
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, attach, take_mean_, watch_backward
 from shardkit.sharding.parameters import refused_hooks
+from shardkit.wording import first_few
 
 if TYPE_CHECKING:
     from shardkit.distributed.process import Process
@@ -136,10 +137,9 @@ class Replica(DistributedDataParallel):
         if missing:
             names = {id(p): fqn for fqn, p in self.module.named_parameters()}
             fqns = list(dict.fromkeys(names.get(id(p), "those no longer in it") for p in missing))
-            more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
             raise ModelError(
                 f"DDP: the gradients are not reduced, since parameters of the model have no gradient (got none for "
-                f"{', '.join(fqns[:3])}{more}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
+                f"{first_few(fqns, 3)}); set shardkit.ddp_find_unused_parameters: true, or freeze them; "
                 "change and tie modules before prepare."
             )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from shardkit.config import files
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config
+from shardkit.wording import counted
 
 GRACE_MARGIN_S = 30
 """Time between the ranks' stop timeout and the engine's SIGKILL, in which the launchers inform one another and exit."""
@@ -118,8 +119,6 @@ def memory_in_gib(memory_bytes: int) -> int:
 def head(job: Job, how: str) -> str:
     """The comments at the top of a job's file: what it is, and how it is started."""
     count, kind = (job.gpus_per_machine, "GPU") if job.gpus_per_machine else (job.ranks_per_machine, "rank")
-    each = f"{count} {kind}{'s' if count > 1 else ''}{'' if job.gpus_per_machine else ' on the CPU'}"
-    machines = (
-        f"{job.machines} machine{'s' if job.machines > 1 else ''} with {each}{' each' if job.machines > 1 else ''}"
-    )
+    each = counted(count, kind) + ("" if job.gpus_per_machine else " on the CPU")
+    machines = f"{counted(job.machines, 'machine')} with {each}{' each' if job.machines > 1 else ''}"
     return f"# {job.name}: {machines}. Written by `shardkit submit`.\n# {how}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit import env
+from shardkit.wording import counted
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Draft:
         """`5 answers, 10 minutes ago`."""
         minutes = max(0, int(now_s - self.time_s) // 60)
         ago = f"{minutes} minutes ago" if minutes < 120 else f"{minutes // 60} hours ago"
-        count = f"{len(self.given)} answer{'' if len(self.given) == 1 else 's'}"
+        count = counted(len(self.given), "answer")
         return f"{count}, {'just now' if minutes < 1 else ago}"
 
 
