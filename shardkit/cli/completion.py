@@ -4,7 +4,7 @@ The script contains all completions, so that pressing Tab does not start Python.
 """
 
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -61,14 +61,14 @@ def _values() -> dict[str, list[str]]:
     """{flag: its values}, for flags with a fixed set of values."""
     from shardkit import templates
     from shardkit.config.keys import all_keys
-    from shardkit.config.schema import ShardingStrategy
+    from shardkit.config.schema import MixedPrecision, ShardingStrategy
     from shardkit.plan.devices import DEVICES
 
     return {
         "--set": [f"{key.name}=" for key in all_keys().values()],
         "--template": templates.names(),
         "--strategy": [strategy.value for strategy in ShardingStrategy],
-        "--mixed-precision": ["no", "fp16", "bf16", "fp8", "mxfp8"],
+        "--mixed-precision": list(get_args(MixedPrecision)),
         "--device": list(DEVICES),
         "--find": ["max-batch", "min-gpus", "strategy"],
         "--to": ["accelerate"],

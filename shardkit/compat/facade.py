@@ -271,16 +271,6 @@ class Accelerator(PlainAttributes, own.Accelerator):
         return self.state.distributed_type  # type: ignore[return-value]
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not supported."""
-        return None
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether FSDP is used; it is always FSDP2."""
-        return self._run.config.mode == "fsdp"
-
-    @property
     def parallelism_config(self) -> ParallelismConfig | None:  # type: ignore[override]
         """The argument of the constructor."""
         return self._parallelism_config

@@ -44,7 +44,7 @@ def from_nemo(text: str, name: str) -> Conversion:
     data = document.raw(document.compose(text, name))
     layer, lines, others = Layer(), [], []
     for key, value in _flat(data):
-        reading = _readings().get(_short(key))
+        reading = _readings().get(key.removeprefix("model."))
         if reading is None:
             others.append(key)
             continue
@@ -69,10 +69,6 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     if data.get("optim", "") is None and "name" in data:
         flat = [(f"{prefix}optim.name" if key == f"{prefix}name" else key, value) for key, value in flat]
     return flat
-
-
-def _short(key: str) -> str:
-    return key.removeprefix("model.")
 
 
 def _read(key: str, value: Any, reading: Callable[[Any], tuple[Found, str]]) -> tuple[Line, Found]:

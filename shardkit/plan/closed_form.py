@@ -216,7 +216,7 @@ def _walk_fsdp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterato
     """The last micro-batch of one optimizer step under FSDP2."""
     yield from _forward(plan, config, kept)
     yield from _backward(plan, config, kept)
-    yield from _ends(plan, config)
+    yield Moment("optimizer", "", replace(_persistent(plan), gradients=_all_gradients(plan)))
 
 
 def _forward(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
@@ -312,10 +312,6 @@ def _root_backward(
         activations=kept.output_bytes,
     )
     yield Moment("reduction", "the root", reducing)
-
-
-def _ends(plan: ShardedSizes, config: Config) -> Iterator[Moment]:
-    yield Moment("optimizer", "", replace(_persistent(plan), gradients=_all_gradients(plan)))
 
 
 def _walk_ddp(plan: ShardedSizes, config: Config, kept: Activations) -> Iterator[Moment]:
