@@ -273,9 +273,9 @@ def test_describing_by_formula_or_weights_loads_no_torch(tmp_path):
 def test_the_comment_that_names_the_model():
     text = "# shardkit.yaml\nmixed_precision: bf16\n"
     assert comment.read(text) is None
-    named = comment.write(text, "mine:build", "6.74 B parameters")
-    assert named == "# shardkit.yaml\n# model: mine:build   6.74 B parameters\nmixed_precision: bf16\n"
-    assert comment.read(named) == "mine:build"
+    named = comment.write(text, "mine:build")
+    assert named == "# shardkit.yaml\n# model: mine:build\nmixed_precision: bf16\n"
+    assert comment.read(named) == comment.read(named.replace(":build", ":build  a remark")) == "mine:build"
     again = comment.write(named, r"other\1:build")
     assert comment.read(again) == r"other\1:build"
     assert again.count("# model:") == 1

@@ -2,7 +2,7 @@
 
 import re
 
-_LINE = re.compile(r"^#\s*model:[ \t]*(?P<spec>\S+)[ \t]*(?P<rest>.*)$", re.MULTILINE)
+_LINE = re.compile(r"^#\s*model:[ \t]*(?P<spec>\S+).*$", re.MULTILINE)
 
 
 def read(text: str) -> str | None:
@@ -11,9 +11,9 @@ def read(text: str) -> str | None:
     return found["spec"] if found else None
 
 
-def write(text: str, spec: str, about: str = "") -> str:
+def write(text: str, spec: str) -> str:
     """The file's text with that line replaced, or inserted after the comment lines at the top."""
-    line = f"# model: {spec}" + (f"   {about}" if about else "")
+    line = f"# model: {spec}"
     if _LINE.search(text):
         return _LINE.sub(lambda _: line, text, count=1)
     lines = text.splitlines()
