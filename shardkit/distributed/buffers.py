@@ -80,18 +80,12 @@ def _average(buffers: list[torch.Tensor]) -> None:
     """Sets the buffers to their mean over all ranks, in at least fp32; one reduction per device and precision."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for buffer in buffers:
-        groups.setdefault((buffer.device, _precision(buffer.dtype)), []).append(buffer)
+        groups.setdefault((buffer.device, torch.promote_types(buffer.dtype, torch.float32)), []).append(buffer)
     for (_, dtype), group in groups.items():
         parts = [buffer.to(dtype).reshape(-1) for buffer in group]
         mean = collectives.reduce(torch.cat(parts), "mean")
         for buffer, part in zip(group, mean.split([part.numel() for part in parts]), strict=True):
             buffer.copy_(part.view(buffer.shape))
-
-
-def _precision(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return dtype
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _take_rank_0s(buffers: list[torch.Tensor]) -> None:

@@ -119,7 +119,11 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
         return type(data)(*(map_tensors(function, value) for value in data))
     if isinstance(data, (list, tuple)):
         return type(data)(map_tensors(function, value) for value in data)
-    raise UsageError(
+    raise _no_tensor(data)
+
+
+def _no_tensor(data: Any) -> UsageError:
+    return UsageError(
         f"a collective takes tensors in dicts, lists and tuples (got {type(data).__name__}); "
         "make it a tensor, or use gather_object for other objects."
     )
@@ -246,7 +250,4 @@ def _description(data: Any) -> str:
         return "{" + ", ".join(f"{key}: {_description(value)}" for key, value in data.items()) + "}"
     if isinstance(data, (list, tuple)):
         return "(" + ", ".join(_description(value) for value in data) + ")"
-    raise UsageError(
-        f"a collective takes tensors in dicts, lists and tuples (got {type(data).__name__}); "
-        "make it a tensor, or use gather_object for other objects."
-    )
+    raise _no_tensor(data)

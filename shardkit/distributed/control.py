@@ -276,6 +276,11 @@ def _problems_text(problems: list[str | None]) -> str | None:
     return "\n".join(f"{ranks_text(found)}: {text}" for text, found in ranks_with.items())
 
 
+def unlike_rank_0(answers: list[Any]) -> list[int]:
+    """The ranks whose answer differs from rank 0's."""
+    return [rank for rank, answer in enumerate(answers) if answer != answers[0]]
+
+
 def ranks_text(numbers: list[int]) -> str:
     """ "rank 1", "ranks 1, 2, 5"; at most eight are listed."""
     return ("rank " if len(numbers) == 1 else "ranks ") + first_few(numbers, 8)

@@ -22,7 +22,7 @@ from shardkit.plan.averages import Ema
 from shardkit.plan.memory_tracker import MemoryTracker
 from shardkit.sharding import precision
 from shardkit.sharding.gradient_sync import deferred
-from shardkit.sharding.hooks import mark_own
+from shardkit.sharding.hooks import is_in_backward, mark_own
 from shardkit.sharding.parallelize import parallelize
 from shardkit.sharding.units import blocks_of
 
@@ -185,21 +185,17 @@ def _blocks(model: nn.Module, config: Config, modules: dict[str, nn.Module]) -> 
     return {fqn: module for fqn, module in modules.items() if id(module) in found}
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _on_forward(fqn: str, tracker: MemoryTracker) -> Callable[..., None]:
     """A forward inside backward is recomputation."""
 
     def hook(*_: Any) -> None:
-        tracker.enter("backward" if _in_backward() else "forward", fqn)
+        tracker.enter("backward" if is_in_backward() else "forward", fqn)
 
     return hook
 
 
 def _pass(tracker: MemoryTracker) -> None:
-    if not _in_backward():
+    if not is_in_backward():
         tracker.enter("forward", "the root", is_passing=True)
 
 
@@ -208,7 +204,7 @@ def _on_output(fqn: str, tracker: MemoryTracker, waiting: set[object]) -> Callab
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not tensors or _in_backward():
+        if not tensors or is_in_backward():
             return
         call = object()
         waiting.add(call)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardkit.distributed.control import ControlGroup, ranks_text
+from shardkit.distributed.control import ControlGroup, ranks_text, unlike_rank_0
 from shardkit.errors import ModelError
 from shardkit.sharding.ddp import Replica
 from shardkit.sharding.trace import trace_of
@@ -35,7 +35,7 @@ class SameModules:
                 model.before_step()
         if self._left or self._is_always:
             self._left = max(0, self._left - 1)
-            different = self._control.decide(self.trace(), _unlike_rank_0)
+            different = self._control.decide(self.trace(), unlike_rank_0)
             if different:
                 raise ModelError(text(different, "the weights have not been changed by this step"))
 
@@ -52,7 +52,3 @@ def text(different: list[int], consequence: str) -> str:
         f"gradients; {consequence}. Use the same on all ranks, or set shardkit.ddp_find_unused_parameters: true, which "
         "lets ranks use different parameters of a unit."
     )
-
-
-def _unlike_rank_0(traces: list[int]) -> list[int]:
-    return [rank for rank, trace in enumerate(traces) if trace != traces[0]]

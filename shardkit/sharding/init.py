@@ -76,16 +76,12 @@ def empty_states(model: nn.Module) -> list[str]:
 def same_everywhere(model: nn.Module) -> None:
     """Raises ModelError, on all ranks, unless their models have the same names, shapes and dtypes. Collective."""
     text = "\n".join(f"{fqn} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for fqn, t in states(model))
-    different = control.start().decide(sha256(text.encode()).hexdigest(), _unlike_rank_0)
+    different = control.start().decide(sha256(text.encode()).hexdigest(), control.unlike_rank_0)
     if different:
         raise ModelError(
             f"model: its parameters differ from rank 0's in name, shape or dtype (got this on ranks {different}); "
             "build the same model on every rank."
         )
-
-
-def _unlike_rank_0(digests: list[str]) -> list[int]:
-    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
 def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
