@@ -12,13 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from shardkit.data.permutation import Permutation
 from shardkit.data.private_random import PrivateRandom, stream_seed
@@ -197,12 +191,6 @@ def ranked_part(sampler: Any) -> Any:
     sampler; None if there is none."""
     parts = (sampler, getattr(sampler, "sampler", None))
     return next((one for one in parts if hasattr(one, "num_replicas") and hasattr(one, "rank")), None)
-
-
-def is_plain_distributed(sampler: Any) -> bool:
-    """Whether it is torch's own DistributedSampler. It is replaced, since its order is known, and nothing is padded
-    twice."""
-    return type(sampler) is DistributedSampler
 
 
 def shares_in(sampler: Any) -> int:

@@ -58,7 +58,7 @@ def shares_of_indexed(order: Indexed, start: int, layout: BatchLayout) -> Iterat
 
 def _shares_of_positions(length: int, start: int, layout: BatchLayout) -> Iterator[Share]:
     size = layout.global_batch
-    batches = _batches_in(length - start, size, layout.drop_last)
+    batches = number_of_batches(length - start, layout)
     for number in range(batches):
         first = start + number * size
         batch = range(first, min(first + size, length))
@@ -124,12 +124,9 @@ def uneven_text(left: int, world_size: int) -> str:
 
 
 def number_of_batches(samples: int, layout: BatchLayout) -> int:
-    """Global batches in an epoch of `samples` samples."""
-    return _batches_in(samples, layout.global_batch, layout.drop_last)
-
-
-def _batches_in(samples: int, size: int, drop_last: bool) -> int:
-    return max(0, samples // size if drop_last else -(-samples // size))
+    """Global batches in so many samples; none in a negative number, which is a position after the end."""
+    size = layout.global_batch
+    return max(0, samples // size if layout.drop_last else -(-samples // size))
 
 
 def _groups(order: Drawn, start: int, size: int) -> Iterator[list[Sequence[Any]]]:

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from shardkit.data import hugging_face, sampler, shares
 from shardkit.data.first_items import COMPARED, fields_of
@@ -227,10 +235,11 @@ def _say_how_it_is_read(dataset: Any, split: tuple[int, int] | None, world_size:
 
 
 def _without_ranks(users: Any, dataset: Any) -> Any:
-    """The sampler of the whole order: torch's DistributedSampler is replaced by the sampler that it shards."""
+    """The sampler of the whole order: torch's DistributedSampler is replaced by the sampler that it shards, so that the
+    order is known and nothing is padded twice."""
     if sampler.ranked_part(users) is not None:
         log.info(f"data: {type(users).__name__} already shards over ranks; shardkit shards its whole order instead.")
-    if not sampler.is_plain_distributed(users):
+    if type(users) is not DistributedSampler:
         return users
     return RandomSampler(dataset) if users.shuffle else SequentialSampler(dataset)
 
