@@ -38,6 +38,12 @@ def take(index: int) -> torch.device:
     return device
 
 
+def current(kind: str) -> torch.device:
+    """This process's current device of a kind (`cpu`, `cuda`, ...)."""
+    device = torch.device(kind)
+    return device if kind == "cpu" else torch.device(kind, _module(device).current_device())
+
+
 def is_used() -> bool:
     """Whether this process has initialized its accelerator. Asks no driver: CUDA's does not work in a process that is
     forked after that."""

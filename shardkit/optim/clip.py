@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import is_dtensor, local_part
 
 
@@ -87,8 +88,7 @@ def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
 
 def _mesh_device(gradient: torch.Tensor) -> torch.device:
     """The device for collectives on this gradient: an offloaded gradient is on the CPU, where NCCL does not work."""
-    kind = gradient.device_mesh.device_type if is_dtensor(gradient) else gradient.device.type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    return accelerators.current(gradient.device_mesh.device_type if is_dtensor(gradient) else gradient.device.type)
 
 
 def multiply_gradients_(parameters: Sequence[torch.Tensor], factor: float) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from shardkit.config.meaning import reshards_after_forward
 from shardkit.config.schema import BackwardPrefetch, Config, FsdpConfig
+from shardkit.distributed import accelerators
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like
 from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
@@ -41,13 +42,12 @@ from shardkit.sharding.units import LiveUnit, Units
 def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offloads: bool) -> None:
     """Shard every unit's parameters over the mesh, in place. Frees the memory of the whole parameters."""
     mixed = precision.of(config)
-    device = _device_of(mesh)
     reshards = reshards_after_forward(config.fsdp)
     offload_policy = CPUOffloadPolicy(pin_memory=True) if offloads else OffloadPolicy()
     left_out = set(units.replicated.values())
     if mixed.param is not None:
         precision.cast_between(model, units, mixed.param)
-    _move(units.replicated.values(), device)
+    _move(units.replicated.values(), accelerators.current(mesh.device_type))
     managed = {id(p): unit.fqn for unit in units.units for p in unit.parameters.values()}
     for unit in units.units:
         elsewhere = {p for p in unit.module.parameters() if managed.get(id(p), unit.fqn) != unit.fqn}
@@ -220,12 +220,6 @@ def reduce_unused(root: FSDPModule) -> None:
             "update torch, or use every parameter on every rank."
         )
     root.set_reduce_scatter_unused_params(True)
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _dtype_of(unit: LiveUnit) -> torch.dtype:
