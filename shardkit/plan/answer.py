@@ -2,7 +2,7 @@
 memory is stored next to the closed form's (`Row.simulated`)."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardkit.config import xla
@@ -100,7 +100,7 @@ class Answer:
     reason: str
     changes: tuple[Change, ...] = ()
     finding: Finding | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def chosen_row(self) -> Row:

@@ -122,7 +122,7 @@ def estimate(
     timeline = tuple(walk(plan, config, kept or Activations()))
     host = Memory()
     if _is_offloaded(plan, config):
-        timeline, host = _offload(timeline)
+        timeline, host = offload(timeline)
     if config.shardkit.offload_activations and kept:
         host = replace(host, activations=sum(_saved_bytes(unit, config, kept) for unit in [*plan.units, plan.root]))
     top = max(timeline, key=lambda moment: moment.memory.total)
@@ -168,7 +168,7 @@ def _is_offloaded(plan: ShardedSizes, config: Config) -> bool:
     return config.fsdp.offload_params and plan.axes.mode == "fsdp" and not config.use_cpu
 
 
-def _offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
+def offload(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
     """The device's timeline without the shards, and the shards in host memory, where the optimizer runs."""
     device = tuple(
         replace(moment, memory=replace(moment.memory, parameters=0, gradients=0, optimizer_state=0))

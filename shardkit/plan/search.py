@@ -10,6 +10,7 @@ from shardkit.errors import ShardkitError, UsageError
 from shardkit.plan.answer import Finding, PlanRequest, Row, configured_strategy, possible_strategies, row
 from shardkit.plan.closed_form import Memory, with_strategy
 from shardkit.plan.suggest import suggest_from
+from shardkit.wording import counted
 
 LARGEST_BATCH = 2**16
 LARGEST_WORLD = 2**16
@@ -143,10 +144,8 @@ def min_gpus(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
             text += f"; the smallest peak is on {worlds.least.world_size:,}: {_what_stops(worlds.least.peak)}"
         return Finding("min-gpus", None, f"{text}. Use smaller units, activation checkpointing or larger devices.")
     machines = -(-found // request.ranks_per_machine)
-    plural = "s" if machines > 1 else ""
-    return Finding(
-        "min-gpus", found, f"Fewest: {found:,} x {request.device.name} ({machines} machine{plural}), {name}."
-    )
+    where = f"{request.device.name} ({counted(machines, 'machine')})"
+    return Finding("min-gpus", found, f"Fewest: {found:,} x {where}, {name}.")
 
 
 def _fewest(fits: Callable[[int], bool], ranks_per_machine: int) -> int | None:

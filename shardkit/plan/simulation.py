@@ -17,7 +17,7 @@ from shardkit.model import child
 from shardkit.model.sources import is_by_sizes
 from shardkit.plan import repeats
 from shardkit.plan.answer import PlanRequest, Row, fits, row
-from shardkit.plan.closed_form import Memory, Moment, RankMemory
+from shardkit.plan.closed_form import Memory, Moment, RankMemory, offload
 
 # Up to this many blocks, simulating all of them takes about as long as starting the child process. All are run then,
 # and the allocator is replayed. The shortened step is for larger models and for searches.
@@ -150,7 +150,8 @@ def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batc
     timeline = tuple(Moment(phase, unit, Memory(*numbers)) for phase, unit, numbers in step["moments"])
     host = Memory()
     if config.fsdp.offload_params and config.mode == "fsdp" and not config.use_cpu:
-        timeline, host = _offloaded(timeline)
+        timeline, host = offload(timeline)
+        timeline = tuple(moment for moment in timeline if moment.phase != "optimizer")  # it runs on the host
     host = replace(host, activations=step["host_bytes"])
     top = max(timeline, key=lambda moment: moment.memory.total)
     reserved = (step["reserved"] or {}) if not host.parameters else {}
@@ -164,16 +165,6 @@ def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batc
         expandable_bytes=reserved.get("expandable"),
     )
     return Simulation(memory, step["payload_bytes"], tuple(_notes(request, config, step["remarks"], batch)))
-
-
-def _offloaded(timeline: tuple[Moment, ...]) -> tuple[tuple[Moment, ...], Memory]:
-    """The device's timeline without the shards, and the shards in host memory, where the optimizer runs."""
-    last = timeline[-1].memory
-    return tuple(
-        replace(moment, memory=replace(moment.memory, parameters=0, gradients=0, optimizer_state=0))
-        for moment in timeline
-        if moment.phase != "optimizer"
-    ), Memory(last.parameters, last.gradients, last.optimizer_state)
 
 
 def _notes(request: PlanRequest, config: Config, remarks: list[str], batch: str | None) -> list[str]:

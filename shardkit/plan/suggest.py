@@ -1,7 +1,7 @@
 """Suggests a strategy from memory and traffic, and changes for one that does not fit."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkit.config.meaning import dtypes
@@ -149,8 +149,6 @@ def _other_layouts(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _other_loads(request: PlanRequest, given: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    from dataclasses import replace
-
     for factor in (2, 4):
         size = request.world_size * factor
         yield f"--world {size} ({size // given.world_size} x the ranks)", replace(request, world_size=size)
