@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -291,9 +292,7 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """An attribute by its dotted name."""
-    for part in attr.split("."):
-        obj = getattr(obj, part)
-    return obj
+    return attrgetter(attr)(obj)
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:

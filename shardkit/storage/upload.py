@@ -30,7 +30,7 @@ class Upload:
     def __enter__(self) -> "Upload":
         self._reach("open")
         store, name = objects.file_system(self.url)
-        self._file = self._try("writing", lambda: store.open(name, "wb", block_size=self.part_bytes))
+        self._file = self._try(lambda: store.open(name, "wb", block_size=self.part_bytes))
         return self
 
     def put(self, data: memoryview, offset: int) -> None:
@@ -38,7 +38,7 @@ class Upload:
         assert offset == self._done, "an object is written sequentially"
         if self._done // self.part_bytes != (self._done + len(data)) // self.part_bytes:
             self._reach("part")
-        self._try("writing", lambda: self._file.write(data))
+        self._try(lambda: self._file.write(data))
         self._done += len(data)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -47,16 +47,16 @@ class Upload:
             return
         self._reach("close")
         try:
-            self._try("writing", self._file.close)
+            self._try(self._file.close)
         except OSError:
             self._drop()
             raise
 
-    def _try(self, what: str, action: Callable[[], Result]) -> Result:
+    def _try(self, action: Callable[[], Result]) -> Result:
         try:
             return action()
         except Exception as error:
-            raise objects.refusal(self.url, what, error) or objects.failure(self.url, what, error) from error
+            raise objects.refusal(self.url, "writing", error) or objects.failure(self.url, "writing", error) from error
 
     def _drop(self) -> None:
         """Abort the upload. Otherwise the store keeps the uploaded parts, and charges for them."""
