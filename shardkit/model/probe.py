@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,17 @@ def describe_factory(spec: str) -> ModelDescription:
     return ModelDescription(spec, type(model).__name__, tree_of(model), facts)
 
 
-def build_factory(spec: str) -> nn.Module:
-    """The model of `module:name`: a function or class is called without arguments; a module is returned."""
-    module_name, _, attribute = spec.partition(":")
+def imported(spec: str) -> Any:
+    """The object that `module:name` names; the current folder's modules count."""
+    module, _, name = spec.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    found: Any = import_module(module_name)
-    for part in attribute.split("."):
-        found = getattr(found, part)
+    return attrgetter(name)(import_module(module))
+
+
+def build_factory(spec: str) -> nn.Module:
+    """The model of `module:name`: a function or class is called without arguments; a module is returned."""
+    found = imported(spec)
     model = found if isinstance(found, nn.Module) else found()
     if isinstance(model, (tuple, list)) and model:
         model = model[0]

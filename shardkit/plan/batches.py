@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import UsageError
+from shardkit.model.probe import imported
 from shardkit.plan.optimizers import QUANTIZED, Quantized, is_quantized
 
 Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
@@ -22,18 +21,12 @@ Loss = Callable[[nn.Module], tuple[Any, torch.Tensor]]
 
 def named(flag: str, spec: str) -> Any:
     """The object that `module:name` names. UsageError, with the flag, if it is not found."""
-    module, _, attribute = spec.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
     try:
-        found: Any = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return imported(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"{flag} {spec}: cannot be imported from this folder ({error}); give module:function."
         ) from error
-    return found
 
 
 def next_token_loss(tokens: torch.Tensor, vocabulary: int) -> Loss:
