@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shardkit import Accelerator
 
@@ -186,6 +186,26 @@ def samples_counted(kind: str) -> list[int]:
 def test_all_samples_are_counted_where_a_loop_reads_the_batches_of_a_step_ahead(ranks):
     for kind in ("read ahead", "after a skip", "by hand"):
         assert ranks.run(2, samples_counted, kind) == [[16, 32, 48]] * 2, kind
+
+
+def rates_with_overflows(calls: str) -> float:
+    """The learning rate, over the first one, after two epochs of three steps, the last of each of which fp16 skips."""
+    accelerator = Accelerator(config={"use_cpu": True, "num_processes": 1, "mixed_precision": "fp16"})
+    model, optimizer, _, schedule = parts(8, 4)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    for step in range(6):
+        loss = loss_of(model, default_collate([Points(8)[number] for number in range(4)]))
+        accelerator.backward(loss * (float("inf") if step % 3 == 2 else 1.0))
+        optimizer.step()
+        if calls == "each step" or step % 3 == 2:
+            schedule.step()
+        optimizer.zero_grad()
+    return round(schedule.get_last_lr()[0] / 0.05, 6)
+
+
+def test_a_schedule_leaves_out_steps_that_fp16_skipped_but_no_epochs(ranks):
+    assert ranks.run(1, rates_with_overflows, "each step") == [round(0.9**4, 6)]
+    assert ranks.run(1, rates_with_overflows, "each epoch") == [round(0.9**2, 6)]
 
 
 def variation(kind: str) -> list[torch.Tensor]:

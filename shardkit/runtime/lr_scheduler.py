@@ -11,9 +11,9 @@ from shardkit.runtime.optimizer import AcceleratedOptimizer
 class AcceleratedScheduler(Forwarding):
     """The user's scheduler, which steps when its optimizer has stepped. `scheduler` is the torch object.
 
-    It does not step while micro-batches are accumulated or where fp16 skipped the optimizer's step, and never once per
-    rank: a schedule counts optimizer steps. With `steps_with_optimizer` False it always steps. Other attributes are
-    those of the torch object, also where they are set.
+    It does not step while micro-batches are accumulated or where fp16 skipped every step of the optimizer since the
+    last call, and never once per rank: a schedule counts optimizer steps. With `steps_with_optimizer` False it always
+    steps. Other attributes are those of the torch object, also where they are set.
     """
 
     _inside = "scheduler"
@@ -29,6 +29,7 @@ class AcceleratedScheduler(Forwarding):
         self._accumulation = accumulation
         self._steps_with_optimizer = steps_with_optimizer
         self._called_after = 0
+        self._steps_before = {id(one): one.steps_taken for one in optimizers}
         self.steps_per_call = 1
         """Scheduler steps per call; more than 1 for schedules written in steps of single ranks."""
         self.scheduler = scheduler
@@ -39,7 +40,7 @@ class AcceleratedScheduler(Forwarding):
         if self._steps_with_optimizer:
             if self._accumulation.is_gathering() and is_per_micro_batch:
                 return
-            if any(optimizer.step_was_skipped for optimizer in self._own_optimizers()):
+            if self._was_skipped():
                 return
         for _ in range(self.steps_per_call):
             if self.steps_per_call == 1 or self._has_steps_left():
@@ -63,6 +64,12 @@ class AcceleratedScheduler(Forwarding):
         now, before = self._accumulation.micro_batches, self._called_after
         self._called_after = now
         return self._accumulation.is_inside or now - before <= 1
+
+    def _was_skipped(self) -> bool:
+        """Whether an optimizer of the schedule has taken no step since the last call, because fp16 skipped it."""
+        own, before = self._own_optimizers(), self._steps_before
+        self._steps_before = {id(one): one.steps_taken for one in own}
+        return any(one.step_was_skipped and one.steps_taken == before.get(id(one), 0) for one in own)
 
     def _own_optimizers(self) -> Sequence[AcceleratedOptimizer]:
         """The optimizer that the scheduler was built on; all of them if that is unknown."""

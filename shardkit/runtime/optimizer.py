@@ -28,6 +28,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation) -> None:
         self.step_was_skipped = False
+        self.steps_taken = 0
+        """Steps so far in this process, without those that fp16 skipped."""
         self._accumulation = accumulation
         self._stepper: Stepper = PlainStep(optimizer)
         self._final_at = NEVER
@@ -98,6 +100,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if not self.step_was_skipped:
             with self._accumulation.stepping():
                 result = self._stepper.step(None if closure is None else lambda: _mean(closure()))
+            self.steps_taken += 1
         if not self._has_stepped and closure is None:
             self._has_stepped = True
             self._warn_without_gradients()
