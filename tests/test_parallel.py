@@ -604,6 +604,42 @@ def recomputed_with(settings: dict[str, Any]) -> tuple[float, list[str], int]:
     return recomputed(1, "TRANSFORMER_BASED_WRAP", **settings)
 
 
+class Counted(models.ConvBlock):
+    """Beside its running statistics it changes a number that it computes with."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x) * self.gain.clone()
+        self.gain.mul_(0.5)
+        return x
+
+
+def with_changed_buffers(strategy: int, recompute: str | None) -> list[torch.Tensor]:
+    """Gradients and buffers after two steps under bf16, where the norms are units inside the blocks."""
+    fsdp = {"fsdp_transformer_layer_cls_to_wrap": "Counted", "fsdp_activation_checkpointing": recompute is not None}
+    settings = {"recompute": recompute} if recompute else {}
+    torch.manual_seed(0)
+    model = models.ConvNet()
+    model.blocks = nn.ModuleList(Counted(4) for _ in range(2))
+    model = parallel(model, config_for(2, strategy, mixed_precision="bf16", shardkit=settings, **fsdp))
+    for step in range(2):
+        images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        model(images).float().square().mean().backward()
+    return [*(whole(p.grad) for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_what_a_recomputed_forward_changes_is_changed_once(ranks, strategy):
+    expected = ranks.run(2, with_changed_buffers, strategy, None)
+    for recompute in ("blocks", "operators"):
+        for found, plain in zip(ranks.run(2, with_changed_buffers, strategy, recompute), expected, strict=True):
+            for mine, one in zip(found, plain, strict=True):
+                torch.testing.assert_close(mine, one)
+
+
 def test_every_nth_block_is_recomputed_in_the_order_of_the_model():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
     checkpoint_blocks(model, sorted(model, key=lambda block: id(block)), every=3)

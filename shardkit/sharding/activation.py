@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, update_wrapper, wraps
 from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from shardkit.log import get_logger
+from shardkit.sharding.changed_buffers import ChangedBuffers
 
 log = get_logger(__name__)
 
@@ -19,6 +26,12 @@ log = get_logger(__name__)
 # Operators that are expensive to recompute: attention kernels of all devices, and matrix products.
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention", "flex_attention")
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# torch counts every operator, and raises an error where the recomputation has more of one. FSDP marks more ranges for
+# the profiler then, where a unit lies inside the block.
+_RANGES = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
 
 
 def checkpoint_blocks(
@@ -29,6 +42,8 @@ def checkpoint_blocks(
     With `operators`, the outputs of attention and of every second matrix product are saved, and the rest is recomputed:
     half of the products, for about half of the memory savings of whole blocks.
     """
+    if recompute == "operators":
+        SAC_IGNORED_OPS.update(_RANGES)
     change_blocks(model, blocks, partial(_checkpoint, keeps_products=recompute == "operators"), every)
 
 
@@ -60,33 +75,58 @@ def _keeping_products() -> Any:
 
 
 def change_forward(block: nn.Module, around: Callable[..., Any]) -> None:
-    """Make the block's forward `around(forward, *args, **kwargs)`. It stays a method, so that a copy of the block
-    computes with the copy's own parameters."""
+    """Make the block's forward `around(block, forward, *args, **kwargs)`. It stays a method, so that a copy of the
+    block computes with the copy's own parameters."""
     forward: Any = block.forward
     if getattr(forward, "__self__", None) is not block:
-        block.forward = update_wrapper(partial(around, forward), forward)
+        block.forward = update_wrapper(partial(around, block, forward), forward)
         return
     function = forward.__func__
 
     @wraps(function)
     def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(MethodType(function, self), *args, **kwargs)
+        return around(self, MethodType(function, self), *args, **kwargs)
 
     block.forward = MethodType(changed, block)
 
 
 def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
-    def recomputing(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    buffers = ChangedBuffers(block)
+
+    def contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
+        of_buffers = buffers.contexts(block)
+        if not keeps_products:
+            return of_buffers
+        first, again = (_Both(*pair) for pair in zip(of_buffers, _keeping_products(), strict=True))
+        return first, again
+
+    def recomputing(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # The random state is saved: otherwise dropout would use another mask in the recomputation: wrong gradients.
-        if not keeps_products:
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=_keeping_products, **kwargs
-        )
+        recomputed = partial(checkpoint, forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        if not torch.compiler.is_compiling():  # a compiled graph takes no contexts but torch's own
+            return recomputed(context_fn=partial(contexts, block))
+        return recomputed(context_fn=_keeping_products) if keeps_products else recomputed()
 
     change_forward(block, recomputing)
+
+
+class _Both:
+    """A context of two, one inside the other, which may be entered again if both may."""
+
+    def __init__(self, outer: AbstractContextManager, inner: AbstractContextManager) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._outer)
+            stack.enter_context(self._inner)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 def _disable_cache(model: nn.Module) -> None:

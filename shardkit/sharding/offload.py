@@ -53,12 +53,11 @@ def offload_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 def _offload(block: nn.Module, copies: _Copies) -> None:
-    def pack(tensor: torch.Tensor) -> Any:
-        if tensor.numel() * tensor.element_size() < LEAST_BYTES or _is_expanded(tensor) or _is_state(tensor, block):
-            return tensor
-        return copies.of(tensor)
+    def offloading(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        def pack(tensor: torch.Tensor) -> Any:
+            stays = tensor.numel() * tensor.element_size() < LEAST_BYTES or _is_expanded(tensor)
+            return tensor if stays or _is_state(tensor, block) else copies.of(tensor)
 
-    def offloading(forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with saved_tensors_hooks(pack, _unpack):
