@@ -14,6 +14,7 @@ from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.errors import ModelError
 from shardkit.optim import clip, local_step, rebind
+from shardkit.sharding.init import init_empty_weights
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from tests import models
@@ -122,6 +123,25 @@ def shaped_otherwise() -> str:
     return "accepted"
 
 
+def state_without_values(strategy: int) -> str:
+    with init_empty_weights():
+        model = models.Gpt()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    names = rebind.ParameterNames.of(model)
+    sharded = parallel(model, config_for(2, strategy))
+    with pytest.raises(ModelError) as error:
+        rebind.rebind(optimizer, names, sharded)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_state_of_a_model_without_values_is_refused(ranks, strategy):
+    assert ranks.run(2, state_without_values, strategy)[0] == (
+        "optimizer: Adagrad keeps 'sum' of embed.weight since it was built, when the model had no values (got a tensor "
+        "on the meta device); build the optimizer after prepare."
+    )
+
+
 def test_state_of_another_shape_is_refused(ranks):
     text = ranks.run(2, shaped_otherwise)[0]
     assert text.startswith(
@@ -175,6 +195,16 @@ def test_a_choice_of_the_user_is_kept():
         local_step.choose_kernels(optimizer)
         assert {key: optimizer.param_groups[0][key] for key in option} == option
         assert optimizer.param_groups[0]["fused"] is not True
+
+
+def test_a_learning_rate_that_is_a_tensor_works_with_the_chosen_kernels():
+    """Neither fused nor foreach kernels take complex parameters with one."""
+    waves = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    optimizer = torch.optim.Adam([waves, nn.Parameter(torch.zeros(3))], lr=torch.tensor(0.1))
+    local_step.choose_kernels(optimizer)
+    waves.grad = torch.ones_like(waves)
+    optimizer.step()
+    torch.testing.assert_close(waves.detach(), torch.full((3,), -0.1, dtype=torch.complex64))
 
 
 def test_a_loaded_state_does_not_change_the_path():

@@ -377,8 +377,13 @@ def _choose(optimizer: torch.optim.Optimizer) -> None:
         if kind_of(optimizer) in FUSED and all(map(_can_fuse, group["params"])):
             group["fused"] = True
             _move_step_counts(optimizer, group["params"])
-        elif kind_of(optimizer) in ELEMENTWISE:
+        elif kind_of(optimizer) in ELEMENTWISE and not _needs_number(optimizer, group):
             group["foreach"] = True
+
+
+def _needs_number(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the learning rate is a tensor, which the foreach kernels of Adam and AdamW do not take."""
+    return kind_of(optimizer) in FUSED and isinstance(group["lr"], torch.Tensor)
 
 
 def _can_fuse(parameter: torch.Tensor) -> bool:

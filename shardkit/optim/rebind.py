@@ -37,10 +37,14 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
     """Rebinds the optimizer to the model's current parameters. Param groups and state are changed in place.
 
     Existing state is moved along, each rank keeping its part. Parameters of other models are not touched. Raises
-    ModelError, with the optimizer unchanged, where a state tensor is neither a number nor of its parameter's shape.
+    ModelError, with the optimizer unchanged, where a state tensor is neither a number nor of its parameter's shape, or
+    is on the meta device.
     """
     present = present_parameters(names_before, model_after)
     old = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in old:
+        if id(parameter) in present and parameter in optimizer.state:
+            _refuse_empty(optimizer, names_before.names[id(parameter)], optimizer.state[parameter])
     new = {id(p): present[id(p)] for p in old if id(p) in present}
     changed = [p for p in old if id(p) in new and new[id(p)] is not p]
     states = {
@@ -54,6 +58,16 @@ def rebind(optimizer: torch.optim.Optimizer, names_before: ParameterNames, model
         optimizer.state.pop(parameter, None)
     for identity, state in states.items():
         optimizer.state[new[identity]] = state
+
+
+def _refuse_empty(optimizer: torch.optim.Optimizer, fqn: str, state: dict[str, Any]) -> None:
+    """Raises ModelError for a state without values, which Adagrad makes when it is built."""
+    empty = [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if empty:
+        raise ModelError(
+            f"optimizer: {type(optimizer).__name__} keeps {empty[0]!r} of {fqn} since it was built, when the model had "
+            "no values (got a tensor on the meta device); build the optimizer after prepare."
+        )
 
 
 def _moved_state(
