@@ -659,6 +659,17 @@ def table(config: dict) -> list[str]:
     return summary.text(accelerator._run).splitlines()
 
 
+def precision_of_fp64() -> str:
+    accelerator = Accelerator(config=FULL)
+    accelerator.prepare(Model().double())
+    (line,) = [line for line in summary.text(accelerator._run).splitlines() if "precision" in line]
+    return line
+
+
+def test_the_table_says_that_fp64_gradients_are_reduced_in_fp64(ranks):
+    assert "gradients reduced in float64" in ranks.run(2, precision_of_fp64)[0]
+
+
 def test_the_table_says_what_runs(ranks):
     config = FULL | {"mixed_precision": "bf16", "fsdp_config": {"fsdp_sharding_strategy": 2}}
     lines = ranks.run(2, table, config)[0]

@@ -151,7 +151,8 @@ def _precision(config: Config, models: Sequence[nn.Module]) -> str:
     compute = kept if mixed.param is None else _dtype(mixed.param)
     output = compute if mixed.output is None else _dtype(mixed.output)
     hook = config.shardkit.ddp.comm_hook if config.mode == "ddp" else "no"
-    how = f"reduced in {_dtype(mixed.reduce)}" if hook == "no" else f"sent as {hook}"
+    reduced = dict.fromkeys(_dtype(precision.reduce_dtype(mixed.reduce, mixed.param or dtype)) for dtype in dtypes)
+    how = f"reduced in {' and '.join(reduced)}" if hook == "no" else f"sent as {hook}"
     exchanged = "" if config.num_processes == 1 else f", gradients {how}"
     return f"parameters {kept}, compute {compute}{exchanged}, outputs {output}"
 
