@@ -18,7 +18,7 @@ from shardkit.config.meaning import MeshSizes, mesh_sizes
 from shardkit.config.schema import Config, FsdpConfig
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
-from shardkit.errors import ConfigError, MachineError, ModelError
+from shardkit.errors import ConfigError, MachineError, ModelError, UsageError
 from shardkit.sharding import fsdp_internals
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.activation import checkpoint_blocks
@@ -604,6 +604,20 @@ def recomputed_with(settings: dict[str, Any]) -> tuple[float, list[str], int]:
     return recomputed(1, "TRANSFORMER_BASED_WRAP", **settings)
 
 
+def sparse_gradients_used_twice() -> str:
+    model = parallel(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)), config_for(2, 3))
+    loss = model(torch.tensor([1, 2])).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError) as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_sparse_gradients_that_torch_does_not_reduce_are_refused(ranks):
+    for text in ranks.run(2, sparse_gradients_used_twice):
+        assert text.startswith("backward: sparse gradients are reduced only where each backward follows a forward")
+
+
 class Counted(models.ConvBlock):
     """Beside its running statistics it changes a number that it computes with."""
 
@@ -638,6 +652,21 @@ def test_what_a_recomputed_forward_changes_is_changed_once(ranks, strategy):
         for found, plain in zip(ranks.run(2, with_changed_buffers, strategy, recompute), expected, strict=True):
             for mine, one in zip(found, plain, strict=True):
                 torch.testing.assert_close(mine, one)
+
+
+def test_a_forward_can_be_recomputed_twice():
+    """Of a graph that is used again, with the buffers that the forward found."""
+    gradients = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Counted(4), Counted(4))
+        if recomputes:
+            checkpoint_blocks(model, list(model))
+        loss = model(torch.ones(2, 4, 3, 3).cumsum(2)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append(model[0].conv.weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_every_nth_block_is_recomputed_in_the_order_of_the_model():

@@ -48,8 +48,14 @@ def take_mean_(parameters: Sequence[nn.Parameter], may_be_unused: bool) -> None:
     """Replace each gradient by its mean over all ranks. Collective, with the same parameters in the same order.
 
     A rank without a gradient contributes zeros. With `may_be_unused` it gets the mean, else its gradient stays None. If
-    no rank has a gradient, all stay None.
+    no rank has a gradient, all stay None. Raises UsageError for sparse gradients, which do not go into one buffer.
     """
+    if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
+        raise UsageError(
+            "backward: sparse gradients are reduced only where each backward follows a forward of the prepared model "
+            "(got a second backward, a forward of the inner model, or a window whose last micro-batch has none); "
+            "write the loop so, or create the embedding with sparse=False."
+        )
     used = _used_anywhere(parameters) if may_be_unused else [p.grad is not None for p in parameters]
     for bucket in _buckets(parameters):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
