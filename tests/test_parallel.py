@@ -654,18 +654,20 @@ def test_what_a_recomputed_forward_changes_is_changed_once(ranks, strategy):
                 torch.testing.assert_close(mine, one)
 
 
-def test_a_forward_can_be_recomputed_twice():
-    """Of a graph that is used again, with the buffers that the forward found."""
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_forward_can_be_recomputed_twice(copies):
+    """Of a graph that is used again, with the buffers that the forward found; also of a copy of the model."""
     gradients = []
     for recomputes in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(Counted(4), Counted(4))
         if recomputes:
             checkpoint_blocks(model, list(model))
+        model = copy.deepcopy(model) if copies else model
         loss = model(torch.ones(2, 4, 3, 3).cumsum(2)).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
-        gradients.append(model[0].conv.weight.grad)
+        gradients.append([model[0].conv.weight.grad, *model.buffers()])
     torch.testing.assert_close(*gradients)
 
 
