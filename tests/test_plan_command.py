@@ -67,6 +67,14 @@ def test_the_report_for_gpt_175b(capsys):
     assert "80% of its links" in said
 
 
+def test_without_a_file_the_precision_is_that_of_a_launch(capsys):
+    arguments = ("--model", "gpt:layers=2,hidden=64,heads=2", "--world", "2")
+    for device, precision in [("h100-80", "bf16"), ("cpu", "fp32")]:
+        assert f", {precision}, adamw" in plan(capsys, *arguments, "--device", device)
+    assert "CPU, fp32, adamw" in plan(capsys, *arguments, "--set", "use_cpu=true")
+    assert "CPU, bf16, adamw" in plan(capsys, *arguments, "--device", "cpu", "--set", "mixed_precision=bf16")
+
+
 def test_the_docs_show_what_is_printed(capsys):
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "plan.md").read_text()
     shown = page[page.index("```text\n") + 8 :]

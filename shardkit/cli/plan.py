@@ -101,7 +101,7 @@ def plan(
         problems.of(picture.check, plot)
     name = problems.of(request.model_name, model, path)
     one_strategy = None if _is_every(strategy) else strategy
-    resolved = problems.of(request.configuration, path, settings or [], one_strategy, world, per_machine)
+    resolved = problems.of(request.configuration, path, settings or [], one_strategy, world, per_machine, device)
     planned_device = problems.of(request.device_of, resolved or Config(), device, memory)
     problems.raise_all()
     assert name and resolved and planned_device and optimizer_name and logits and averages

@@ -34,13 +34,16 @@ def _with_strategy(path: Path | None, given: dict[str, str], strategy: str | Non
 
 
 def configuration(
-    path: Path | None, pairs: list[str], strategy: str | None, world: int | None, per_machine: int | None
+    path: Path | None,
+    pairs: list[str],
+    strategy: str | None,
+    world: int | None,
+    per_machine: int | None,
+    device: str | None,
 ) -> Config:
     """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
-    without a file bf16 is assumed. Raises UsageError and ConfigError, with all problems."""
+    without a file bf16 is assumed on all devices but CPUs. Raises UsageError and ConfigError, with all problems."""
     given = _with_strategy(path, settings_from(pairs), strategy)
-    if path is None:
-        given = {"mixed_precision": "bf16", **given}
     if world is not None:
         ranks = min(per_machine or 8, world)
         machines = world // ranks if world % ranks == 0 else 1
@@ -48,7 +51,10 @@ def configuration(
         given = {**{name: FlagValue(count, "--world") for name, count in counts.items()}, **given}
         if machines > 1:
             given = {"main_process_ip": "machine-0", **given}
-    return resolve(path, given, defaults_for_hardware=False).config
+    config = resolve(path, given, defaults_for_hardware=False).config
+    if path is None and device != "cpu" and not runs_on_cpu(config):
+        return resolve(path, {"mixed_precision": "bf16", **given}, defaults_for_hardware=False).config
+    return config
 
 
 def model_name(model: str | None, path: Path | None) -> str:
