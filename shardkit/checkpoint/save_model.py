@@ -29,6 +29,7 @@ from shardkit.distributed.tensors import clean_name, local_part, unwrapped
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place, Url
+from shardkit.wording import counted
 
 logger = get_logger(__name__)
 
@@ -174,8 +175,8 @@ def _save_files(part: Part, control: ControlGroup, limit: int, wanted: torch.dty
         _into_store(part, part.folder, index, targets, plan, control)
     else:
         _onto_disk(part, part.folder, index, targets, plan, control)
-    size, count = export.total_bytes(files), len(files)
-    logger.info("model saved in %s (%s, %d file%s)", part.folder, sizes.in_words(size), count, "s" if count > 1 else "")
+    size = sizes.in_words(export.total_bytes(files))
+    logger.info("model saved in %s (%s, %s)", part.folder, size, counted(len(files), "file"))
 
 
 Plan = Callable[[str], list[ExportFile]]

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from shardkit.errors import EXIT_CHECK_FAILED
 from shardkit.launch.rank_files import RankError
 
+_OF_AN_ABORT = (
+    'if the log says "collective mismatch" (gloo): a call for all ranks may be under `if accelerator.is_main_process`; '
+    "under FSDP these include a forward, and `.item()` and `full_tensor()` of sharded values"
+)
+
 
 @dataclass(frozen=True)
 class RankOutcome:
@@ -124,14 +129,8 @@ def render(diagnosis: Diagnosis, started_s: float, log_dir: str, saved_step: int
 def _next_step(outcome: RankOutcome) -> str:
     """Advice for an error of torch whose message has none; empty if there is none."""
     error = outcome.error
-    if error is None and outcome.exit_code == -signal.SIGABRT:
-        return (
-            'if the log says "collective mismatch" (gloo): a call for all ranks may be under '
-            "`if accelerator.is_main_process`; under FSDP these include a forward, and `.item()` and `full_tensor()` "
-            "of sharded values"
-        )
     if error is None:
-        return ""
+        return _OF_AN_ABORT if outcome.exit_code == -signal.SIGABRT else ""
     if error.rank and (error.kind == "BdbQuit" or error.message == "EOF when reading a line"):
         return (
             "only rank 0 reads the terminal; the others wait for it at their next collective: "

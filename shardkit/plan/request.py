@@ -21,18 +21,6 @@ from shardkit.problems import Problems
 from shardkit.spinner import waiting
 
 
-def _with_strategy(path: Path | None, given: dict[str, str], strategy: str | None) -> dict[str, str]:
-    """The settings and --strategy, which implies FSDP, or PyTorch/XLA if that is configured."""
-    if strategy is None:
-        return given
-    try:
-        is_on_tpu = resolve(path, given, defaults_for_hardware=False).config.mode == "xla"
-    except ConfigError:
-        is_on_tpu = False  # the caller resolves all settings, and reports all problems
-    kind = {"distributed_type": "XLA", "xla": "true"} if is_on_tpu else {"distributed_type": "FSDP"}
-    return given | kind | {"fsdp_config.fsdp_sharding_strategy": FlagValue(strategy, "--strategy")}
-
-
 def configuration(
     path: Path | None,
     pairs: list[str],
@@ -43,7 +31,7 @@ def configuration(
 ) -> Config:
     """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
     without a file bf16 is assumed on all devices but CPUs. Raises UsageError and ConfigError, with all problems."""
-    given = _with_strategy(path, settings_from(pairs), strategy)
+    given = settings_from(pairs)
     if world is not None:
         ranks = min(per_machine or 8, world)
         machines = world // ranks if world % ranks == 0 else 1
@@ -51,10 +39,24 @@ def configuration(
         given = {**{name: FlagValue(count, "--world") for name, count in counts.items()}, **given}
         if machines > 1:
             given = {"main_process_ip": "machine-0", **given}
-    config = resolve(path, given, defaults_for_hardware=False).config
-    if path is None and device != "cpu" and not runs_on_cpu(config):
-        return resolve(path, {"mixed_precision": "bf16", **given}, defaults_for_hardware=False).config
-    return config
+    if strategy is not None or path is None:
+        given = _with_implied(path, given, strategy, device)
+    return resolve(path, given, defaults_for_hardware=False).config
+
+
+def _with_implied(path: Path | None, given: dict[str, str], strategy: str | None, device: str | None) -> dict[str, str]:
+    """The settings, with what follows from them and the flags: --strategy means FSDP, or PyTorch/XLA if that is
+    configured; no file means bf16, on all devices but CPUs."""
+    try:
+        found = resolve(path, given, defaults_for_hardware=False).config
+    except ConfigError:
+        found = Config()  # the caller resolves all settings, and reports all problems
+    if path is None and device != "cpu" and not runs_on_cpu(found):
+        given = {"mixed_precision": "bf16", **given}
+    if strategy is None:
+        return given
+    kind = {"distributed_type": "XLA", "xla": "true"} if found.mode == "xla" else {"distributed_type": "FSDP"}
+    return given | kind | {"fsdp_config.fsdp_sharding_strategy": FlagValue(strategy, "--strategy")}
 
 
 def model_name(model: str | None, path: Path | None) -> str:
