@@ -87,10 +87,10 @@ def counted_at_a_save(config: dict) -> list[tuple[int, int, int]]:
     for batch in loader:
         with accelerator.accumulate(model):
             one_step(accelerator, model, optimizer, batch)
-            at_step = accelerator._run.accumulation.state_dict()
+            at_step = accelerator.counters.state_dict()
             found.append((at_step["step"], at_step["samples_seen"], accelerator.counters.samples_seen))
-    accelerator._run.accumulation.load_state_dict({"step": 5, "samples_seen": 60})
-    assert accelerator._run.accumulation.state_dict() == {"step": 5, "samples_seen": 60}
+    accelerator.counters.load_state_dict({"step": 5, "samples_seen": 60})
+    assert accelerator.counters.state_dict() == {"step": 5, "samples_seen": 60}
     return found
 
 

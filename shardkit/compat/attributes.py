@@ -64,7 +64,7 @@ class PlainAttributes:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of an fp16 run, else None."""
-        return self._run.accumulation.scaler
+        return self._run.accumulation.loss_scale.scaler
 
     @scaler.setter
     def scaler(self, scaler: Any) -> None:

@@ -63,6 +63,51 @@ def _part(parameter: torch.Tensor) -> torch.Tensor:
     return part
 
 
+class LossScale:
+    """The loss scale of a run: nothing but under fp16."""
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+        self._is_behind = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether losses are scaled."""
+        return self._scaler is not None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler, up to date with the last step; None without loss scaling."""
+        self.update()
+        return self._scaler
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Removes the scale from the optimizer's gradients. Collective under FSDP."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's unscaled gradients are not finite on any rank."""
+        if self._scaler is None:
+            return False
+        return any(bool(value.item()) for value in self._scaler._found_inf_per_device(optimizer).values())
+
+    def note_step(self) -> None:
+        """Notes a step of an optimizer. The scale that it gives waits for `update`: optimizers that have not stepped
+        yet need the present one."""
+        self._is_behind = self._scaler is not None
+
+    def update(self) -> None:
+        """Brings the scale up to date with the last step; called before the first backward after it."""
+        if self._scaler is not None and self._is_behind:
+            self._is_behind = False
+            self._scaler.update()
+
+
 def make_scaler(config: Config, device: torch.device) -> GradScaler | None:
     """The loss scaler that fp16 needs, starting at the configured scale; None where compute is not fp16."""
     if not dtypes(config).scales_loss:

@@ -4,9 +4,9 @@ A window is the micro-batches of one optimizer step: the configured number, or f
 is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,27 +15,15 @@ from torch import nn
 from shardkit.data.loader import PreparedLoader, active_loader
 from shardkit.distributed import progress, xla
 from shardkit.errors import UsageError
+from shardkit.optim.loss_scale import LossScale
 from shardkit.runtime.boundaries import Boundaries
+from shardkit.runtime.counters import Backwards, Counters
 from shardkit.runtime.deferred_gradients import DeferredGradients
 from shardkit.runtime.step_events import StepEvents
 from shardkit.sharding.gradient_sync import deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
 
 NEVER = ("never", -1)
-
-
-@dataclass
-class Counters:
-    """The run's progress. Equal on all ranks."""
-
-    step: int = 0
-    """Optimizer steps done, without those that fp16 skipped."""
-
-    micro_step: int = 0
-    """Micro-batches since the last optimizer step."""
-
-    samples_seen: int = 0
-    """Samples trained on, over all ranks."""
 
 
 class Accumulation:
@@ -46,49 +34,45 @@ class Accumulation:
         steps: int,
         models: Sequence[nn.Module],
         loaders: list[PreparedLoader],
-        scaler: torch.amp.GradScaler | None,
+        loss_scale: LossScale,
         counters: Counters,
         events: StepEvents,
         ends_with_data: bool = True,
     ) -> None:
         self.steps = steps
+        """Micro-batches of the windows that begin from now on."""
         self.ends_with_data = ends_with_data
         """Whether the last batch of a loader ends a window early; else the window continues in the next loop."""
         self.models = models
+        self.loss_scale = loss_scale
         self.counters = counters
-        self.backward_calls = 0
         self.events = events
         self.boundaries = Boundaries(events)
-        self._loaders = loaders
-        self._is_full = True
-        self._deferred_models: Sequence[nn.Module] = ()
         self.deferred_gradients = DeferredGradients()
-        self._loader_of_window: PreparedLoader | None = None
-        self.is_stepping = False
-        """Whether a prepared optimizer is stepping: steps inside it do not count."""
-        self._is_own_backward = False
-        self._has_foreign_backward = False
-        self._model_calls = self._model_calls_before_window = 0
-        self._backwards_since_step = 0
-        self._own_calls = self._own_calls_before_window = self._own_calls_at_step = 0
-        self._scaler = scaler
-        self._scaler_is_behind = False
-        self._divisor = steps
-        self._window = self._windows = 0
-        self.is_inside = False
-        """Whether the script is inside `accumulate()`."""
-        self._stepped: set[int] = set()
-        self._has_stepped_in_micro_batch = False
-        self._calls_before_window = self._calls_before_micro_batch = 0
         self.micro_batches = 0
         """Micro-batches begun in this process."""
-        self._samples_since_step = 0
+        self.is_inside = False
+        """Whether the script is inside `accumulate()`."""
+        self.is_stepping = False
+        """Whether a prepared optimizer is stepping: steps inside it do not count."""
+        self._loaders = loaders
 
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler under fp16, up to date with the last step; else None."""
-        self._update_scaler()
-        return self._scaler
+        self._planned_size = steps
+        """Micro-batches that the window was to have when it began; its losses are divided by it."""
+        self._is_full = True
+        self._full_size = 0
+        """Micro-batches of the full window; 0 while one is being filled, and in loops without `accumulate()`."""
+        self._full_windows = 0
+        self._loader_of_window: PreparedLoader | None = None
+        self._deferred_models: Sequence[nn.Module] = ()
+
+        self._backwards = Backwards()
+        self._before_window = self._before_micro_batch = self._at_step = self._backwards
+        self._is_own_backward = False
+
+        self._stepped: set[int] = set()
+        """Ids of the optimizers that have taken part in the present step."""
+        self._has_stepped_in_micro_batch = False
 
     @property
     def sync_gradients(self) -> bool:
@@ -133,22 +117,20 @@ class Accumulation:
         """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
         self.boundaries.before_batch()
         progress.post("backward", self.counters.step)
-        if not (self.is_inside and self._window > 1):
+        if not (self.is_inside and self._full_size > 1):
             # Earlier gradients of this window, of an optimizer yet to step, have the old scale.
-            self._update_scaler()
+            self.loss_scale.update()
         if not self.is_inside:
-            self._window = 0
-        self.backward_calls += 1
-        self._backwards_since_step += 1
-        self._own_calls += 1
+            self._full_size = 0
+        self._backwards = replace(self._backwards, own=self._backwards.own + 1)
         self.events.on_loss(loss)
-        divisor = self._divisor if self.counters.micro_step else self.steps
+        divisor = self._planned_size if self.counters.micro_step else self.steps
         if divisor > 1:
             loss = loss / divisor
         keep_plain(loss)
         self._is_own_backward = True
         try:
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward(**arguments)
+            self.loss_scale.scaled(loss).backward(**arguments)
         finally:
             self._is_own_backward = False
 
@@ -157,10 +139,11 @@ class Accumulation:
         is_early = self.is_inside and not self._is_full
         parts = (part for one in self._deferred_models for part in one.modules())  # accumulate() may get a wrapper
         self.deferred_gradients.note_backward(model, is_early and any(model is part for part in parts))
-        self.backward_calls += 1
-        self._model_calls += 1
-        self._backwards_since_step += not self._is_own_backward
-        self._has_foreign_backward |= not self._is_own_backward
+        self._backwards = replace(
+            self._backwards,
+            by_script=self._backwards.by_script + (not self._is_own_backward),
+            through_models=self._backwards.through_models + 1,
+        )
 
     @property
     def gradient_moment(self) -> tuple[str, int]:
@@ -169,27 +152,27 @@ class Accumulation:
 
         Several optimizers may alternate in a window, so a backward in it may belong to another optimizer.
         """
-        return ("window", self._windows) if self._window else ("backward", self.backward_calls)
+        return ("window", self._full_windows) if self._full_size else ("backward", self._backwards.all)
 
     def shortfall(self) -> float:
         """The factor that gradients still need: more than 1 in a short window. Gradients of a manual `loss.backward()`
         were not divided, so they are a sum."""
-        if self._own_calls == self._own_calls_before_window:
-            return 1.0
-        return self._divisor / self._window if 0 < self._window < self._divisor else 1.0
+        is_divided = self._backwards.since(self._before_window).own > 0
+        is_short = 0 < self._full_size < self._planned_size
+        return self._planned_size / self._full_size if is_divided and is_short else 1.0
 
     def complete_window(self) -> None:
         """Closes a window that the loop has left early: its micro-batches become a short window."""
         if self._is_full or self.is_gathering():
             return
         self._is_full = True
-        self._window = self.counters.micro_step
-        self._windows += 1
+        self._full_size = self.counters.micro_step
+        self._full_windows += 1
 
     def check_gradients(self) -> None:
         """Raises UsageError or ModelError where an optimizer must not step on the present gradients. Collective in the
         first steps."""
-        if self._scaler is not None and self._has_foreign_backward:
+        if self.loss_scale.is_on and self._backwards.since(self._at_step).by_script:
             raise UsageError(
                 "optimizer step: gradients lack the loss scale that fp16 needs (got a call of loss.backward()); call "
                 "accelerator.backward(loss)."
@@ -199,13 +182,13 @@ class Accumulation:
     @property
     def backwards_outside_windows(self) -> int:
         """Backwards since the last step, of a loop without `accumulate()`; 0 in a window."""
-        return 0 if self._window else self._backwards_since_step
+        return 0 if self._full_size else self._backwards.since(self._at_step).all
 
     @property
     def has_scaled_gradients(self) -> bool:
         """Whether the gradients still have fp16's loss scale, since no prepared optimizer has stepped on them."""
-        is_scaled = self._own_calls > self._own_calls_at_step and not self._has_foreign_backward
-        return self._scaler is not None and is_scaled
+        new = self._backwards.since(self._at_step)
+        return self.loss_scale.is_on and new.own > 0 and not new.by_script
 
     def defers(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether this is no last micro-batch, so that gradients of any of the parameters are not final."""
@@ -223,29 +206,16 @@ class Accumulation:
         finally:
             self.is_stepping = False
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscales the optimizer's gradients; does nothing without fp16."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
-
-    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the unscaled fp16 gradients are not finite on any rank."""
-        if self._scaler is None:
-            return False
-        return any(bool(value.item()) for value in self._scaler._found_inf_per_device(optimizer).values())
-
     def note_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
         """Counts steps: the first optimizer that steps begins a step, and one that steps again begins the next."""
         xla.flush()
-        self._scaler_is_behind = self._scaler is not None
-        micro_batches = max(1, self._backwards_since_step)
+        self.loss_scale.note_step()
+        micro_batches = max(1, self._backwards.since(self._at_step).all)
         for _ in range(micro_batches):  # those of a loop without accumulate()
             self._note_batch(micro_batches)
-        self._samples_since_step = self._backwards_since_step = 0
-        self.counters.micro_step = 0
+        self.counters.end_step()
         self._has_stepped_in_micro_batch = True
-        self._has_foreign_backward = False
-        self._own_calls_at_step = self._own_calls
+        self._at_step = self._backwards
         current = active_loader(self._loaders)
         self.boundaries.note_step(current, is_repeated=id(optimizer) in self._stepped)
         if current is not None:
@@ -264,15 +234,6 @@ class Accumulation:
         """Notes a newly prepared optimizer: its first step counts as a new step."""
         self._stepped.clear()
 
-    def state_dict(self) -> dict[str, int]:
-        """The counters to save; like the loaders' positions, samples count up to the last optimizer step."""
-        return {"step": self.counters.step, "samples_seen": self.counters.samples_seen - self._samples_since_step}
-
-    def load_state_dict(self, saved: Mapping[str, int]) -> None:
-        """Restores the counters from `state_dict`; the next micro-batch begins a new window."""
-        self.counters.step, self.counters.samples_seen = saved["step"], saved["samples_seen"]
-        self.counters.micro_step = self._samples_since_step = 0
-
     def is_open(self) -> bool:
         """Whether unused gradients belong to a window that is still open, so that zero_grad must keep them.
 
@@ -280,10 +241,10 @@ class Accumulation:
         backward or while several optimizers alternate, the gradients of earlier micro-batches are still needed.
         """
         if self.is_gathering():
-            return self.backward_calls > self._calls_before_window
-        if self._window <= 1 or not self.is_inside:
+            return self._backwards.since(self._before_window).all > 0
+        if self._full_size <= 1 or not self.is_inside:
             return False
-        return self.backward_calls == self._calls_before_micro_batch or self._has_stepped_in_micro_batch
+        return not self._backwards.since(self._before_micro_batch).all or self._has_stepped_in_micro_batch
 
     def before_loop(self, loader: PreparedLoader) -> None:
         """Called by a loader when a loop begins. A loader that the script took out of the prepared ones is one again:
@@ -295,35 +256,33 @@ class Accumulation:
         """Called by a loader when the loop requests the next batch: the previous one is done."""
         progress.post("data", self.counters.step)
         xla.flush()
-        by_hand = 0 if self._stepped or not self._is_full else self.backward_calls
+        by_hand = 0 if self._stepped or not self._is_full else self._backwards.all
         self.boundaries.after_batch(loader, is_window_open=self.counters.micro_step > 0, backwards_by_hand=by_hand)
 
     def _begin(self) -> None:
         self.boundaries.before_batch()
         progress.post("forward", self.counters.step)
         if self.counters.micro_step == 0:
-            self._divisor = self.steps
-            self._calls_before_window = self.backward_calls
-            self._own_calls_before_window = self._own_calls
-            self._model_calls_before_window = self._model_calls
+            self._planned_size = self.steps
+            self._before_window = self._backwards
         else:
             self._check_kept()
-        self._calls_before_micro_batch = self.backward_calls
+        self._before_micro_batch = self._backwards
         self._has_stepped_in_micro_batch = False
         self.counters.micro_step += 1
         self.micro_batches += 1
         loader = active_loader(self._loaders)
         is_last = self.ends_with_data and loader is not None and loader.end_of_loader
         self._loader_of_window = loader
-        self._is_full = is_last or self.counters.micro_step >= self._divisor
-        self._window = self.counters.micro_step if self._is_full else 0
-        self._windows += self._is_full
-        self._note_batch(self._divisor)
+        self._is_full = is_last or self.counters.micro_step >= self._planned_size
+        self._full_size = self.counters.micro_step if self._is_full else 0
+        self._full_windows += self._is_full
+        self._note_batch(self._planned_size)
 
     def _check_kept(self) -> None:
         """Raises UsageError where the gradients of this window's earlier micro-batches are gone."""
-        had_gradients = self._model_calls > self._model_calls_before_window and not self._has_stepped_in_micro_batch
-        if had_gradients and not any(map(has_gradients, self.models)):
+        had_backwards = self._backwards.since(self._before_window).through_models > 0
+        if had_backwards and not self._has_stepped_in_micro_batch and not any(map(has_gradients, self.models)):
             raise UsageError(
                 "accumulate: the gradients of the window's earlier micro-batches are gone (got maybe a call of "
                 "model.zero_grad()); call zero_grad() of the prepared optimizer, which waits for the end of the window."
@@ -335,12 +294,5 @@ class Accumulation:
         loader = active_loader(self._loaders)
         samples = None if loader is None else loader.take_trained(micro_batches)
         if samples is not None:
-            self.counters.samples_seen += samples
-            self._samples_since_step += samples
+            self.counters.add_samples(samples)
             self.events.on_batch()
-
-    def _update_scaler(self) -> None:
-        """The new scale applies from the next backward on: optimizers that have not stepped yet need the old one."""
-        if self._scaler is not None and self._scaler_is_behind:
-            self._scaler_is_behind = False
-            self._scaler.update()

@@ -95,7 +95,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         progress.post("optimizer step", self._accumulation.counters.step)
         self.make_gradients_final()
         self._accumulation.check_gradients()
-        self.step_was_skipped = self._accumulation.overflowed(self.optimizer)
+        self.step_was_skipped = self._accumulation.loss_scale.overflowed(self.optimizer)
         result = None
         if not self.step_was_skipped:
             with self._accumulation.stepping():
@@ -130,7 +130,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if self._final_at == moment:
             return
         self._final_at = moment
-        self._accumulation.unscale(self.optimizer)
+        self._accumulation.loss_scale.unscale(self.optimizer)
         factor = self._accumulation.shortfall()
         if factor != 1.0:
             multiply_gradients_(self.parameters, factor)

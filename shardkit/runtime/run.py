@@ -18,7 +18,8 @@ from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.process import Process
 from shardkit.optim import loss_scale, rebind
 from shardkit.runtime import foreign_steps, settings
-from shardkit.runtime.accumulate import Accumulation, Counters
+from shardkit.runtime.accumulate import Accumulation
+from shardkit.runtime.counters import Counters
 from shardkit.runtime.early_steps import EarlySteps
 from shardkit.runtime.hooks import StateHooks
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
@@ -114,13 +115,12 @@ class Run:
         self.evaluated = {}
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
-        scaler = loss_scale.make_scaler(self.config, self.device)
         section = self.config.shardkit
         self.accumulation = Accumulation(
             section.gradient_accumulation_steps,
             self.models,
             self.loaders,
-            scaler,
+            loss_scale.LossScale(loss_scale.make_scaler(self.config, self.device)),
             self.counters,
             self.events,
             ends_with_data=section.end_window_with_data,

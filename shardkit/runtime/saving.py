@@ -214,7 +214,7 @@ def _request(run: Run, session: SaveSession, final: Place, output: str | Path | 
         run_id=session.run_id,
         name=str(final if output is None else output),
         epoch=loaders[0].epoch if loaders else 0,
-        samples_seen=run.accumulation.state_dict()["samples_seen"],
+        samples_seen=run.counters.state_dict()["samples_seen"],
         parent=session.parent,
         replace=True,
         digest=section.digest,
@@ -284,9 +284,10 @@ def _warn_of_open_window(run: Run) -> None:
 
 def live_of(run: Run) -> Live:
     """The run's objects by their names in a checkpoint."""
-    objects: dict[str, Any] = {"counters": run.accumulation}
-    if run.accumulation.scaler is not None:
-        objects["scaler"] = run.accumulation.scaler
+    objects: dict[str, Any] = {"counters": run.counters}
+    scaler = run.accumulation.loss_scale.scaler
+    if scaler is not None:
+        objects["scaler"] = scaler
     objects |= {f"scheduler.{number}": item for number, item in enumerate(run.schedulers)}
     objects |= {f"registered.{number}": item for number, item in enumerate(run.registered)}
     return Live(

@@ -11,7 +11,7 @@ from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
 from shardkit.optim import clip
 from shardkit.runtime import prepare, settings
-from shardkit.runtime.accumulate import Counters
+from shardkit.runtime.counters import Counters
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.topology import Topology
 from shardkit.sharding import gradient_sync, precision
@@ -136,7 +136,7 @@ class TrainingStep(Topology):
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler under fp16, else None."""
-        return self._run.accumulation.scaler
+        return self._run.accumulation.loss_scale.scaler
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return prepare.own_parameters(self._run, parameters)
