@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit import sizes
@@ -81,7 +81,6 @@ def plan(
     ties: Mapping[str, str],
     max_shard_bytes: int,
     stem: str = "model",
-    tag: str = "",
 ) -> list[ExportFile]:
     """The files for the tensors {name: (dtype, shape)}. A pure function, so all ranks get the same result.
 
@@ -99,7 +98,7 @@ def plan(
         groups[-1].append(name)
         room -= size
     count = len(groups)
-    names = [f"{stem}-{number:05d}-of-{count:05d}{tag}.safetensors" for number in range(1, count + 1)]
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
         names = [f"{stem}.safetensors"]
     return [_file(name, group, tensors, ties) for name, group in zip(names, groups, strict=True)]
@@ -140,6 +139,11 @@ def free_tag(files: Sequence[ExportFile], present: Iterable[str]) -> str:
     """A suffix for the names of several files that makes them differ from an earlier export's; empty if they do."""
     taken = len(files) > 1 and not {file.name for file in files}.isdisjoint(present)
     return f"-{uuid.uuid4().hex[:8]}" if taken else ""
+
+
+def tagged(files: Iterable[ExportFile], tag: str) -> list[ExportFile]:
+    """The files with that suffix in their names."""
+    return [replace(file, name=file.name.replace(".safetensors", f"{tag}.safetensors")) for file in files]
 
 
 def begin(folder: Path, files: list[ExportFile], stem: str = "model") -> Opened:

@@ -67,8 +67,9 @@ def _begin(checkpoint: Checkpoint, section: str, folder: Path, target: str | Non
     entries, ties = checkpoint.index.sections[section], checkpoint.index.aliases.get(section, {})
     kinds = {name: target if target and entry.dtype in _FLOATS else entry.dtype for name, entry in entries.items()}
     shapes = {name: (kinds[name], entry.shape) for name, entry in entries.items()}
-    tag = export.free_tag(export.plan(shapes, ties, limit), export.names_in(folder))
-    return export.begin(folder, export.plan(shapes, ties, limit, tag=tag))
+    files = export.plan(shapes, ties, limit)
+    tag = export.free_tag(files, export.names_in(folder))
+    return export.begin(folder, export.tagged(files, tag))
 
 
 def _copy(checkpoint: Checkpoint, section: str, opened: Opened, on_bytes: OnBytes) -> None:
