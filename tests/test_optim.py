@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.distributed import process
-from shardkit.errors import ModelError
+from shardkit.errors import ModelError, UsageError
 from shardkit.optim import clip, local_step, rebind
 from shardkit.sharding.init import init_empty_weights
 from shardkit.sharding.mesh import build_mesh
@@ -186,6 +187,111 @@ def test_the_fast_path_is_taken_with_equal_results(ranks, name):
     for fast, slow, operators in ranks.run(2, fast_and_slow, name):
         assert fast == pytest.approx(slow, abs=1e-5)
         assert fused.get(name, "aten::_foreach_") in " ".join(operators)
+
+
+HOOKED = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+def hooked(name: str, is_sharded: bool) -> tuple[list[float], int]:
+    """(losses, hooks called) where hooks on the step clip gradients and weights by their norms, those of each tensor
+    whole."""
+    torch.manual_seed(0)
+    model: nn.Module = models.Gpt()
+    optimizer = HOOKED[name](model.parameters())
+    called = []
+
+    def clip_gradients(of: torch.optim.Optimizer, *_: Any) -> None:
+        called.append(nn.utils.clip_grad_norm_(of.param_groups[0]["params"], 0.1))
+
+    def shrink_weights(of: torch.optim.Optimizer, *_: Any) -> None:
+        called.append(of.state_dict())
+        with torch.no_grad():
+            for parameter in of.param_groups[0]["params"]:
+                parameter.mul_(min(1.0, 1.0 / float(parameter.norm())))
+
+    optimizer.register_step_pre_hook(clip_gradients)
+    optimizer.register_step_post_hook(shrink_weights)
+    if not is_sharded:
+        return train(model, optimizer, range(3)), len(called)
+    names = rebind.ParameterNames.of(model)
+    sharded = parallel(model, config_for(2))
+    rebind.rebind(optimizer, names, sharded)
+    found, local_step.WHOLE_BYTES = local_step.WHOLE_BYTES, 3000  # several chunks
+    try:
+        return train(sharded, optimizer, range(3), local_step.stepper_of(optimizer).step), len(called)
+    finally:
+        local_step.WHOLE_BYTES = found
+
+
+@pytest.mark.parametrize("name", list(HOOKED))
+def test_hooks_on_the_step_see_the_models_parameters(ranks, name):
+    expected = hooked(name, is_sharded=False)
+    assert expected[1] == 6
+    for losses, called in ranks.run(2, hooked, name, True):
+        assert losses == pytest.approx(expected[0], abs=1e-5)
+        assert called == 6
+
+
+def mean_of_numbers() -> float:
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result = optimizer.step(lambda: float(accelerator.process_index))
+    accelerator.free_memory()
+    return result
+
+
+def test_a_closure_that_returns_a_number_returns_the_mean_over_ranks(ranks):
+    """LBFGS decides by it how far to step, and how often to call the closure."""
+    assert ranks.run(2, mean_of_numbers) == [0.5, 0.5]
+
+
+def closure_with(settings: dict[str, Any]) -> tuple[str, bool]:
+    """The error of a step with a closure in the first micro-batch, and whether the closure was called."""
+    accelerator = Accelerator(config={"use_cpu": True, "num_processes": 1, **settings})
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    called: list[bool] = []
+    with accelerator.accumulate(model), pytest.raises(UsageError) as refused:
+        optimizer.step(lambda: called.append(True))
+    accelerator.free_memory()
+    return str(refused.value), bool(called)
+
+
+def test_a_closure_that_would_not_be_called_or_unscaled_is_refused(ranks):
+    ((text, called),) = ranks.run(1, closure_with, {"shardkit": {"gradient_accumulation_steps": 2}})
+    assert text == (
+        "optimizer step: the closure would not be called before the last micro-batch of a window, and its samples "
+        "would be lost (got micro-batch 1 of 2); call backward before step() in place of the closure, or compute all "
+        "micro-batches in the closure, outside of accumulate()."
+    )
+    assert not called
+    ((text, called),) = ranks.run(1, closure_with, {"mixed_precision": "fp16"})
+    assert text == (
+        "optimizer step: the closure's gradients would keep fp16's loss scale (got mixed_precision fp16); use bf16, or "
+        "call backward before step() in place of the closure."
+    )
+    assert not called
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another one, and is made without torch's __init__, as published versions of Lookahead are."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_around_another_one_needs_no_hooks():
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    local_step.stepper_of(Around(torch.optim.SGD([parameter], lr=0.5))).step()
+    assert parameter.tolist() == [0.5] * 3
 
 
 def test_a_choice_of_the_user_is_kept():

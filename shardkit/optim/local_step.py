@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -115,9 +116,13 @@ class LocalStep:
         _let_state_be_seen(optimizer, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        result = _run(closure)
         optimizer = self._reference()
         assert optimizer is not None
+        return _step_between_hooks(optimizer, partial(self._on_parts, optimizer), closure)
+
+    @contextmanager
+    def _on_parts(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, the optimizer has this rank's local tensors, with their gradients and state."""
         groups = optimizer.param_groups
         found = [group["params"] for group in groups]
         parts = [self._with_gradients(parameters) for parameters in found]
@@ -126,14 +131,13 @@ class LocalStep:
             vars(optimizer)["state"], self._is_ahead = self._local, True
             for group, of_group in zip(groups, parts, strict=True):
                 group["params"] = of_group
-            optimizer.step()
+            yield
         finally:
             del vars(optimizer)["state"]
             for group, parameters in zip(groups, found, strict=True):
                 group["params"] = parameters
             for part in self._parts.values():
                 part.tensor.grad = None  # else the gradient's memory would stay allocated
-        return result
 
     def _with_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's local tensors of the parameters, with their gradients; plain parameters are returned unchanged.
@@ -280,25 +284,31 @@ class WholeStep:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = _run(closure)
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        found = [group["params"] for group in groups]
-        try:
-            for chunk in _chunks(found):
-                self._step_on([[p for p in parameters if id(p) in chunk] for parameters in found], state)
-        finally:
-            self._optimizer.state = state
-            for group, parameters in zip(groups, found, strict=True):
-                group["params"] = parameters
+        chunks = list(_chunks([group["params"] for group in self._optimizer.param_groups]))
+        for number, chunk in enumerate(chunks, 1):
+            _step_between_hooks(
+                self._optimizer, partial(self._on_whole, chunk), is_first=number == 1, is_last=number == len(chunks)
+            )
         return result
 
-    def _step_on(self, parameters: list[list[torch.Tensor]], state: Any) -> None:
+    @contextmanager
+    def _on_whole(self, chunk: set[int]) -> Iterator[None]:
+        """Inside, the optimizer has the chunk's parameters as full tensors, whose values are then written back."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        found = [group["params"] for group in groups]
+        parameters = [[p for p in of_group if id(p) in chunk] for of_group in found]
         whole = {p: _whole(p) for of_group in parameters for p in of_group}
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         own.update({whole[p]: _whole_row(state[p], whole[p].device) for p in whole if p in state})
-        for group, of_group in zip(self._optimizer.param_groups, parameters, strict=True):
-            group["params"] = [whole[p] for p in of_group]
-        self._optimizer.state = own
-        self._optimizer.step()
+        try:
+            for group, of_group in zip(groups, parameters, strict=True):
+                group["params"] = [whole[p] for p in of_group]
+            self._optimizer.state = own
+            yield
+        finally:
+            self._optimizer.state = state
+            for group, of_group in zip(groups, found, strict=True):
+                group["params"] = of_group
         with torch.no_grad():
             for parameter, value in whole.items():
                 if is_dtensor(parameter):
@@ -342,6 +352,39 @@ def _chunks(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[set[int]]:
         yield chunk
 
 
+def _step_between_hooks(
+    optimizer: torch.optim.Optimizer,
+    inside: Callable[[], AbstractContextManager[None]],
+    closure: Callable[[], Any] | None = None,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> Any:
+    """The optimizer's own step in the context `inside`; returns the closure's result.
+
+    Hooks on the step run outside of the context, so that they see the model's parameters. Of several steps that make
+    one, the first runs the hooks before it, and the last those after it.
+    """
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    result = None
+    with ExitStack() as stack:
+
+        def enter(*_: Any) -> None:
+            nonlocal result
+            result = _run(closure)
+            stack.enter_context(inside())
+
+        def leave(*_: Any) -> None:
+            stack.close()
+
+        try:
+            optimizer._optimizer_step_pre_hooks = OrderedDict({**(before if is_first else {}), -1: enter})
+            optimizer._optimizer_step_post_hooks = OrderedDict({-1: leave, **(after if is_last else {})})
+            optimizer.step()
+        finally:
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+    return result
+
+
 def _run(closure: Callable[[], Any] | None) -> Any:
     if closure is None:
         return None
@@ -355,6 +398,8 @@ def choose_kernels(optimizer: torch.optim.Optimizer) -> None:
     torch does so by default only for plain parameters on a GPU. The user's choice (`foreach=`, `fused=`) is kept. The
     choice is repeated after a state is loaded, since a saved state contains that of the run that saved it.
     """
+    if not issubclass(kind_of(optimizer), ELEMENTWISE):
+        return  # also because optimizers around another one are often made without torch's __init__, and take no hooks
     _choose(optimizer)
     if not getattr(optimizer, "_shardkit_chooses", False):
         optimizer.register_load_state_dict_post_hook(_choose_again)

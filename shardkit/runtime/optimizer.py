@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.distributed import progress
+from shardkit.distributed import collectives, progress
 from shardkit.distributed.tensors import local_part
+from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.local_step import PlainStep, Stepper, stepper_of
@@ -90,6 +91,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; does nothing while the window is not full or where fp16 overflowed."""
+        if closure is not None:
+            self._refuse_closure()
         if self._accumulation.is_gathering():
             return None
         progress.post("optimizer step", self._accumulation.counters.step)
@@ -135,6 +138,21 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if factor != 1.0:
             multiply_gradients_(self.parameters, factor)
 
+    def _refuse_closure(self) -> None:
+        """UsageError where a closure would not be called, or where its gradients would not be unscaled."""
+        if self._accumulation.loss_scale.is_on:
+            raise UsageError(
+                "optimizer step: the closure's gradients would keep fp16's loss scale (got mixed_precision fp16); use "
+                "bf16, or call backward before step() in place of the closure."
+            )
+        if self._accumulation.is_gathering():
+            raise UsageError(
+                "optimizer step: the closure would not be called before the last micro-batch of a window, and its "
+                f"samples would be lost (got micro-batch {self._accumulation.counters.micro_step} of "
+                f"{self._accumulation.steps}); call backward before step() in place of the closure, or compute all "
+                "micro-batches in the closure, outside of accumulate()."
+            )
+
     def _warn_without_gradients(self) -> None:
         parameters = self.parameters
         if parameters and all(parameter.grad is None for parameter in parameters):
@@ -149,6 +167,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 def _mean(loss: Any) -> Any:
     """The mean over all ranks of a closure's result, so that an optimizer that depends on it acts the same on all
     ranks."""
+    if isinstance(loss, float):
+        return collectives.reduce(torch.tensor(loss, dtype=torch.float64), "mean").item()
     if not (isinstance(loss, torch.Tensor) and dist.is_initialized() and dist.get_world_size() > 1):
         return loss
     total = local_part(loss).clone()
