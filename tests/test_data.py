@@ -192,6 +192,11 @@ def test_a_stream_or_sampler_that_is_its_own_iterator_is_begun_once():
         assert before + rest == list(range(40))
 
 
+def test_a_stream_without_workers_needs_no_shared_memory(monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "share_memory_")
+    assert flat(prepared(dataset=Flow(6))) == [0, 1, 2, 3, 4, 5]
+
+
 def test_the_end_of_a_stream_is_known_in_time():
     loader = prepared(1, 4, Flow(26), batch_size=2)
     seen = [(loader.end_of_loader, loader.remainder) for _ in loader]

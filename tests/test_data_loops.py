@@ -19,6 +19,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    Sampler,
     StackDataset,
     Subset,
     TensorDataset,
@@ -648,9 +649,44 @@ def ready_batches(accelerator, first, second):
     return [accelerator.gather_for_metrics(batch * 2) // 2 for batch in loader]
 
 
+class OfLengths(Sampler):
+    """A batch sampler of batches of these lengths."""
+
+    def __init__(self, *lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __iter__(self):
+        numbers = iter(range(100))
+        return (list(islice(numbers, length)) for length in self.lengths)
+
+
+def batches_of_different_lengths(accelerator, first, second):
+    """The last of the three has no partner on the other rank, which gets the first again."""
+    found = []
+    for lengths in ((4, 2, 3), (2, 2, 3), (2, 3, 2)):
+        loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=OfLengths(*lengths)))
+        for batch in loader:
+            together = accelerator.gather_for_metrics(accelerator.pad_across_processes(batch, pad_index=-1))
+            found.append(together[together >= 0])
+    return found
+
+
+def objects_of_batches_of_different_lengths(accelerator, first, second):
+    loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=OfLengths(4, 2, 3)))
+    return [
+        torch.tensor(accelerator.gather_for_metrics([int(value) for value in batch], use_gather_object=True))
+        for batch in loader
+    ]
+
+
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
+        (batches_of_different_lengths, [*range(9), *range(7), *range(7)]),
+        (objects_of_batches_of_different_lengths, [*range(9)]),
         (ready_batches, [*range(15)]),
         (objects_of_each_sample, [*range(100, 117)]),
         (both_of_a_zip, [*range(24), *range(100, 117)]),

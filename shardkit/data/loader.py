@@ -218,6 +218,13 @@ class PreparedLoader:
         return self.batch_samples if self._loop is not None and self._loop.is_padded else -1
 
     @property
+    def batches(self) -> int | None:
+        """Batches of a custom batch sampler in the current global batch (after a loop: in its last one) without
+        padding, each a rank's; None where it is formed from samples."""
+        loop = self._loop or self._ended
+        return None if loop is None else loop.batches
+
+    @property
     def epoch(self) -> int:
         """The current epoch; between loops, the next one."""
         return self._now.epoch

@@ -26,6 +26,8 @@ class Loop:
     """The enclosing loop over the same loader."""
     batch_samples: int = 0
     """Samples in the current global batch, without padding."""
+    batches: int | None = None
+    """As `Share.batches`, of the current global batch."""
     is_last: bool = False
     is_padded: bool = False
     last_yield: int = 0
@@ -60,7 +62,7 @@ class Loop:
         before = self.position
         self.position = Position(before.epoch, before.samples + piece.samples, piece.state, before.order)
         self.batch_samples, self.is_last, self.is_padded = piece.samples, piece.is_last, piece.is_padded
-        self.first = piece.first or self.first
+        self.batches, self.first = piece.batches, piece.first or self.first
         self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)
         self._read.append(piece.samples)

@@ -21,14 +21,15 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     loaders alternate and the batch is ambiguous.
     """
     loaders = list(loaders)
-    size = _samples_in(given, as_objects)
+    is_list = as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(given))
+    size = _samples_in(given, is_list)
     ended = [loader for loader in loaders if not loader.is_iterating]
     if ahead := [loader for loader in ended if _is_of(given, loader)]:  # the loop is one batch ahead of `given`
-        return _real(ahead[0], ahead[0].last_remainder, size)
+        return _real(ahead[0], ahead[0].last_remainder, size, is_list)
     candidates = _read_in_turns(loaders)
     known = [loader for loader in candidates if _is_of(given, loader)]
-    possible = known or [loader for loader in candidates if size is None or loader.local_samples in (None, size)]
-    found = {_real(loader, loader.remainder, size) for loader in possible}
+    possible = known or [loader for loader in candidates if _may_be_of(size, loader)]
+    found = {_real(loader, loader.remainder, size, is_list) for loader in possible}
     if len(found) > 1:
         raise UsageError(
             f"gather_for_metrics: {len(possible)} loaders are read alternately, and one of them is at a padded batch "
@@ -40,11 +41,25 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
     return next(iter(found), None)
 
 
-def _real(loader: PreparedLoader, remainder: int, size: int | None) -> int | None:
-    """The loader's `remainder` in samples; None where it is not padded. Of ready batches, each a rank's."""
+def _real(loader: PreparedLoader, remainder: int, size: int | None, is_list: bool) -> int | None:
+    """The loader's `remainder` in samples; None where it is not padded.
+
+    Where each rank has a whole batch, those of the first ranks are real. Tensors have `size` rows on every rank then,
+    also where the batches differ in length: they cannot be gathered before they are padded.
+    """
     if remainder < 0:
         return None
-    return remainder * (1 if size is None else size) if loader.has_ready_batches else remainder
+    if loader.has_ready_batches:
+        return remainder * (1 if size is None else size)
+    if loader.batches is not None and size is not None and not is_list:
+        return loader.batches * size
+    return remainder
+
+
+def _may_be_of(size: int | None, loader: PreparedLoader) -> bool:
+    """Whether so many samples may be those of the loader's current batch. Batches of different lengths are padded
+    before they are gathered."""
+    return size is None or loader.local_samples in (None, size) or loader.batches is not None
 
 
 def _read_in_turns(loaders: Iterable[PreparedLoader]) -> Sequence[PreparedLoader]:
@@ -63,12 +78,11 @@ def _is_of(given: Any, loader: PreparedLoader) -> bool:
     return any(id(leaf) in batch for leaf in tree_leaves(given))
 
 
-def _samples_in(given: Any, as_objects: bool) -> int | None:
+def _samples_in(given: Any, is_list: bool) -> int | None:
     """This rank's samples: the length of a list of objects, else of the tensors; None where these differ."""
-    leaves = tree_leaves(given)
-    if as_objects or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+    if is_list:
         return len(given) if isinstance(given, list) else None
-    sizes = {leaf.size(0) for leaf in leaves if leaf.dim()}
+    sizes = {leaf.size(0) for leaf in tree_leaves(given) if leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 

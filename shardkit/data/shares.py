@@ -36,12 +36,14 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of one global batch; `samples` counts the samples of the whole batch without padding."""
+    """One rank's part of one global batch; `samples` counts the samples of the whole batch without padding. `batches`:
+    how many batches of a custom batch sampler form it, one for each rank; None where samples do."""
 
     items: Sequence[Any]
     samples: int
     is_padded: bool
     is_last: bool
+    batches: int | None = None
 
 
 def shares_of_indexed(order: Indexed, start: int, layout: BatchLayout) -> Iterator[Share]:
@@ -80,7 +82,7 @@ def shares_of_batches(order: Drawn, start: int, layout: BatchLayout) -> Iterator
     groups = _groups(order, start, layout.global_batch)
     for group, is_last in with_last(_whole(groups, layout.global_batch) if layout.drop_last else groups):
         part, is_padded = split(group, layout, spare=order.first)
-        yield Share(list(part[0]), sum(map(len, group)), is_padded, is_last)
+        yield Share(list(part[0]), sum(map(len, group)), is_padded, is_last, len(group))
 
 
 def shares_of_each_batch(order: Drawn, start: int, layout: BatchLayout) -> Iterator[Share]:

@@ -35,9 +35,9 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """One batch of a source. `samples` and `is_padded` describe the whole global batch; `state` is the dataset's own
-    state after it, where it has one. `first`, of a loop's first batch, where every rank reads the whole order or
-    stream: digests of its first items."""
+    """One batch of a source. `samples`, `is_padded` and `batches` describe the whole global batch, as in `Share`;
+    `state` is the dataset's own state after it, where it has one. `first`, of a loop's first batch, where every rank
+    reads the whole order or stream: digests of its first items."""
 
     batch: Any
     samples: int
@@ -45,6 +45,7 @@ class Piece:
     is_last: bool
     state: Any = None
     first: list[str] | None = None
+    batches: int | None = None
 
 
 class Source(Protocol):
@@ -186,6 +187,8 @@ class StreamSource:
         self.total_batch_size = layout.global_batch
         self.dataset_length = self.units = sampler.length_of(loader.dataset)
         self.stream, self._is_moved = Stream(loader.dataset, self.layout), False
+        if loader.num_workers:
+            self.stream.share_start()
         collate = CountingCollate(loader.collate_fn, is_batched=loader.batch_size is not None)
         size = None if loader.batch_size is None else own_size
         self.loader = _rebuilt(loader, self.stream, batch_size=size, collate_fn=collate)
@@ -287,14 +290,14 @@ def _sampled(
 ) -> Iterator[Piece]:
     """Batches with the facts of their shares. No batch is read ahead here, so random draws of samples stay in step with
     the loop; the shares say which batch is the last."""
-    handed_out: deque[tuple[int, bool, bool]] = deque()
+    handed_out: deque[Share] = deque()
     seed_of_rank = _seed_of_rank(seed, start.epoch, source.layout.rank)
     source.loader.generator.manual_seed(seed_of_rank)
 
     def indices() -> Iterator[Any]:
         position = start.samples
         for share in own:
-            handed_out.append((share.samples, share.is_padded, share.is_last))
+            handed_out.append(share)
             batch = list(share.items)
             if source.loader.num_workers:
                 batch = Indices(batch)
@@ -304,7 +307,8 @@ def _sampled(
 
     queue.indices = indices()
     for number, batch in enumerate(batches_of(source.loader)):
-        yield Piece(batch, *handed_out.popleft(), first=None if number else _first_of(order))
+        share, first = handed_out.popleft(), None if number else _first_of(order)
+        yield Piece(batch, share.samples, share.is_padded, share.is_last, first=first, batches=share.batches)
 
 
 def _refuse_own_end(loader: DataLoader) -> None:

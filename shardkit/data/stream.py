@@ -92,13 +92,16 @@ class Stream(IterableDataset):
         """The dataset's own state after the newest chunk; only without workers."""
         self._beginning: Any = None
         self._was_left = False
-        # Shared memory: persistent workers see the new values.
-        self._start = torch.zeros(5, dtype=torch.int64).share_memory_()
+        self._start = torch.zeros(5, dtype=torch.int64)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def share_start(self) -> None:
+        """Puts what `start_at` sets into shared memory, where persistent workers see the new values."""
+        self._start.share_memory_()
 
     def start_at(self, seed: int, seed_of_rank: int, epoch: int, samples: int, is_moved: bool) -> None:
         """Sets where the next iteration starts. `seed`: for the dataset's random draws in this epoch; `seed_of_rank`:
