@@ -2,6 +2,7 @@
 
 import logging
 import logging.handlers
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,30 @@ def test_different_branches_in_a_later_step_are_noticed_soon(ranks):
     assert one == other
     assert one[0] >= 10
     assert "weights are wrong since then, so go back to an earlier checkpoint" in one[1]
+
+
+def saved_after_different_branches(folder: Path) -> list[str]:
+    """What each save says, where ranks have taken different branches in the last step."""
+    accelerator = Accelerator(config=config(1))
+    model = Branches(inside=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(4):
+        step(accelerator, model, optimizer, number, number < 3 or dist.get_rank() == 0)
+    said = []
+    for save in (accelerator.save_state, lambda path: accelerator.save_model(model, path)):
+        with pytest.raises(ModelError) as refused:
+            save(folder)
+        said.append(str(refused.value))
+    accelerator.free_memory()
+    return said
+
+
+def test_weights_of_different_branches_are_not_saved(ranks, tmp_path):
+    """Also where a run is too short for the comparison in the background."""
+    for said in ranks.run(2, saved_after_different_branches, tmp_path / "saved"):
+        assert all("rank 1 used other modules or parameters than rank 0" in text for text in said)
+        assert all("go back to an earlier checkpoint" in text for text in said)
+    assert not (tmp_path / "saved").exists()
 
 
 def allowed(strategy: int) -> tuple[list[float], dict[str, Any]]:

@@ -68,6 +68,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     final = _final(run, output)
     in_url.refuse_save(run, final, state_kind(run))
     session = met(run, "save_state", "save", CheckpointSaveError)
+    run.same_modules.check_before_save()
     _settle(run, is_last_chance=blocking is True)
     is_blocking = run.config.shardkit.checkpoint.blocking if blocking is None else blocking
     return _save(run, session, _request(run, session, final, output), is_blocking)
@@ -309,7 +310,9 @@ def save_model(
 ) -> None:
     """Writes the full model as safetensors that other programs can open; of a peft model, its adapters. Collective."""
     path = paths.named(folder, "save_model")
-    _export(run, met(run, "save_model", "save", CheckpointSaveError), model, path, max_shard_size, dtype)
+    session = met(run, "save_model", "save", CheckpointSaveError)
+    run.same_modules.check_before_save()
+    _export(run, session, model, path, max_shard_size, dtype)
 
 
 def save_model_alone(run: Run, model: torch.nn.Module, folder: str | Path, max_shard_size: str | int) -> None:
