@@ -1,6 +1,7 @@
 """Plain values in a checkpoint, names in its folder, and replacing a folder where the system cannot swap."""
 
 import json
+import os
 from collections import Counter, OrderedDict, deque
 from enum import Enum
 
@@ -82,6 +83,12 @@ def test_tensors_are_left_to_the_caller():
 def test_an_unknown_tag_is_refused():
     with pytest.raises(values.CheckpointCorrupted, match="unknown tag"):
         decode({"$pickle": "x"}, str)
+
+
+def test_a_path_that_is_not_utf_8_is_stored_as_any_other():
+    path = os.fsdecode(b"/data/caf\xe9 \xc3\xbc")
+    for written in (disk.to_json([path]), disk.to_json_in_order([path])):
+        assert disk.from_json(written, "here") == [path]
 
 
 def test_only_full_names_are_steps(tmp_path):

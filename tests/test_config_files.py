@@ -323,6 +323,12 @@ def test_writing_replaces_a_file_entirely(tmp_path):
         files.write(Config(), tmp_path / "missing" / "shardkit.yaml")
 
 
+def test_a_file_is_written_where_the_path_is_not_utf_8(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.yaml")
+    files.write_text(files.dump(Config(), path=path), path)
+    assert files.read(path).config == Config()
+
+
 def test_the_written_file_is_commented_ordered_and_says_what_accelerate_reads():
     text = files.dump(Config(num_processes=2, fsdp={"transformer_layer_cls_to_wrap": ["A", "B"]}))
     data = yaml.safe_load(text)

@@ -106,12 +106,17 @@ def replace_json(path: Place, value: Any) -> None:
 
 def to_json(value: Any) -> bytes:
     """Canonical JSON: sorted keys, no spaces, UTF-8, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _encoded(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def to_json_in_order(value: Any) -> bytes:
     """JSON that keeps the order of keys; for the index, which defines the order of tensors in files."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _encoded(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8; what it cannot encode, such as the bytes of a path in another encoding, as JSON's escapes."""
+    return text.encode(errors="backslashreplace")
 
 
 def from_json(text: bytes, where: str) -> Any:

@@ -155,7 +155,8 @@ def write_text(text: str, path: Path) -> None:
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            # A comment may name a path that is not UTF-8; values have such characters escaped already.
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 file.write(text)
             os.chmod(temporary, mode)
             os.replace(temporary, path)
