@@ -278,3 +278,27 @@ def test_a_limit_of_processes_is_no_bug():
     done = launch(Path.cwd(), "-c", code)
     assert done.returncode == EXIT_MACHINE, done.stderr
     assert "raise the limits: ulimit -u" in done.stderr
+
+
+def launch_with_files(folder: Path, soft: int, hard: int | None) -> subprocess.CompletedProcess:
+    (folder / "train.py").write_text("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    code = (
+        "import resource; from shardkit.cli.main import main; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard} or hard));"
+        "main(['launch', '--cpu', '-n', '2', 'train.py'])"
+    )
+    return launch(folder, "-c", code)
+
+
+def test_too_few_open_files_for_the_launcher_are_told_before_its_store_stops_answering(tmp_path):
+    done = launch_with_files(tmp_path, 24, 24)
+    assert done.returncode == EXIT_MACHINE, done.stderr
+    assert "the launcher of 2 ranks needs about 44 open files (got a limit of 24); raise it: ulimit" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_launchers_limit_of_open_files_is_raised(tmp_path):
+    done = launch_with_files(tmp_path, 24, None)
+    assert done.returncode == 0, done.stderr
+    assert {int(line.split()[1]) >= 44 for line in done.stdout.splitlines()} == {True}

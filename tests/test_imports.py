@@ -23,7 +23,7 @@ PLAN_WITHOUT_TORCH = [
 LAYERS = [
     ["shardkit", "shardkit.errors", "shardkit.env"],
     ["shardkit.sizes", "shardkit.wording"],
-    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "problems", "templates", "spinner")],
+    [f"shardkit.{name}" for name in ("bars", "fast_exit", "log", "open_files", "problems", "templates", "spinner")],
     ["shardkit.storage"],
     ["shardkit.config"],
     ["shardkit.convert", "shardkit.model", "shardkit.launch"],

@@ -144,7 +144,7 @@ def limited_to(files: int, world_size: int) -> str:
 def test_too_few_open_files_are_told_before_gloo_ends_the_process():
     assert forked.run(1, limited_to, 900, 100)[0].value == "900"
     text = forked.run(1, limited_to, 900, 300)[0].value
-    assert text.startswith("this machine: 300 ranks need about 1156 open files a process (got a limit of 900)")
+    assert text.startswith("this machine: each of 300 ranks needs about 1156 open files (got a limit of 900)")
     assert "ulimit -n 1156" in text
 
 

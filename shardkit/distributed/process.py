@@ -6,7 +6,6 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit import env
+from shardkit import env, open_files
 from shardkit.config import hardware, meaning, tasks
 from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import accelerators, control, same_config, stores, xla
@@ -22,6 +21,7 @@ from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import failure, names
 from shardkit.log import get_logger
+from shardkit.wording import counted
 
 log = get_logger(__name__)
 
@@ -29,8 +29,6 @@ log = get_logger(__name__)
 GROUPS_OF_ALL = 3
 # Other open files of a process: data files, workers' pipes, libraries, devices.
 FILES_BESIDE = 256
-# Requested where the system allows it.
-MANY_FILES = 65536
 
 
 @dataclass(frozen=True)
@@ -245,26 +243,9 @@ def _shared_device(ranks: env.Ranks, device: torch.device, everyone: ControlGrou
 
 
 def allow_connections(world_size: int) -> None:
-    """Raises the limit of open files to what gloo needs: one per rank and process group.
-
-    Raises MachineError where the system's limit is too low; gloo would end the process without a message.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FILES_BESIDE + GROUPS_OF_ALL * world_size
-    highest = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, max(needed, MANY_FILES))
-    if soft != resource.RLIM_INFINITY and soft < highest:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if allowed != resource.RLIM_INFINITY and allowed < needed:
-        raise MachineError(
-            f"this machine: {world_size} ranks need about {needed} open files a process (got a limit of {allowed}); "
-            f"raise it: ulimit -n {needed}, or LimitNOFILE in the service that starts the ranks."
-        )
+    """Raises the limit of open files to what gloo needs: one per rank and process group. Raises MachineError where the
+    system's limit is too low."""
+    open_files.allow(FILES_BESIDE + GROUPS_OF_ALL * world_size, f"each of {counted(world_size, 'rank')} needs")
 
 
 def _join(config: Config, ranks: env.Ranks, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit import __version__, env
+from shardkit import __version__, env, open_files
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import diagnosis, folders, hangs, names, rank_files, signals, start_methods
@@ -35,6 +35,11 @@ from shardkit.wording import counted
 if TYPE_CHECKING:  # they load torch
     from shardkit.launch.meeting import Meeting
     from shardkit.launch.ranks import Ended
+
+FILES_BESIDE = 32
+"""Open files of a launcher beside those of the ranks: torch, its own store, the log (20 were measured)."""
+FILES_OF_A_RANK = 5
+"""Two pipes, each open at both ends, and a log. On machine 0 each rank of the run is a connection of the store, too."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,10 @@ def run(spec: LaunchSpec) -> Path:
 @contextlib.contextmanager
 def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
     """How to start ranks, and the log folder, made; says what runs and, where all went well inside, that it is done."""
+    open_files.allow(
+        FILES_BESIDE + FILES_OF_A_RANK * spec.ranks_here + spec.world_size,
+        f"the launcher of {counted(spec.world_size, 'rank')} needs",
+    )
     log_dir = folders.make_log_dir(spec.launch.log_dir)
     say(headline(spec, folders.short(log_dir)))
     began_s = time.monotonic()
