@@ -269,6 +269,17 @@ def test_a_user_without_a_home_folder_writes_a_configuration(tmp_path, monkeypat
     assert Path("shardkit.yaml").is_file()
 
 
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_late_signal_does_not_change_the_exit_code(number):
+    code = (
+        "import os, signal, sys; from shardkit.cli import main; sys.modules['torch'] = None; main.run = lambda _: 75;"
+        f"main.exit_without_torch_teardown = lambda _: os.kill(os.getpid(), signal.{number});"
+        "main.main()"
+    )
+    done = launch(Path.cwd(), "-c", code)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 def test_a_limit_of_processes_is_no_bug():
     code = (
         "import resource, sys; from shardkit.cli import main; resource.setrlimit(resource.RLIMIT_NPROC, (0, 0));"

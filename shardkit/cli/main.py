@@ -47,7 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
     """The program. Exits with 0, or the error's exit code (see shardkit/errors.py)."""
     _open_closed_streams()
     signals.undo_of_parent()
-    code = run(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first one was being reported
+        code = EXIT_INTERRUPTED
+    signals.end_at_once_with(code)
     if "torch" in sys.modules:
         exit_without_torch_teardown(code)
     sys.exit(code)

@@ -37,6 +37,14 @@ def as_in_new_process() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def end_at_once_with(code: int) -> None:
+    """From here on, a signal ends this process with this exit code. Once the result is known: otherwise a Ctrl-C that
+    is held, or a second SIGTERM, would replace the code of a run that has saved (75) by that of a killed one."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(code))
+
+
 @contextlib.contextmanager
 def handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
     """Inside, these signals go to the handler; a SIGHUP that is ignored (nohup) stays so. Main thread only."""
