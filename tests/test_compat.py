@@ -642,6 +642,34 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
         migrate.migrated("def (")
 
 
+LENGTH = """\
+def main():
+    steps = args.epochs * math.ceil(len(train) / args.window)
+    logger.info(f"{len(train)} batches")
+    schedule = get_scheduler("linear", num_training_steps=args.steps or steps)
+    model, train, schedule = accelerator.prepare(model, train, schedule)
+    steps = len(train)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lines"),
+    [
+        ("", "", [2]),
+        ("or steps", "or len(train)", [2, 4]),
+        ("len(train) / args.window", "len(train.dataset) / args.window", []),
+        ("args.window)", "(args.window * accelerator.num_processes))", []),
+        ("prepare(model, train, schedule)", "prepare(model, train)", []),
+        ("def main():", "def main(split_batches=accelerator.of(split_batches=True)):", []),
+        ("    logger", "def after():\n    logger", []),
+    ],
+)
+def test_scan_finds_schedules_with_the_length_of_a_loader_that_is_prepared_later(old, new, lines):
+    found = scan.scan_text(LENGTH.replace(old, new, 1), "train.py").remarks
+    assert [(one.line, one.name) for one in found] == [(line, "len(train)") for line in lines]
+    assert all("shardkit's steps once: take the prepared loader's length" in one.text for one in found)
+
+
 def test_scan_says_what_stands_in_what_is_refused_and_what_means_another_thing():
     found = scan.scan_text(SCRIPT, "train.py")
     assert {one.name for one in found.stands_in} >= {"Accelerator", "utils.gather", "Accelerator.num_processes"}

@@ -124,13 +124,13 @@ def _compat_variables(switches: "Switches") -> dict[str, str]:
 
 
 def _notes_on_schedules(command: list[str], is_module: bool, switches: "Switches") -> list[str]:
-    """Notes on lines that multiply the length of a schedule by the number of ranks, as Accelerate requires."""
+    """Notes on lines that make a schedule as long as Accelerate requires, which steps it once per rank."""
     if not switches.as_accelerate or "scheduler" in switches.meaning:
         return []
     from shardkit.compat import scan
 
     remarks = scan.scan_script(command[0], is_module).remarks
-    return [f"note: {one.place}: {one.text}." for one in remarks if one.name == "num_processes"]
+    return [f"note: {one.place}: {one.text}." for one in remarks if one.text in (scan.STRETCHED, scan.OF_ALL_RANKS)]
 
 
 def check_names(command: list[str], is_module: bool) -> None:

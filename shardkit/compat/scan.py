@@ -65,14 +65,20 @@ def scan_text(text: str, file: str) -> Found:
     for module, name, line in _imported(tree):
         _classify(found, file, line, module, name)
     _members(found, tree, file)
-    found.remarks += [Named(file, line, "num_processes", _STRETCHED) for line in stretched_schedules(tree)]
+    found.remarks += [Named(file, line, "num_processes", STRETCHED) for line in stretched_schedules(tree)]
+    found.remarks += [Named(file, line, name, OF_ALL_RANKS) for line, name in lengths_over_all_ranks(tree)]
     return found
 
 
-_STRETCHED = (
+STRETCHED = (
     "the schedule's length is multiplied by the number of ranks, since Accelerate's scheduler steps once per rank; "
     "shardkit's steps once: remove the factor, or launch with --accelerates-meaning scheduler"
 )
+OF_ALL_RANKS = (
+    "before prepare a loader's length counts the batches of all ranks, and Accelerate's scheduler steps once per rank; "
+    "shardkit's steps once: take the prepared loader's length, or launch with --accelerates-meaning scheduler"
+)
+_DIVISIONS = (ast.Div, ast.FloorDiv)
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
@@ -168,18 +174,71 @@ def _argument(found: Found, file: str, keyword: ast.keyword) -> None:
         _add(found.remarks, Named(file, keyword.lineno, f"Accelerator({keyword.arg}=)", text))
 
 
+def lengths_over_all_ranks(tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, `len(loader)`) for the loaders that are prepared later, by a script that prepares a schedule as well and
+    nowhere divides by the number of ranks. With split_batches both lengths are the same."""
+    nodes = list(ast.walk(tree))
+    divides = any(isinstance(node, ast.BinOp) and _divides_by_ranks(node) for node in nodes)
+    if divides or any(isinstance(node, ast.keyword) and node.arg == "split_batches" for node in nodes):
+        return []
+    scopes = [node for node in nodes if isinstance(node, (ast.Module, ast.FunctionDef))]
+    return sorted({found for scope in scopes for found in _lengths_before_prepare(list(_own_nodes(scope)))})
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a scope without those of the functions in it."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, ast.FunctionDef):
+            yield from _own_nodes(node)
+
+
+def _lengths_before_prepare(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    prepared: dict[str, int] = {}
+    for node in nodes:
+        if isinstance(node, ast.Call) and _is_prepare(node.func):
+            prepared.update({".".join(_dotted(given)): node.lineno for given in node.args})
+    if not any("sched" in name.lower() for name in prepared):
+        return
+    values = [*_of_schedules(nodes), *(node.value for node in nodes if isinstance(node, ast.Assign))]
+    for node in (each for value in values for each in ast.walk(value)):
+        if isinstance(node, ast.Call) and _dotted(node.func) == ["len"] and node.args:
+            name = ".".join(_dotted(node.args[0]))
+            if node.lineno < prepared.get(name, 0):
+                yield node.lineno, f"len({name})"
+
+
+def _is_prepare(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "prepare" and _is_accelerator(node.value)
+
+
+def _of_schedules(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    """What is given to the functions and classes that make a schedule."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and "sched" in ".".join(_dotted(node.func)).lower():
+            yield from node.args
+            yield from (keyword.value for keyword in node.keywords)
+
+
 def stretched_schedules(tree: ast.Module) -> list[int]:
     """Lines in which the length of a schedule is multiplied by the number of ranks."""
     lines = set()
     for node in ast.walk(tree):
-        values: Iterable[ast.expr] = ()
-        if isinstance(node, ast.Call) and "sched" in ".".join(_dotted(node.func)).lower():
-            values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        elif isinstance(node, ast.Assign) and any("steps" in name for name in _targets(node)):
+        values: Iterable[ast.expr] = _of_schedules([node])
+        if isinstance(node, ast.Assign) and any("steps" in name for name in _targets(node)):
             values = [node.value]
-        found = [one for value in values for one in ast.walk(value)]
-        lines |= {one.lineno for one in found if isinstance(one, ast.BinOp) and _multiplies_by_ranks(one)}
+        factors = [one for value in values for one in _factors(value)]
+        lines |= {one.lineno for one in factors if isinstance(one, ast.BinOp) and _multiplies_by_ranks(one)}
     return sorted(lines)
+
+
+def _factors(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of an expression without those of its divisors."""
+    yield node
+    divisor = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, _DIVISIONS) else None
+    for child in ast.iter_child_nodes(node):
+        if child is not divisor:
+            yield from _factors(child)
 
 
 def _targets(node: ast.Assign) -> list[str]:
@@ -188,8 +247,15 @@ def _targets(node: ast.Assign) -> list[str]:
 
 
 def _multiplies_by_ranks(node: ast.BinOp) -> bool:
-    sides = [(_dotted(side) or [""])[-1] for side in (node.left, node.right)]
-    return isinstance(node.op, ast.Mult) and not {"num_processes", "world_size"}.isdisjoint(sides)
+    return isinstance(node.op, ast.Mult) and (_is_ranks(node.left) or _is_ranks(node.right))
+
+
+def _divides_by_ranks(node: ast.BinOp) -> bool:
+    return isinstance(node.op, _DIVISIONS) and any(map(_is_ranks, ast.walk(node.right)))
+
+
+def _is_ranks(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Name, ast.Attribute)) and _dotted(node)[-1:] in (["num_processes"], ["world_size"])
 
 
 def report(found: Found) -> str:
