@@ -648,6 +648,26 @@ def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
     assert full in said and "  next     this is often /dev/shm" in said
 
 
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("[Errno 28] No space left on device", "this is often /dev/shm"),
+        ("[Errno 28] No space left on device: 'a.txt'", ""),
+        ("unable to open shared memory object </torch_1_0> in read-write mode: Read-only file system (30)", "workers"),
+        ("[/gloo/gloo/transport/tcp/listener.cc:1] bind: Address already in use", "gloo listens on a free port"),
+        ("[/gloo/transport/tcp/pair.cc:1]\nfailed to connect", "gloo could not connect ranks"),
+        ("[/gloo/transport/tcp/pair.cc:1] timed out", ""),
+        ("can't start new thread", "the system allows no more processes or threads: raise ulimit -u"),
+    ],
+)
+def test_errors_of_libraries_get_advice(message, advice):
+    error = replace(failure.describe(1, RuntimeError(), set()), message=message)
+    said = diagnosis.render(diagnosis.diagnose([RankOutcome(1, exit_code=1, error=error)]), 0.0, "logs")
+    given = re.search(r"  next     (.*)", said)
+    assert (given[1] if given else "").startswith(advice)
+    assert bool(given) is bool(advice)
+
+
 # hangs
 
 

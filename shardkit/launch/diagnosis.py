@@ -4,6 +4,7 @@ When one rank dies, gloo and NCCL raise errors in the others, or the launcher ki
 cause is the earliest failure that is not a consequence.
 """
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,47 @@ _OF_AN_ABORT = (
     'if the log says "collective mismatch" (gloo): a call for all ranks may be under `if accelerator.is_main_process`; '
     "under FSDP these include a forward, and `.item()` and `full_tensor()` of sharded values"
 )
+
+
+_BY_MESSAGE = (
+    (
+        r"^\[Errno 28\] No space left on device$|unable to allocate shared memory",
+        "this is often /dev/shm, which the workers of data loaders share: see df -h; docker run --shm-size=16g makes "
+        "it larger",
+    ),
+    (
+        "unable to open shared memory object",
+        "workers of data loaders share memory in /dev/shm: make it writable, or read without workers (num_workers=0)",
+    ),
+    (
+        "bind: Address already in use",
+        "gloo listens on a free port for each group of ranks, and found none: see the ports in use (ss -s) and their "
+        "range (sysctl net.ipv4.ip_local_port_range)",
+    ),
+    (
+        r"gloo/transport/tcp(?s:.*)connect",
+        "gloo could not connect ranks: they listen on free ports of the interface in GLOO_SOCKET_IFNAME (default: the "
+        "one on the route to --main); open all ports between the machines on it",
+    ),
+    (
+        "Resource temporarily unavailable|can't start new thread",
+        "the system allows no more processes or threads: raise ulimit -u, or the container's limit (pids.max)",
+    ),
+    (
+        "got mixed torch.Tensor and DTensor",
+        "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the method "
+        "that uses its parameters: accelerator.register_forward_method(model, name); p.full_tensor() returns a whole "
+        "copy. Averages of the weights (EMA) are kept on every rank: made after prepare from model.parameters(), or as "
+        "a copy of the model from before prepare that is prepared, too",
+    ),
+    (
+        "invalid python storage",
+        "a sharded tensor was written as a plain one: call state_dict = accelerator.get_state_dict(model) on every "
+        "rank, then model.save_pretrained(folder, state_dict=state_dict) on rank 0; or on every rank "
+        "accelerator.save_model(model, folder). A library that writes the model on one rank only needs DDP",
+    ),
+)
+"""(regular expression, advice) for messages of errors."""
 
 
 @dataclass(frozen=True)
@@ -141,30 +183,8 @@ def _next_step(outcome: RankOutcome) -> str:
             "see what uses the memory, and what each change would save, with the function that builds the model: "
             "shardkit plan --model MODULE:FUNCTION"
         )
-    if error.message == "[Errno 28] No space left on device" or "unable to allocate shared memory" in error.message:
-        return (
-            "this is often /dev/shm, which the workers of data loaders share: see df -h; docker run --shm-size=16g "
-            "makes it larger"
-        )
-    if "gloo/transport/tcp" in error.message and "connect" in error.message:
-        return (
-            "gloo could not connect ranks: they listen on free ports of the interface in GLOO_SOCKET_IFNAME (default: "
-            "the one on the route to --main); open all ports between the machines on it"
-        )
-    if "got mixed torch.Tensor and DTensor" in error.message:
-        return (
-            "an operation mixed a sharded parameter and a plain tensor: call the model's forward, or register the "
-            "method that uses its parameters: accelerator.register_forward_method(model, name); p.full_tensor() "
-            "returns a whole copy. Averages of the weights (EMA) are kept on every rank: made after prepare from "
-            "model.parameters(), or as a copy of the model from before prepare that is prepared, too"
-        )
-    if "invalid python storage" in error.message:
-        return (
-            "a sharded tensor was written as a plain one: call state_dict = accelerator.get_state_dict(model) on every "
-            "rank, then model.save_pretrained(folder, state_dict=state_dict) on rank 0; or on every rank "
-            "accelerator.save_model(model, folder). A library that writes the model on one rank only needs DDP"
-        )
-    return ""
+    found = (advice for pattern, advice in _BY_MESSAGE if re.search(pattern, error.message))
+    return next(found, "")
 
 
 def saved(step: int) -> str:
