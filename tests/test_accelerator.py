@@ -244,3 +244,36 @@ def test_other_ways_to_write_the_loop_equal_one_process_too(ranks, kind):
     expected = plain(56, 8, 3, 2, model)["weights"]
     for found in ranks.run(2, variation, kind):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# The mean over two ranks improves in the first three steps only; rank 0's own metric does so always, rank 1's never.
+METRICS = ([1.0, 0.8, 0.6, 0.5, 0.4], [1.0, 1.0, 1.0, 1.3, 1.5])
+
+
+def rates_on_a_plateau(metrics: list[Any], accelerator: Accelerator | None = None) -> list[float]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    if accelerator is not None:
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for number, metric in enumerate(metrics):
+        optimizer.step()
+        scheduler.step(metrics=metric) if number % 2 else scheduler.step(metric)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def rates_of_own_metrics(config: dict) -> list[float]:
+    accelerator = Accelerator(config=config)
+    own = [torch.tensor(value) for value in METRICS[accelerator.process_index]]
+    rates = rates_on_a_plateau(own, accelerator)
+    accelerator.free_memory()
+    return rates
+
+
+@pytest.mark.parametrize("config", [FULL, {"distributed_type": "MULTI_CPU"}], ids=["full", "ddp"])
+def test_a_plateau_of_own_metrics_is_that_of_their_mean(ranks, config):
+    expected = rates_on_a_plateau([sum(pair) / 2 for pair in zip(*METRICS, strict=True)])
+    assert expected == [1.0, 1.0, 1.0, 0.5, 0.25]
+    assert ranks.run(2, rates_of_own_metrics, config) == [expected] * 2

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shardkit.distributed import collectives
 from shardkit.runtime.accumulate import Accumulation
 from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.optimizer import AcceleratedOptimizer
@@ -35,13 +39,16 @@ class AcceleratedScheduler(Forwarding):
         self.scheduler = scheduler
 
     def step(self, *args: Any, **arguments: Any) -> None:
-        """Advances the learning rate if the optimizer has stepped."""
+        """Advances the learning rate if the optimizer has stepped. A ReduceLROnPlateau gets the mean of the ranks'
+        metrics, so that all decide the same: collective."""
         is_per_micro_batch = self._is_per_micro_batch()
         if self._steps_with_optimizer:
             if self._accumulation.is_gathering() and is_per_micro_batch:
                 return
             if self._was_skipped():
                 return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            args, arguments = _with_mean_metric(*args, **arguments)
         for _ in range(self.steps_per_call):
             if self.steps_per_call == 1 or self._has_steps_left():
                 self.scheduler.step(*args, **arguments)
@@ -76,3 +83,9 @@ class AcceleratedScheduler(Forwarding):
         built_on = getattr(self.scheduler, "optimizer", None)
         own = [o for o in self._optimizers if built_on is o or built_on is o.optimizer]
         return own or self._optimizers
+
+
+def _with_mean_metric(metrics: Any, *others: Any, **arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ReduceLROnPlateau.step with the mean of all ranks' metrics."""
+    mean = collectives.reduce(torch.tensor(float(metrics), dtype=torch.float64), "mean")
+    return (mean.item(), *others), arguments
