@@ -89,6 +89,7 @@ def compare_trainer(kind: str, world: int, flags: tuple[str, ...], tmp_path: Pat
     assert ranks["again"] == pytest.approx(ranks["losses"], abs=1e-5), "resumed in the middle of an epoch"
 
 
+@pytest.mark.compat  # test_launch has a Trainer on two ranks
 def test_the_trainer_on_two_shards_is_one_process(tmp_path, shared):
     compare_trainer("causal", 2, FULL_SHARD, tmp_path, shared)
     names = {path.name for path in (tmp_path / "first" / "checkpoint-2").iterdir()}
