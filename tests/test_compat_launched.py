@@ -150,14 +150,7 @@ def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
     (tmp_path / "bad.py").write_text(
         "total = 3 * len(loader)\nmodel, loader, scheduler = accelerator.prepare(model, loader, scheduler)\n"
     )
-    dry = subprocess.run(
-        [*words[:5], "-n", "2", "--cpu", "--dry-run", "bad.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    dry = launch(tmp_path, ("-n", "2", "--dry-run"), str(tmp_path / "bad"))
     assert "note: bad.py:1: before prepare a loader's length counts the batches of all ranks" in dry.stderr
     wrong = subprocess.run(
         [*words[:4], "--check", "--accelerates-meaning", "clocks", "bad.py"],

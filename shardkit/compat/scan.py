@@ -222,14 +222,11 @@ def _of_schedules(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
 
 def stretched_schedules(tree: ast.Module) -> list[int]:
     """Lines in which the length of a schedule is multiplied by the number of ranks."""
-    lines = set()
-    for node in ast.walk(tree):
-        values: Iterable[ast.expr] = _of_schedules([node])
-        if isinstance(node, ast.Assign) and any("steps" in name for name in _targets(node)):
-            values = [node.value]
-        factors = [one for value in values for one in _factors(value)]
-        lines |= {one.lineno for one in factors if isinstance(one, ast.BinOp) and _multiplies_by_ranks(one)}
-    return sorted(lines)
+    nodes = list(ast.walk(tree))
+    assigned = (node.value for node in nodes if isinstance(node, ast.Assign) and _is_for_schedule(node))
+    values = [*_of_schedules(nodes), *assigned]
+    factors = [one for value in values for one in _factors(value)]
+    return sorted({one.lineno for one in factors if isinstance(one, ast.BinOp) and _multiplies_by_ranks(one)})
 
 
 def _factors(node: ast.AST) -> Iterator[ast.AST]:
@@ -241,9 +238,11 @@ def _factors(node: ast.AST) -> Iterator[ast.AST]:
             yield from _factors(child)
 
 
-def _targets(node: ast.Assign) -> list[str]:
+def _is_for_schedule(node: ast.Assign) -> bool:
+    """Whether its name is that of a schedule's number of steps, such as `lr_warmup_steps`."""
     named = [".".join(_dotted(target)) for target in node.targets]
-    return [name for name in named if any(word in name for word in ("warmup", "scheduler", "lr_"))]
+    words = ("warmup", "scheduler", "lr_")
+    return any("steps" in name and any(word in name for word in words) for name in named)
 
 
 def _multiplies_by_ranks(node: ast.BinOp) -> bool:

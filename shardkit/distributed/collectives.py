@@ -81,6 +81,11 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "max", "min", "none"] = 
     return map_tensors(lambda tensor: _reduce_one(tensor, reduction, scale), data)
 
 
+def mean_number(value: float) -> float:
+    """The mean over all ranks of a number, on every rank. Collective."""
+    return float(reduce(torch.tensor(value, dtype=torch.float64), "mean"))
+
+
 def broadcast(data: Any, from_process: int = 0) -> Any:
     """`data` with each tensor replaced by that of rank `from_process`, on every rank. Collective."""
     _same_everywhere(data, "broadcast")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shardkit.distributed import collectives
@@ -87,5 +86,4 @@ class AcceleratedScheduler(Forwarding):
 
 def _with_mean_metric(metrics: Any, *others: Any, **arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ReduceLROnPlateau.step with the mean of all ranks' metrics."""
-    mean = collectives.reduce(torch.tensor(float(metrics), dtype=torch.float64), "mean")
-    return (mean.item(), *others), arguments
+    return (collectives.mean_number(float(metrics)), *others), arguments

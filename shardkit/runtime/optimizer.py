@@ -168,7 +168,7 @@ def _mean(loss: Any) -> Any:
     """The mean over all ranks of a closure's result, so that an optimizer that depends on it acts the same on all
     ranks."""
     if isinstance(loss, float):
-        return collectives.reduce(torch.tensor(loss, dtype=torch.float64), "mean").item()
+        return collectives.mean_number(loss)
     if not (isinstance(loss, torch.Tensor) and dist.is_initialized() and dist.get_world_size() > 1):
         return loss
     total = local_part(loss).clone()

@@ -42,10 +42,10 @@ class SameModules:
     def check_before_save(self) -> None:
         """ModelError on all ranks where any step so far differed: the weights are not worth a save, and a short run may
         end before they are compared in the background. Collective."""
-        if self.trace():
-            different = self._control.decide(self.trace(), unlike_rank_0)
-            if different:
-                raise noticed_late(different)
+        trace = self.trace()
+        different = self._control.decide(trace, unlike_rank_0) if trace else []
+        if different:
+            raise noticed_late(different)
 
 
 def noticed_late(different: list[int]) -> ModelError:
