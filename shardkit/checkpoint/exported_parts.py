@@ -34,7 +34,7 @@ class Part:
     """How the names of its files begin."""
     tensors: dict[str, torch.Tensor]
     buffers: set[str]
-    """The tensors that rank 0 writes alone, since replicas of buffers may differ."""
+    """Names of the tensors that are buffers: each rank may update its own."""
     ties: dict[str, str]
     """Further names of tensors: {name: the name in `tensors`}."""
     one_file: bool

@@ -20,6 +20,7 @@ from shardkit.checkpoint import (
     layout,
     manifest,
     per_rank,
+    replicas,
     tensors,
 )
 from shardkit.checkpoint import digest as digests
@@ -45,10 +46,11 @@ class Opening:
         self.is_alike = self.is_begun = False
         self._hold: int | None = None
         self._attempt: in_store.Attempt | None = None
-        self._drifted: list[str] = []
+        self._drift = replicas.Drift()
         self._captured: Captured
         self._pieces: Pieces
         self._mine: dict[str, Any]
+        self._weights: dict[str, dict[str, str]]
 
     def capture(self, take: Callable[[], Captured]) -> None:
         """Capture the state. If it is equal on all ranks, and `unless_equal` is not set, begin the save."""
@@ -56,6 +58,7 @@ class Opening:
         def act() -> None:
             self._captured = take()
             self._pieces = _pieces_of(self._captured, self.control.rank)
+            self._weights = replicas.of_captured(self._captured) if self.control.world_size > 1 else {}
             self._mine = self._details()
             faults.reach("preflight", self.control.rank)
 
@@ -81,9 +84,19 @@ class Opening:
         found = together(self.control, self.request, "compare", lambda: mine, answer=list, judge=_compared).verdict
         if found["problems"]:
             raise CheckpointSaveError(report(self.request, "; ".join(found["problems"])))
-        self._drifted = found["drifted"]
+        self._drift.buffers = found["buffers"]
+        self._drift.settings = per_rank.groups_among(found["apart"])
+        if found["weights"]:
+            self._leave_weights_to_rank_0()
         per_rank.keep(self._captured, found["apart"])
         self._pieces = _pieces_of(self._captured, self.control.rank)
+
+    def _leave_weights_to_rank_0(self) -> None:
+        """Exchange the weights' digests, and let rank 0 write those that differ."""
+        judge = replicas.differing
+        found = together(self.control, self.request, "compare", lambda: self._weights, answer=dict, judge=judge).verdict
+        self._drift.weights = replicas.names_of(found)
+        replicas.leave_to_rank_0(self._captured.index, found)
 
     def begin_unless_saved(self) -> None:
         """Begin the save, unless the existing checkpoint already has the same contents."""
@@ -106,7 +119,7 @@ class Opening:
         captured, temporary = self._captured, files_of(self.request)
         plain = captured.index, captured.common, captured.own
         return PreparedSave(
-            self.request, *plain, self._pieces, temporary, self._hold, self._drifted, attempt=self._attempt
+            self.request, *plain, self._pieces, temporary, self._hold, self._drift, attempt=self._attempt
         )
 
     def discard(self) -> None:
@@ -132,6 +145,7 @@ class Opening:
             "sections": fingerprints(captured),
             "items": per_rank.of_items(captured) if several else {},
             "buffers": per_rank.of_tensors(captured.buffers) if several and request.compare_buffers else {},
+            "weights": digests.of_bytes("xxh3", disk.to_json(self._weights)),
         }
 
     def _begin(self, needed: int) -> None:
@@ -173,7 +187,8 @@ def _pieces_of(captured: Captured, rank: int) -> Pieces:
 
 
 def _compared(answers: list[Any]) -> dict[str, Any]:
-    """Forbidden differences of ranks ("problems"), per-rank items ("apart") and buffers that differ ("drifted")."""
+    """Forbidden differences of ranks ("problems"), per-rank items ("apart"), buffers that differ, and whether weights
+    do."""
     hosts = [f"rank {rank} (host {host})" for rank, (_, host) in enumerate(answers)]
     given = [details for details, _ in answers]
     problems = _different_requests([one["request"] for one in given], hosts)
@@ -181,7 +196,8 @@ def _compared(answers: list[Any]) -> dict[str, Any]:
     return {
         "problems": problems[:3],
         "apart": per_rank.differing([one["items"] for one in given]),
-        "drifted": per_rank.differing([one["buffers"] for one in given]),
+        "buffers": per_rank.differing([one["buffers"] for one in given]),
+        "weights": len({one["weights"] for one in given}) > 1,
     }
 
 

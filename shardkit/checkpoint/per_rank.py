@@ -19,7 +19,7 @@ import torch
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, tensors
 from shardkit.checkpoint.differences import Difference
-from shardkit.checkpoint.state import Captured, Item, fqn_at, put
+from shardkit.checkpoint.state import Captured, Item, fqn_at, put, section_name
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.wording import first_few
 
@@ -47,10 +47,10 @@ def of_items(captured: Captured) -> dict[str, str]:
     return {places: digest.hexdigest() for places, digest in found.items()}
 
 
-def of_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The digest of each tensor, by name."""
+def of_tensors(named: Mapping[str, torch.Tensor], limit: int | None = None) -> dict[str, str]:
+    """The digest of each tensor, by name; of a larger one than `limit` bytes only of a sample."""
     found = {}
-    data = tensors.bytes_of([(tensor, None) for tensor in named.values()])
+    data = tensors.bytes_of([(tensor, limit) for tensor in named.values()])
     for label, part in zip(named, data, strict=True):
         digest = digests.new("xxh3")
         digest.update(tensors.memory(part))
@@ -67,6 +67,12 @@ def differing(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     """The labels whose digests are not equal on all ranks. `of_ranks`: {label: digest} of each rank."""
     labels = dict.fromkeys(label for one in of_ranks for label in one)
     return [label for label in labels if len({one.get(label) for one in of_ranks}) > 1]
+
+
+def groups_among(places: Iterable[str]) -> list[str]:
+    """The names of the param groups whose settings are at one of these places."""
+    found = [disk.from_json(text.encode(), "apart") for text in places]
+    return [f"{section_name('optim', at[1])}.param_groups[{at[3]}]" for at in found if at[2:3] == ["groups"]]
 
 
 def keep(captured: Captured, places: Iterable[str]) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardkit import sizes
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, export, faults, layout, per_rank, put, state, tensors
+from shardkit.checkpoint import disk, export, faults, layout, per_rank, put, replicas, state, tensors
 from shardkit.checkpoint import export_to_store as into_store
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.exported_parts import Part, parts_of
 from shardkit.checkpoint.layout import Chunk, Index, Mesh, Stored
+from shardkit.checkpoint.replicas import Drift
 from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.log import get_logger
@@ -43,27 +43,33 @@ def save(
     max_shard_size: str | int = "5GB",
     dtype: str | torch.dtype | None = None,
     compare_buffers: bool = False,
-) -> list[str]:
+) -> Drift:
     """Write the whole model as safetensors files that torch, Transformers and peft can load. Collective.
 
     In fp32 unless `dtype` is given; tied weights once; of a peft model only its adapters. If one rank fails, all raise
     CheckpointSaveError, and an earlier export in the folder stays complete.
 
-    Returns the names of buffers that differ between ranks (empty without `compare_buffers`). Those of rank 0 are saved.
+    Returns the names of tensors that differ between ranks (buffers only with `compare_buffers`). Rank 0's are saved.
     """
     limit = export.size_in_bytes(max_shard_size)
     wanted = None if dtype is None else tensors.TORCH_DTYPES[export.dtype_named(dtype, "save_model")]
-    drifted = []
+    drift = Drift()
     for part in _together(control, folder, lambda: parts_of(model, folder)).own or []:
-        _save_files(part, control, limit, wanted)
-        if compare_buffers and control.world_size > 1 and not state.gets_buffers_of_rank_0(model):
-            drifted += _drifted(part, control)
-    return drifted
+        buffers = part.buffers if compare_buffers and not state.gets_buffers_of_rank_0(model) else set()
+        found = _save_files(part, buffers, control, limit, wanted)
+        drift.buffers += found.buffers
+        drift.weights += found.weights
+    return drift
 
 
-def _save_files(part: Part, control: ControlGroup, limit: int, wanted: torch.dtype | None) -> None:
+def _save_files(
+    part: Part, compared_buffers: set[str], control: ControlGroup, limit: int, wanted: torch.dtype | None
+) -> Drift:
+    """Writes one folder. Returns the weights, and those of `compared_buffers`, that differ between ranks."""
     index = _together(control, part.folder, lambda: _index(part, control.world_size)).own
     assert index is not None
+    drift = _drift(part, compared_buffers, control)
+    replicas.leave_to_rank_0(index, {"model": drift.weights})
     targets = {name: _target(tensor.dtype, wanted) for name, tensor in part.tensors.items()}
     shapes = {name: (tensors.DTYPES[targets[name]], entry.shape) for name, entry in index.sections["model"].items()}
     limit = max(limit, 1 << 62) if part.one_file else limit
@@ -76,6 +82,7 @@ def _save_files(part: Part, control: ControlGroup, limit: int, wanted: torch.dty
         _onto_disk(part, part.folder, index, files, write_configs, control)
     size = sizes.in_words(export.total_bytes(files))
     logger.info("model saved in %s (%s, %s)", part.folder, size, counted(len(files), "file"))
+    return drift
 
 
 def _onto_disk(
@@ -142,25 +149,32 @@ def _into_store(
 def _index(part: Part, world_size: int) -> Index:
     """The index of a part's tensors, from which `layout` computes the pieces of each rank."""
     index = Index("full", world_size)
-    everyone, first = Mesh((world_size,)), Mesh((1,))
+    everyone = Mesh((world_size,))
     entries = index.sections.setdefault("model", {})
     for name, tensor in part.tensors.items():
         if tensor.is_meta:
             raise CheckpointError(f"{name}: has no values yet (meta device); prepare() the model first")
         # Replicas of a buffer may differ (batch norm): rank 0 writes it alone, so that the result is not a mix.
-        holders = first if name in part.buffers else everyone
+        holders = replicas.RANK_0 if name in part.buffers else everyone
         entries[name] = tensors.entry_of(tensor, index, holders, name)
     index.sort()
     return index
 
 
-def _drifted(part: Part, control: ControlGroup) -> list[str]:
-    """Buffers that differ between ranks. One digest of all is compared first, and each buffer only if it differs."""
-    plain = {name: part.tensors[name] for name in sorted(part.buffers & {*part.tensors})}
-    found = per_rank.of_tensors({name: tensor for name, tensor in plain.items() if not isinstance(tensor, DTensor)})
-    if not control.decide(per_rank.together(found), lambda answers: len({*answers}) > 1):
-        return []
-    return control.decide(found, per_rank.differing)
+def _drift(part: Part, compared_buffers: set[str], control: ControlGroup) -> Drift:
+    """The tensors that differ between ranks. One digest of all is compared first, and each only if it differs."""
+    if control.world_size == 1:
+        return Drift()
+    weights = {name: tensor for name, tensor in part.tensors.items() if name not in part.buffers}
+    buffers = {name: part.tensors[name] for name in sorted(compared_buffers & {*part.tensors})}
+    found = [replicas.of_whole(buffers), replicas.of_whole(weights, per_rank.SAMPLE_BYTES)]
+    if control.decide([per_rank.together(one) for one in found], _are_equal):
+        return Drift()
+    return Drift(*(control.decide(one, per_rank.differing) for one in found))
+
+
+def _are_equal(answers: list[list[str]]) -> bool:
+    return all(answer == answers[0] for answer in answers)
 
 
 def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

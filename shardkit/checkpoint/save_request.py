@@ -10,6 +10,7 @@ import torch
 from shardkit.checkpoint.additions import Staging
 from shardkit.checkpoint.layout import Chunk, Index
 from shardkit.checkpoint.manifest import File, Manifest
+from shardkit.checkpoint.replicas import Drift
 from shardkit.storage.url import Place
 
 Pieces = dict[str, list[tuple[Chunk, torch.Tensor]]]
@@ -61,8 +62,7 @@ class PreparedSave:
     temporary: Place
     """The folder into which files are written, and which is renamed at the commit; in a store their final prefix."""
     hold: int | None
-    drifted: list[str] = field(default_factory=list)
-    """Buffers that differ between ranks, if `compare_buffers` was set; rank 0's are saved."""
+    drift: Drift = field(default_factory=Drift)
     trouble: Exception | None = None
     """An error on this rank since then; `write_all` raises it."""
     added: dict[str, File] = field(default_factory=dict)

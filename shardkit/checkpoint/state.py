@@ -83,6 +83,8 @@ class Captured:
     """Per-rank tensors, by `<section>:<name>`; see `per_rank`."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """Buffers that each rank updates independently, by `<section>: <name>`."""
+    weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """The parameters of each model, by section and name."""
 
 
 def section_name(kind: str, number: int) -> str:
@@ -150,7 +152,7 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     seed = live.seed if live.seed is not None else torch.initial_seed()
     common = {**taken.common, "loaders": loaders, "seed": seed}
     own = {"loaders": loaders, "rng": random_state.capture(rank)}
-    return Captured(taken.index, taken.tensors, common, own, taken.items, buffers=taken.buffers)
+    return Captured(taken.index, taken.tensors, common, own, taken.items, {}, taken.buffers, taken.weights)
 
 
 def _no_tensor(path: str, value: Any) -> str | None:
@@ -166,6 +168,7 @@ class _Capture:
         self.common: dict[str, Any] = {"optimizers": [], "objects": {}}
         self.items: dict[str, Item] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}
 
     def begin(self, section: str) -> None:
         self.index.sections[section], self.index.aliases[section], self.tensors[section] = {}, {}, {}
@@ -189,6 +192,7 @@ class _Capture:
             self.store(section, name, tensor, everyone if name in parameters else first, f"{section}: {name}")
             if is_drifting and name not in parameters and not isinstance(tensor, DTensor):
                 self.buffers[f"{section}: {name}"] = tensor
+        self.weights[section] = {name: tensor for name, tensor in self.tensors[section].items() if name in parameters}
 
     def add_optimizer(self, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> None:
         """Add param groups and other values as JSON, and tensors to the index."""

@@ -6,8 +6,8 @@
     commit.py   rank 0: manifest, fsync of the folders, rename, fsync of the parent folder; every rank gets the outcome;
                 then LATEST and retention, whose errors are only warnings
 
-This takes two agreements; two more if there is per-rank state, one more with `unless_equal`. Existing checkpoints are
-never modified: files are written into a temporary folder until it is complete.
+This takes two agreements; two more if state differs between ranks, three if weights do, one more with `unless_equal`.
+Existing checkpoints are never modified: files are written into a temporary folder until it is complete.
 """
 
 import shutil

@@ -28,4 +28,5 @@ class SaveSession:
     last_step: int | None = None
     """The newest step that this run has saved in its project."""
     unfinished: Unfinished = field(default_factory=Unfinished)
-    has_warned_of_buffers: bool = False
+    has_warned_of: set[str] = field(default_factory=set)
+    """Kinds of differences between ranks, as `replicas.Drift` has them."""

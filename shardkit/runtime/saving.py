@@ -14,6 +14,7 @@ from shardkit.checkpoint import folder, in_store, locate, lock, paths, write
 from shardkit.checkpoint import save_model as exporting
 from shardkit.checkpoint.async_save import AsyncSave
 from shardkit.checkpoint.load_plan import Unfinished
+from shardkit.checkpoint.replicas import Drift
 from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.checkpoint.state import Captured, Live, capture
 from shardkit.config import files
@@ -102,11 +103,11 @@ def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: boo
     if prepared is None:
         logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.final)
     elif is_blocking:
-        _warn_of_buffers(session, prepared.drifted)
+        _warn_of_drift(session, prepared.drift)
         write.finish(prepared, session.control)
         _committed(session, request)
     else:
-        _warn_of_buffers(session, prepared.drifted)
+        _warn_of_drift(session, prepared.drift)
         _save_beside(run, session, request, prepared)
     progress.post("saved", request.step)
     return request.final
@@ -131,16 +132,19 @@ def _captured(run: Run, session: SaveSession, elsewhere: frozenset[int]) -> Capt
     return capture(replace(live_of(run), elsewhere=elsewhere), state_kind(run), agreed.rank, agreed.world_size)
 
 
-def _warn_of_buffers(session: SaveSession, drifted: list[str]) -> None:
-    if not drifted:
-        return
-    session.has_warned_of_buffers = True
-    if session.control.rank == 0:
-        logger.warning(
-            "checkpoint: buffers differ between ranks (%s), and rank 0's are saved; "
-            "accelerator.reduce_buffers(model) before a save makes them equal on all.",
-            first_few(drifted, 5),
-        )
+def _warn_of_drift(session: SaveSession, drift: Drift) -> None:
+    """Warns of what differs between ranks, once of each kind."""
+    advice = {
+        "buffers": "and rank 0's are saved; accelerator.reduce_buffers(model) before a save makes them equal on all",
+        "weights": "and rank 0's are saved; change weights and learning rates alike on all ranks, and save local SGD's "
+        "weights after they were averaged",
+        "settings": "so each rank's optimizer makes other steps; set learning rates alike on all ranks, and give a "
+        "schedule a metric that is the same on all (accelerator.reduce(metric, 'mean'))",
+    }
+    for kind, names in vars(drift).items():
+        if names and kind not in session.has_warned_of and session.control.rank == 0:
+            logger.warning("checkpoint: %s differ between ranks (%s), %s.", kind, first_few(names, 5), advice[kind])
+        session.has_warned_of |= {kind} if names else set()
 
 
 def _save_beside(run: Run, session: SaveSession, request: SaveRequest, prepared: PreparedSave) -> None:
@@ -192,7 +196,7 @@ def forget(run: Run) -> None:
         return
     if session.background is not None:
         session.background.forget()
-    session.parent, session.last, session.has_warned_of_buffers = None, None, False
+    session.parent, session.last, session.has_warned_of = None, None, set()
     session.unfinished = Unfinished()
 
 
@@ -225,7 +229,7 @@ def _request(run: Run, session: SaveSession, final: Place, output: str | Path | 
         keep_last=project.total_limit or section.keep_last,
         keep_every=section.keep_every,
         unless_equal=session.last == final and not run.hooks.at_save,
-        compare_buffers=not session.has_warned_of_buffers,
+        compare_buffers="buffers" not in session.has_warned_of,
         claim=partial(_claim, session, final.parent) if output is None else _nothing,
     )
 
@@ -333,5 +337,5 @@ def _export(
             f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
             "load a checkpoint first."
         )
-    compare = not session.has_warned_of_buffers
-    _warn_of_buffers(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
+    compare = "buffers" not in session.has_warned_of
+    _warn_of_drift(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))
