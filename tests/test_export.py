@@ -279,15 +279,18 @@ def test_a_failure_of_one_rank_is_told_by_all(tmp_path):
 
 
 def export_different(folder):
-    rank = torch.distributed.get_rank()
-    with pytest.raises(CheckpointSaveError) as raised:
-        save(nn.Linear(2 + rank, 2), folder)
-    return str(raised.value)
+    """Models of other shapes, and of other names."""
+    rank, told = torch.distributed.get_rank(), []
+    for model in (nn.Linear(2 + rank, 2), nn.Sequential(nn.Linear(2, 2)) if rank else nn.Linear(2, 2)):
+        with pytest.raises(CheckpointSaveError) as raised:
+            save(model, folder)
+        told.append(str(raised.value))
+    return told
 
 
 def test_ranks_with_different_models_are_refused(ranks, tmp_path):
     text = f"save_model: {tmp_path}: the models differ between ranks; call it on all ranks with the same model."
-    assert ranks.run(2, export_different, tmp_path) == [text] * 2
+    assert ranks.run(2, export_different, tmp_path) == [[text] * 2] * 2
 
 
 def test_refusals_in_words(tmp_path):

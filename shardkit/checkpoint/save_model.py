@@ -68,13 +68,13 @@ def _save_files(
     """Writes one folder. Returns the weights, and those of `compared_buffers`, that differ between ranks."""
     index = _together(control, part.folder, lambda: _index(part, control.world_size)).own
     assert index is not None
-    drift = _drift(part, compared_buffers, control)
-    replicas.leave_to_rank_0(index, {"model": drift.weights})
     targets = {name: _target(tensor.dtype, wanted) for name, tensor in part.tensors.items()}
     shapes = {name: (tensors.DTYPES[targets[name]], entry.shape) for name, entry in index.sections["model"].items()}
     limit = max(limit, 1 << 62) if part.one_file else limit
     files = export.plan(shapes, part.ties, limit, part.stem)
     _same_on_all_ranks(part, files, control)
+    drift = _drift(part, compared_buffers, control)
+    replicas.leave_to_rank_0(index, {"model": drift.weights})
     write_configs = partial(part.write_configs, dtype=_only_float(targets.values()))
     if isinstance(part.folder, Url):
         _into_store(part, part.folder, index, files, write_configs, control)
