@@ -7,12 +7,14 @@ fails the test with its traceback. A function must be importable (module level),
 Use `spawn(...)` where a process is meant to die.
 """
 
+import logging
 import os
 import signal
 import tempfile
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,19 @@ TIMEOUT_S = 240.0
 
 class RankError(AssertionError):
     """What a rank raised, with its traceback."""
+
+
+@contextmanager
+def log_lines(name: str = "shardkit") -> Iterator[list[str]]:
+    """The messages of a logger inside the block, for functions on ranks, where pytest's caplog sees nothing."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def _serve(index: int, pipe: Connection) -> None:

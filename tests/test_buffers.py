@@ -1,7 +1,5 @@
 """Issue 9, line 19: buffers that ranks updated locally are made equal on request, and a save warns once."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from shardkit import Accelerator, ProjectConfiguration
 from shardkit.distributed import buffers
 from shardkit.errors import UsageError
 from shardkit.runtime import saving
+from tests.ranks import log_lines
 
 
 class Kept(nn.Module):
@@ -88,28 +87,24 @@ def test_what_cannot_be_reduced_is_said_on_all_ranks(ranks):
 
 def normalized(project, strategy, reduce, exports=False):
     """A batch norm under training: what two saves, or exports, say of it."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardkit").addHandler(handler)
-    wrap = {"fsdp_auto_wrap_policy": "NO_WRAP"}
-    given = {"distributed_type": strategy, "use_cpu": True, "fsdp_config": wrap}
-    accelerator = Accelerator(config=given, project_config=ProjectConfiguration(str(project), True))
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(2):
-        inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + accelerator.process_index))
-        accelerator.backward(model(inputs).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        if reduce:
-            buffers.reduce_buffers(model)
-        if exports:
-            accelerator.save_model(model, project / f"export-{step}")
-        else:
-            accelerator.save_state(project / str(step))
-    saving.close(accelerator._run)
-    logging.getLogger("shardkit").removeHandler(handler)
+    with log_lines() as lines:
+        wrap = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+        given = {"distributed_type": strategy, "use_cpu": True, "fsdp_config": wrap}
+        accelerator = Accelerator(config=given, project_config=ProjectConfiguration(str(project), True))
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + accelerator.process_index))
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if reduce:
+                buffers.reduce_buffers(model)
+            if exports:
+                accelerator.save_model(model, project / f"export-{step}")
+            else:
+                accelerator.save_state(project / str(step))
+        saving.close(accelerator._run)
     return [line for line in lines if "buffers differ" in line]
 
 

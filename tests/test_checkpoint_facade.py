@@ -1,7 +1,6 @@
 """save_state and load_state as a script uses them: folders by step, exact data position, replacement, saving beside."""
 
 import json
-import logging
 import multiprocessing
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from shardkit import Accelerator, ProjectConfiguration
 from shardkit.checkpoint import folder, manifest, retention
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.runtime import saving
+from tests.ranks import log_lines
 
 
 def run_of(project, workers=0, limit=None, seed=3, **settings):
@@ -328,15 +328,9 @@ def test_the_configuration_is_saved_with_every_checkpoint(ranks, tmp_path):
 
 
 def resume_on_another_world(project):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardkit.checkpoint").addHandler(handler)
-    try:
+    with log_lines("shardkit.checkpoint") as lines:
         run = run_of(project)
         run[0].load_state()
-    finally:
-        logging.getLogger("shardkit.checkpoint").removeHandler(handler)
     return torch.initial_seed(), [line for line in lines if "are seeded from" in line]
 
 

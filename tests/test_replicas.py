@@ -1,7 +1,5 @@
 """Weights that every rank holds whole and that differ: a save or export holds rank 0's, never a mix."""
 
-import logging
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,34 +7,31 @@ from torch import nn
 
 from shardkit import Accelerator
 from shardkit.runtime import saving
+from tests.ranks import log_lines
 
 
 def parted(folder, strategy, changed):
     """Rank 1 changes a large and a small weight. Returns what a load and an export gave, and the warnings."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardkit").addHandler(handler)
-    kind = "FULL_STATE_DICT" if strategy == "full" else "SHARDED_STATE_DICT"
-    accelerator = Accelerator(
-        config={"distributed_type": "MULTI_CPU", "use_cpu": True, "fsdp_config": {"fsdp_state_dict_type": kind}}
-    )
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 1), nn.Linear(1, 1))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    accelerator.backward(model(torch.ones(2, 600)).square().mean())
-    optimizer.step()
-    inner = accelerator.unwrap_model(model)
-    before = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
-    with torch.no_grad():
-        for name in changed if accelerator.process_index == 1 else ():
-            inner.get_parameter(name).add_(1.0)
-    for name in ("first", "second"):
-        accelerator.save_state(folder / name, blocking=strategy != "async")
-    accelerator.save_model(model, folder / "export")
-    accelerator.load_state(folder / "second")
-    saving.close(accelerator._run)
-    logging.getLogger("shardkit").removeHandler(handler)
+    with log_lines() as lines:
+        kind = "FULL_STATE_DICT" if strategy == "full" else "SHARDED_STATE_DICT"
+        accelerator = Accelerator(
+            config={"distributed_type": "MULTI_CPU", "use_cpu": True, "fsdp_config": {"fsdp_state_dict_type": kind}}
+        )
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 1), nn.Linear(1, 1))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        accelerator.backward(model(torch.ones(2, 600)).square().mean())
+        optimizer.step()
+        inner = accelerator.unwrap_model(model)
+        before = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
+        with torch.no_grad():
+            for name in changed if accelerator.process_index == 1 else ():
+                inner.get_parameter(name).add_(1.0)
+        for name in ("first", "second"):
+            accelerator.save_state(folder / name, blocking=strategy != "async")
+        accelerator.save_model(model, folder / "export")
+        accelerator.load_state(folder / "second")
+        saving.close(accelerator._run)
     for found in (inner.state_dict(), load_file(folder / "export" / "model.safetensors")):
         assert all(torch.equal(found[name], before[name]) for name in before), "a mix"
     return [line for line in lines if "weights differ" in line]
@@ -55,18 +50,14 @@ def test_nothing_is_said_of_equal_weights(ranks, tmp_path):
 
 
 def own_rate(folder, kind):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardkit").addHandler(handler)
-    accelerator = Accelerator(config={"distributed_type": kind, "use_cpu": True})
-    model = nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for step in range(2):
-        optimizer.param_groups[0]["lr"] = 0.01 * (1 + accelerator.process_index)
-        accelerator.save_state(folder / str(step))
-    saving.close(accelerator._run)
-    logging.getLogger("shardkit").removeHandler(handler)
+    with log_lines() as lines:
+        accelerator = Accelerator(config={"distributed_type": kind, "use_cpu": True})
+        model = nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for step in range(2):
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 + accelerator.process_index)
+            accelerator.save_state(folder / str(step))
+        saving.close(accelerator._run)
     return [line for line in lines if "differ between ranks" in line]
 
 

@@ -31,6 +31,15 @@ from shardkit.wording import first_few
 
 logger = get_logger(__name__)
 
+# What follows from a difference between ranks, by kind (`replicas.Drift`), and what to do about it.
+_DRIFT = {
+    "buffers": "and rank 0's are saved; accelerator.reduce_buffers(model) before a save makes them equal on all",
+    "weights": "and rank 0's are saved; change weights and learning rates alike on all ranks, and save local SGD's "
+    "weights after they were averaged",
+    "settings": "so each rank's optimizer makes other steps; set learning rates alike on all ranks, and give a "
+    "schedule a metric that is the same on all (accelerator.reduce(metric, 'mean'))",
+}
+
 
 def session_of(run: Run) -> SaveSession:
     """This run's session. Collective on first use, and after the process group has changed."""
@@ -134,17 +143,12 @@ def _captured(run: Run, session: SaveSession, elsewhere: frozenset[int]) -> Capt
 
 def _warn_of_drift(session: SaveSession, drift: Drift) -> None:
     """Warns of what differs between ranks, once of each kind."""
-    advice = {
-        "buffers": "and rank 0's are saved; accelerator.reduce_buffers(model) before a save makes them equal on all",
-        "weights": "and rank 0's are saved; change weights and learning rates alike on all ranks, and save local SGD's "
-        "weights after they were averaged",
-        "settings": "so each rank's optimizer makes other steps; set learning rates alike on all ranks, and give a "
-        "schedule a metric that is the same on all (accelerator.reduce(metric, 'mean'))",
-    }
     for kind, names in vars(drift).items():
-        if names and kind not in session.has_warned_of and session.control.rank == 0:
-            logger.warning("checkpoint: %s differ between ranks (%s), %s.", kind, first_few(names, 5), advice[kind])
-        session.has_warned_of |= {kind} if names else set()
+        if not names or kind in session.has_warned_of:
+            continue
+        session.has_warned_of.add(kind)
+        if session.control.rank == 0:
+            logger.warning("checkpoint: %s differ between ranks (%s), %s.", kind, first_few(names, 5), _DRIFT[kind])
 
 
 def _save_beside(run: Run, session: SaveSession, request: SaveRequest, prepared: PreparedSave) -> None:
