@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Tests that need nothing but this repository and its dependencies, and no more than minutes.
 EVERYWHERE := not faults and not loops and not compat and not families and not storage and not slurm and not ray
+# Tests wait for processes more than they compute, so two run at once; `make test SIDE_BY_SIDE=` runs one after another.
+SIDE_BY_SIDE ?= -n 2 --dist worksteal
 # The range of pyproject.toml: `make test-oldest` and `make test-newest` run the tests with either end of it, each in an
 # environment of its own. PyPI's builds of torch bring CUDA: several gigabytes.
 TORCH_oldest := 2.11.*
@@ -32,16 +34,16 @@ demo: .venv/.ready
 	$(BIN)/python templates/demo.py
 
 test: .venv/.ready lint
-	$(BIN)/python -m pytest -m "$(EVERYWHERE)"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERYWHERE)"
 
 test-fast: .venv/.ready
-	$(BIN)/python -m pytest -m "$(EVERYWHERE) and not slow"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERYWHERE) and not slow"
 
 test-faults: .venv/.ready
 	$(BIN)/python -m pytest -m faults
 
 test-loops: .venv/.ready
-	$(BIN)/python -m pytest -m loops
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m loops
 
 .venv/.compat: .venv/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,compat]'
@@ -74,7 +76,7 @@ test-storage: .venv-storage/.ready
 	touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -m "$(EVERYWHERE)"
+	.venv-$*/bin/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERYWHERE)"
 
 .venv-xla/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)

@@ -55,7 +55,7 @@ def _nothing_leaks() -> Iterator[None]:
     assert not changed, f"the test left environment variables changed: {sorted(changed)}"
     assert had_group or not _has_group(), "the test left a process group up; let it use the fixture alone"
     left = _files_of_the_checkout() - files
-    assert not left, f"the test left files in the checkout: {sorted(left)}"
+    assert not left, f"the test, or one beside it, left files in the checkout: {sorted(left)}"
     assert not (more := _lasting(_threads() - threads)), f"the test left threads running: {[t.name for t in more]}"
 
 
