@@ -151,6 +151,8 @@ def test_a_process_that_ends_without_close_is_not_aborted():
 
 
 def test_different_traces():
-    assert background_agreement._different([5, 5, 5]) == []
-    assert background_agreement._different([5, 6, None, 5, 7]) == [1, 4]
-    assert background_agreement._different([None, 6]) == []
+    of_traces = [(5, 0.1), (6, 0.1), None, (5, 0.2), (7, 0.1)]
+    assert background_agreement._different([(5, 0.1)] * 3, background_agreement._is_other_trace) == []
+    assert background_agreement._different(of_traces, background_agreement._is_other_trace) == [1, 4]
+    assert background_agreement._different(of_traces, background_agreement._is_other_rate) == [3]
+    assert background_agreement._different([None, (6, 0.1)], background_agreement._is_other_trace) == []

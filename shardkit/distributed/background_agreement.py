@@ -1,4 +1,5 @@
-"""Background agreement of ranks, without a collective in any step: when to stop, and that all run the same modules.
+"""Background agreement of ranks, without a collective in any step: when to stop, and that all run the same modules
+with the same learning rates.
 
 A thread of each rank polls the process group's store about once a second. At a step boundary the training loop only
 counts and reads the thread's results.
@@ -7,20 +8,21 @@ Stopping: one rank gets a stop signal and writes that to the store. Every thread
 that its rank has passed. From then on that rank waits at its next boundary for the result, so no rank is past its
 answer plus one. Rank 0 publishes the largest answer plus one, and all ranks stop at that boundary.
 
-Comparing: every ten seconds rank 0 selects a past boundary, and every thread reports its rank's trace at it. Where two
-differ, the ranks stop as above.
+Comparing: every ten seconds rank 0 selects a past boundary, and every thread reports its rank's trace and rate at it.
+Where two traces differ, the ranks stop as above; where two rates differ, rank 0 warns once.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -32,25 +34,34 @@ POLL_SOON_S = 0.05
 COMPARE_EVERY_S = 10.0
 # How long the exit of the process waits for a thread inside the store, whose host may be lost.
 GOODBYE_S = 2.0
-# Number of past boundaries whose trace a rank keeps: ranks are seldom more than one step apart.
+# Number of past boundaries whose report a rank keeps: ranks are seldom more than one step apart.
 REMEMBERED = 4096
 
 log = get_logger(__name__)
 
+# What a rank tells of a boundary: its trace, and its rate.
+Report: TypeAlias = tuple[int, float]
+
 
 class BackgroundAgreement:
     """The background agreement of one run. `stop_requested`: whether this rank got a stop signal; called from any
-    thread.
+    thread. `on_rates`: called once, in the thread of rank 0, with the ranks whose rate differs from its own.
 
-    Every rank must create it at the same place in the program, pass the same boundaries, and give its trace there.
+    Every rank must create it at the same place in the program, pass the same boundaries, and give its trace and its
+    rate there.
     """
 
-    def __init__(self, stop_requested: Callable[[], bool], on_difference: Callable[[list[int]], ShardkitError]) -> None:
+    def __init__(
+        self,
+        stop_requested: Callable[[], bool],
+        on_difference: Callable[[list[int]], ShardkitError],
+        on_rates: Callable[[list[int]], None] = lambda different: None,
+    ) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._stop_requested, self._on_difference = stop_requested, on_difference
+        self._stop_requested, self._on_difference, self._on_rates = stop_requested, on_difference, on_rates
         self._changed = threading.Condition()
         self._passed = 0
-        self._traces: OrderedDict[int, int] = OrderedDict()
+        self._reports: OrderedDict[int, Report] = OrderedDict()
         self._answered = False
         self._stop_at: int | None = None
         self._different: list[int] = []
@@ -64,16 +75,16 @@ class BackgroundAgreement:
             _threads[thread] = self._closed
             thread.start()
 
-    def pass_boundary(self, trace: int = 0) -> bool:
+    def pass_boundary(self, trace: int = 0, rate: float = 0.0) -> bool:
         """Counts a boundary; returns whether all ranks stop here. Where traces differed, all ranks raise the error that
         `on_difference` makes for the ranks that differ from rank 0."""
         if self.world_size == 1:
             return self._stop_requested()
         with self._changed:
             self._passed += 1
-            self._traces[self._passed] = trace
-            if len(self._traces) > REMEMBERED:
-                self._traces.popitem(last=False)
+            self._reports[self._passed] = (trace, rate)
+            if len(self._reports) > REMEMBERED:
+                self._reports.popitem(last=False)
             while self._answered and self._stop_at is None and self._lost is None:
                 self._changed.wait(1.0)
             if self._stop_at is None or self._passed < self._stop_at:
@@ -100,10 +111,10 @@ class BackgroundAgreement:
                 setattr(self, f"_{name}", value)
             self._changed.notify_all()
 
-    def _trace_at(self, boundary: int) -> int | None:
-        """The trace at that boundary; None where this rank has not reached it or no longer keeps it."""
+    def _report_at(self, boundary: int) -> Report | None:
+        """The report of that boundary; None where this rank has not reached it or no longer keeps it."""
         with self._changed:
-            return self._traces.get(boundary)
+            return self._reports.get(boundary)
 
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
@@ -147,7 +158,7 @@ class _StoreThread:
         self._round = 0
         self._asked_at = time.monotonic()
         self._boundary: int | None = None
-        self._has_announced = False
+        self._has_announced = self._has_warned = False
         self._different: list[int] = []
 
     def look(self, watch: BackgroundAgreement) -> float:
@@ -192,22 +203,29 @@ class _StoreThread:
         if self._boundary is None:
             return
         if not self._has_announced:
-            trace = watch._trace_at(self._boundary)
-            if trace is None and watch._passed < self._boundary:
+            report = watch._report_at(self._boundary)
+            if report is None and watch._passed < self._boundary:
                 return
-            self._store.set(f"{key}/{watch.rank}", json.dumps(trace))
+            self._store.set(f"{key}/{watch.rank}", json.dumps(report))
             self._has_announced = True
         if watch.rank == 0:
             answers = self._of_all(key, watch)
             if answers is None:
                 return
-            self._different = _different([json.loads(text) for text in answers])
+            reports = [json.loads(text) for text in answers]
+            self._different = _different(reports, _is_other_trace)
             if self._different:
                 self._store.set("stop/told", "0")
+            self._warn_of_rates(_different(reports, _is_other_rate), watch)
             self._store.set(f"{key}/done", "1")
         if self._store.check([f"{key}/done"]):
             self._forget(key, watch)
             self._round, self._boundary = self._round + 1, None
+
+    def _warn_of_rates(self, different: list[int], watch: BackgroundAgreement) -> None:
+        if different and not self._has_warned:
+            self._has_warned = True
+            watch._on_rates(different)
 
     def _forget(self, key: str, watch: BackgroundAgreement) -> None:
         """Deletes keys of finished rounds, which would otherwise stay in the store."""
@@ -217,6 +235,18 @@ class _StoreThread:
                 self._store.delete_key(f"trace/{self._round - 1}/{name}")
 
 
-def _different(traces: list[int | None]) -> list[int]:
-    """Ranks whose trace differs from rank 0's; a rank that no longer keeps it is not counted."""
-    return [rank for rank, trace in enumerate(traces) if None not in (trace, traces[0]) and trace != traces[0]]
+def _different(reports: list[Report | None], is_other: Callable[[Report, Report], bool]) -> list[int]:
+    """Ranks whose report differs from rank 0's; a rank that no longer keeps it is not counted."""
+    first = reports[0]
+    if first is None:
+        return []
+    return [rank for rank, report in enumerate(reports) if report is not None and is_other(report, first)]
+
+
+def _is_other_trace(report: Report, first: Report) -> bool:
+    return report[0] != first[0]
+
+
+def _is_other_rate(report: Report, first: Report) -> bool:
+    """CPUs of different types may round a schedule's cosine differently."""
+    return not math.isclose(report[1], first[1], rel_tol=1e-6, abs_tol=1e-12)

@@ -23,7 +23,7 @@ from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import in_url, state_hooks
+from shardkit.runtime import in_url, learning_rates, state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
 from shardkit.storage.url import Place, Url, place_of
@@ -36,8 +36,7 @@ _DRIFT = {
     "buffers": "and rank 0's are saved; accelerator.reduce_buffers(model) before a save makes them equal on all",
     "weights": "and rank 0's are saved; change weights and learning rates alike on all ranks, and save local SGD's "
     "weights after they were averaged",
-    "settings": "so each rank's optimizer makes other steps; set learning rates alike on all ranks, and give a "
-    "schedule a metric that is the same on all (accelerator.reduce(metric, 'mean'))",
+    "settings": learning_rates.CONSEQUENCE,
 }
 
 

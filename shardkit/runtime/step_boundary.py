@@ -14,7 +14,7 @@ from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.distributed.process import leave
 from shardkit.errors import Preempted, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import measure, preemption
+from shardkit.runtime import learning_rates, measure, preemption
 from shardkit.runtime.run import Run
 from shardkit.runtime.same_modules import noticed_late
 
@@ -23,11 +23,11 @@ log = get_logger(__name__)
 
 def watch(run: Run) -> None:
     """Makes every step boundary check for a stop signal (of a launched run), and for ranks that used different
-    modules."""
+    modules or learning rates."""
     if env.resolved_config_path() is not None:
         preemption.install()
         run.events.on_missed_boundary = partial(_warn_without_boundaries, run)
-    run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late)
+    run.watch = BackgroundAgreement(preemption.is_requested_here, noticed_late, learning_rates.warn)
     run.events.at_boundary = partial(pass_boundary, run)
 
 
@@ -35,7 +35,7 @@ def pass_boundary(run: Run) -> None:
     """Returns where no rank got a stop signal; else saves and raises Preempted, on all ranks at the same boundary."""
     _warn_unless_resumed(run)
     assert run.watch is not None
-    if not run.watch.pass_boundary(run.same_modules.trace()):
+    if not run.watch.pass_boundary(run.same_modules.trace(), learning_rates.as_number(run.optimizers)):
         return
     from shardkit.runtime import saving
 
