@@ -1,4 +1,5 @@
-"""Weights that every rank holds whole and that differ: a save or export holds rank 0's, never a mix."""
+"""Weights that several ranks hold alike, and that differ: a save or export has those of rank 0's replica, never a
+mix."""
 
 import pytest
 import torch
@@ -6,6 +7,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardkit import Accelerator
+from shardkit.checkpoint import manifest, merge
+from shardkit.checkpoint.verify import Checkpoint
 from shardkit.runtime import saving
 from tests.ranks import log_lines
 
@@ -42,7 +45,7 @@ def test_weights_that_rank_1_changed_alone_are_saved_as_rank_0_has_them(ranks, t
     told = ranks.run(2, parted, tmp_path, strategy, ["0.weight", "1.bias", "2.weight"])
     assert told[1] == [] and len(told[0]) == 1, "once"
     assert "weights differ between ranks (model: 0.weight, model: 1.bias, model: 2.weight)" in told[0][0]
-    assert "rank 0's are saved" in told[0][0]
+    assert "those of rank 0's replica are saved" in told[0][0]
 
 
 def test_nothing_is_said_of_equal_weights(ranks, tmp_path):
@@ -66,3 +69,57 @@ def test_a_save_says_once_that_learning_rates_differ(ranks, tmp_path, kind):
     told = ranks.run(2, own_rate, tmp_path, kind)
     assert told[1] == [] and len(told[0]) == 1
     assert "settings differ between ranks (optim.param_groups[0])" in told[0][0]
+
+
+def parted_replicas(folder, kind, changed, blocking):
+    """Two replicas of two shards; ranks 2 and 3 change weights and a state of the optimizer. Returns the warnings."""
+    with log_lines() as lines:
+        accelerator = Accelerator(
+            config={
+                "distributed_type": "FSDP",
+                "use_cpu": True,
+                "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_state_dict_type": kind},
+                "shardkit": {"mesh": {"replicate_size": 2, "shard_size": 2}},
+            }
+        )
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(900, 1200), nn.Linear(1200, 3), nn.Linear(3, 1))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        accelerator.backward(model(torch.ones(2, 900)).square().mean())
+        optimizer.step()
+        parameters = dict(model.named_parameters())
+        values = {name: held.full_tensor().detach().clone() for name, held in parameters.items()}
+        momenta = {name: optimizer.state[held]["exp_avg"].full_tensor() for name, held in parameters.items()}
+        with torch.no_grad():
+            for name in changed if accelerator.process_index >= 2 else ():
+                parameters[name].to_local().add_(1.0)
+                optimizer.state[parameters[name]]["exp_avg"].to_local().add_(1.0)
+        for name in ("first", "second"):
+            accelerator.save_state(folder / name, blocking=blocking)
+        accelerator.save_model(model, folder / "export")
+        accelerator.load_state(folder / "second")
+        saving.close(accelerator._run)
+    found = {name: held.full_tensor() for name, held in parameters.items()}
+    for there in (found, load_file(folder / "export" / "model.safetensors")):
+        assert all(torch.equal(there[name], values[name]) for name in values), "a mix"
+    for name, held in parameters.items():
+        assert torch.equal(optimizer.state[held]["exp_avg"].full_tensor(), momenta[name]), "a mix"
+    return [line for line in lines if "differ" in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocking"), [("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)]
+)
+def test_weights_that_a_second_replica_changed_alone_are_saved_as_the_first_has_them(ranks, tmp_path, kind, blocking):
+    told = ranks.run(4, parted_replicas, tmp_path, kind, ["0.weight", "1.bias", "2.weight"], blocking)
+    assert told[1:] == [[], [], []] and len(told[0]) == 1, "once"
+    assert "model: 0.weight, model: 1.bias, model: 2.weight, optim: 0.weight/exp_avg" in told[0][0]
+    assert "those of rank 0's replica are saved" in told[0][0]
+    saved = tmp_path / "second"
+    merge.merge(Checkpoint(saved, manifest.read(saved)), tmp_path / "merged")
+    merged, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "export"))
+    assert all(torch.equal(merged[name], exported[name]) for name in exported)
+
+
+def test_nothing_is_said_of_equal_replicas(ranks, tmp_path):
+    assert ranks.run(4, parted_replicas, tmp_path, "SHARDED_STATE_DICT", [], True) == [[], [], [], []]

@@ -50,7 +50,7 @@ class Opening:
         self._captured: Captured
         self._pieces: Pieces
         self._mine: dict[str, Any]
-        self._weights: dict[str, dict[str, str]]
+        self._copies: replicas.Copies
 
     def capture(self, take: Callable[[], Captured]) -> None:
         """Capture the state. If it is equal on all ranks, and `unless_equal` is not set, begin the save."""
@@ -58,19 +58,21 @@ class Opening:
         def act() -> None:
             self._captured = take()
             self._pieces = _pieces_of(self._captured, self.control.rank)
-            self._weights = replicas.of_captured(self._captured) if self.control.world_size > 1 else {}
+            self._copies = replicas.copies_in(self._captured) if self.control.world_size > 1 else replicas.Copies({})
             self._mine = self._details()
             faults.reach("preflight", self.control.rank)
 
         def answer(_: None) -> list[Any]:
             digest = digests.of_bytes("xxh3", disk.to_json(self._mine))
-            return [digest, tensors.bytes_to_write(self._pieces), self.request.save_id]
+            copies = self._copies.by_first_rank()
+            return [digest, copies, tensors.bytes_to_write(self._pieces), self.request.save_id]
 
         def judge(answers: list[Any]) -> list[Any]:
             is_alike = len({digest for digest, *_ in answers}) == 1
+            is_alike = is_alike and replicas.are_alike(copies for _, copies, *_ in answers)
             is_begun = is_alike and not self.request.unless_equal
             if is_begun:
-                self._begin(sum(size for _, size, _ in answers))
+                self._begin(sum(size for *_, size, _ in answers))
             return [is_alike, is_begun, self.request.save_id]
 
         verdict = together(self.control, self.request, "capture", act, answer, judge).verdict
@@ -80,23 +82,23 @@ class Opening:
     def keep_apart(self) -> None:
         """Exchange the details of the states. Differences that are allowed are saved as per-rank state; others raise
         CheckpointSaveError."""
-        mine = [self._mine, socket.gethostname()]
+        mine = [self._mine, self._copies.by_first_rank(), socket.gethostname()]
         found = together(self.control, self.request, "compare", lambda: mine, answer=list, judge=_compared).verdict
         if found["problems"]:
             raise CheckpointSaveError(report(self.request, "; ".join(found["problems"])))
         self._drift.buffers = found["buffers"]
         self._drift.settings = per_rank.groups_among(found["apart"])
-        if found["weights"]:
-            self._leave_weights_to_rank_0()
+        if not found["are_copies_alike"]:
+            self._leave_copies_to_first()
         per_rank.keep(self._captured, found["apart"])
         self._pieces = _pieces_of(self._captured, self.control.rank)
 
-    def _leave_weights_to_rank_0(self) -> None:
-        """Exchange the weights' digests, and let rank 0 write those that differ."""
-        judge = replicas.differing
-        found = together(self.control, self.request, "compare", lambda: self._weights, answer=dict, judge=judge).verdict
+    def _leave_copies_to_first(self) -> None:
+        """Exchange the digest of each tensor, and let the first replica write those that differ."""
+        mine, judge = self._copies.of, replicas.differing
+        found = together(self.control, self.request, "compare", lambda: mine, answer=dict, judge=judge).verdict
         self._drift.weights = replicas.names_of(found)
-        replicas.leave_to_rank_0(self._captured.index, found)
+        replicas.leave_to_first(self._captured.index, found)
 
     def begin_unless_saved(self) -> None:
         """Begin the save, unless the existing checkpoint already has the same contents."""
@@ -145,7 +147,6 @@ class Opening:
             "sections": fingerprints(captured),
             "items": per_rank.of_items(captured) if several else {},
             "buffers": per_rank.of_tensors(captured.buffers) if several and request.compare_buffers else {},
-            "weights": digests.of_bytes("xxh3", disk.to_json(self._weights)),
         }
 
     def _begin(self, needed: int) -> None:
@@ -187,17 +188,17 @@ def _pieces_of(captured: Captured, rank: int) -> Pieces:
 
 
 def _compared(answers: list[Any]) -> dict[str, Any]:
-    """Forbidden differences of ranks ("problems"), per-rank items ("apart"), buffers that differ, and whether weights
-    do."""
-    hosts = [f"rank {rank} (host {host})" for rank, (_, host) in enumerate(answers)]
-    given = [details for details, _ in answers]
+    """Forbidden differences of ranks ("problems"), per-rank items ("apart"), buffers that differ, and whether what
+    several ranks hold is alike."""
+    hosts = [f"rank {rank} (host {host})" for rank, (*_, host) in enumerate(answers)]
+    given = [details for details, *_ in answers]
     problems = _different_requests([one["request"] for one in given], hosts)
     problems += _different_tensors([one["sections"] for one in given], hosts)
     return {
         "problems": problems[:3],
         "apart": per_rank.differing([one["items"] for one in given]),
         "buffers": per_rank.differing([one["buffers"] for one in given]),
-        "weights": len({one["weights"] for one in given}) > 1,
+        "are_copies_alike": replicas.are_alike(copies for _, copies, _ in answers),
     }
 
 

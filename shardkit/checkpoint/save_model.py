@@ -74,7 +74,7 @@ def _save_files(
     files = export.plan(shapes, part.ties, limit, part.stem)
     _same_on_all_ranks(part, files, control)
     drift = _drift(part, compared_buffers, control)
-    replicas.leave_to_rank_0(index, {"model": drift.weights})
+    replicas.leave_to_first(index, {"model": drift.weights})
     write_configs = partial(part.write_configs, dtype=_only_float(targets.values()))
     if isinstance(part.folder, Url):
         _into_store(part, part.folder, index, files, write_configs, control)
@@ -165,16 +165,17 @@ def _drift(part: Part, compared_buffers: set[str], control: ControlGroup) -> Dri
     """The tensors that differ between ranks. One digest of all is compared first, and each only if it differs."""
     if control.world_size == 1:
         return Drift()
+    buffers = replicas.of_whole({name: part.tensors[name] for name in sorted(compared_buffers & {*part.tensors})})
     weights = {name: tensor for name, tensor in part.tensors.items() if name not in part.buffers}
-    buffers = {name: part.tensors[name] for name in sorted(compared_buffers & {*part.tensors})}
-    found = [replicas.of_whole(buffers), replicas.of_whole(weights, per_rank.SAMPLE_BYTES)]
-    if control.decide([per_rank.together(one) for one in found], _are_equal):
+    copies = replicas.copies_of({"model": weights})
+    if control.decide([per_rank.together(buffers), copies.by_first_rank()], _are_alike):
         return Drift()
-    return Drift(*(control.decide(one, per_rank.differing) for one in found))
+    parted = control.decide(copies.of, replicas.differing)
+    return Drift(control.decide(buffers, per_rank.differing), parted.get("model", []))
 
 
-def _are_equal(answers: list[list[str]]) -> bool:
-    return all(answer == answers[0] for answer in answers)
+def _are_alike(answers: list[list[Any]]) -> bool:
+    return len({buffers for buffers, _ in answers}) == 1 and replicas.are_alike(copies for _, copies in answers)
 
 
 def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -34,8 +34,8 @@ logger = get_logger(__name__)
 # What follows from a difference between ranks, by kind (`replicas.Drift`), and what to do about it.
 _DRIFT = {
     "buffers": "and rank 0's are saved; accelerator.reduce_buffers(model) before a save makes them equal on all",
-    "weights": "and rank 0's are saved; change weights and learning rates alike on all ranks, and save local SGD's "
-    "weights after they were averaged",
+    "weights": "and those of rank 0's replica are saved; change weights and learning rates alike on all ranks, and "
+    "save local SGD's weights after they were averaged",
     "settings": learning_rates.CONSEQUENCE,
 }
 
