@@ -27,10 +27,11 @@ class RankError(AssertionError):
 
 
 @contextmanager
-def log_lines(name: str = "shardkit") -> Iterator[list[str]]:
-    """The messages of a logger inside the block, for functions on ranks, where pytest's caplog sees nothing."""
+def log_lines(name: str = "shardkit", level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """The messages of a logger inside the block, from this level on, for functions on ranks, where pytest's caplog sees
+    nothing."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(name).addHandler(handler)
     try:

@@ -13,35 +13,20 @@ import torch.distributed as dist
 
 from shardkit.distributed import background_agreement
 from shardkit.errors import ModelError
+from tests.agreement import compared_often
 
 
 def different(ranks: list[int]) -> ModelError:
     return ModelError(f"ranks {ranks}")
 
 
-def quick() -> None:
-    background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
-        0.02,
-        0.005,
-        0.05,
-    )
-
-
-def usual() -> None:
-    background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
-        1.0,
-        0.05,
-        10.0,
-    )
-
-
+@compared_often()
 def stopped_at(told: dict[int, int], seed: int, is_coupled: bool) -> int:
     """The boundary at which this rank stopped, -1 for none; `told`: rank -> boundary after which it gets a stop
     request.
 
     Ranks take their own time for each step. `is_coupled`: a collective in each step, as training has.
     """
-    quick()
     rank, flag = dist.get_rank(), []
     speed = random.Random(seed * 10 + rank)
     looking = background_agreement.BackgroundAgreement(lambda: bool(flag), different)
@@ -57,7 +42,6 @@ def stopped_at(told: dict[int, int], seed: int, is_coupled: bool) -> int:
         return -1
     finally:
         looking.close()
-        usual()
 
 
 @pytest.mark.slow
@@ -75,9 +59,9 @@ def test_nobody_stops_where_nobody_was_told(ranks):
     assert ranks.run(2, stopped_at, {}, 0, True) == [-1, -1]
 
 
+@compared_often()
 def noticed(from_boundary: int) -> tuple[int, str]:
     """The boundary at which this rank raised, where rank 1's trace differs from some boundary on."""
-    quick()
     looking = background_agreement.BackgroundAgreement(lambda: False, different)
     try:
         for boundary in range(1, 400):
@@ -89,7 +73,6 @@ def noticed(from_boundary: int) -> tuple[int, str]:
         return boundary, str(error)
     finally:
         looking.close()
-        usual()
     return -1, ""
 
 
@@ -104,23 +87,20 @@ def test_equal_traces_are_never_noticed(ranks):
     assert ranks.run(2, noticed, 1000) == [(-1, ""), (-1, "")]
 
 
+@compared_often()
 def threads_left() -> set[int | None]:
-    quick()
     before = _watching()
-    try:
-        closed, dropped = (
-            background_agreement.BackgroundAgreement(lambda: False, different),
-            background_agreement.BackgroundAgreement(lambda: False, different),
-        )
-        closed.close()
-        del dropped
-        gc.collect()
-        deadline = time.monotonic() + 5
-        while _watching() - before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return _watching() - before
-    finally:
-        usual()
+    closed, dropped = (
+        background_agreement.BackgroundAgreement(lambda: False, different),
+        background_agreement.BackgroundAgreement(lambda: False, different),
+    )
+    closed.close()
+    del dropped
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while _watching() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return _watching() - before
 
 
 def _watching() -> set[int | None]:

@@ -1,4 +1,4 @@
-"""Issue 9, line 19: buffers that ranks updated locally are made equal on request, and a save warns once."""
+"""Buffers that ranks updated locally are made equal on request, and a save warns once."""
 
 import pytest
 import torch

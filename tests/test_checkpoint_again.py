@@ -1,4 +1,4 @@
-"""Issue 9, line 2: a save that is asked for is made, whether or not the step moved; only equal bytes are left as they
+"""A save that is asked for is made, whether or not the step moved; only equal bytes are left as they
 are. And the odd orders of saving and loading that nobody wrote down."""
 
 import pytest

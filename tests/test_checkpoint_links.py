@@ -1,4 +1,4 @@
-"""Issue 9, line 18: folders that a script names. Links are followed and stay; the working folder is never replaced."""
+"""Folders that a script names. Links are followed and stay; the working folder is never replaced."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Issue 9, line 4: what optimizers keep beside a row a parameter. Resumed runs are compared with uninterrupted ones."""
+"""What optimizers keep beside a row a parameter. Resumed runs are compared with uninterrupted ones."""
 
 import re
 

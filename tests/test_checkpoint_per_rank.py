@@ -1,4 +1,4 @@
-"""Issue 9, line 13: what each rank has in a registered object is what it gets back, with the tensors in it."""
+"""What each rank has in a registered object is what it gets back, with the tensors in it."""
 
 import json
 import shutil

@@ -316,7 +316,7 @@ def test_what_ranks_tell_one_another_does_not_grow_with_the_tensors(tmp_path):
 
 @pytest.mark.parametrize(("differs", "agreements"), [(False, 2), (True, 4)])
 def test_a_save_takes_two_agreements_and_small_messages(ranks, tmp_path, differs, agreements):
-    """Issue 9, line 20: each fits the one packet of an agreement; two more where ranks hold something differently."""
+    """Each fits the one packet of an agreement; two more where ranks hold something differently."""
     for layers in (1, 30):
         for told in ranks.run(2, messages_of, layers, tmp_path / str(layers), differs):
             assert len(told) == agreements and max(map(len, told)) < control.PACKET_BYTES - 8

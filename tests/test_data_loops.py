@@ -1,4 +1,4 @@
-"""Issue 9: loops as people write them. Each reads what plain torch reads in one process, and knows where it is."""
+"""Loops as people write them. Each reads what plain torch reads in one process, and knows where it is."""
 
 import gc
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Issue 9, lines 14 and 20: an epoch's order, computed where it is shuffled, else drawn from the sampler as needed."""
+"""An epoch's order, computed where it is shuffled, else drawn from the sampler as needed."""
 
 import json
 import math

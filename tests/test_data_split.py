@@ -1,8 +1,7 @@
-"""Issue 9, line 5: streams that give every rank its own part."""
+"""Streams that give every rank its own part."""
 
 import importlib.util
 import json
-import logging.handlers
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from shardkit import Accelerator, ProjectConfiguration
 from shardkit.data.loader import prepare_loader
 from shardkit.errors import CheckpointError, UsageError
 from tests.loaders import CPU, Flow, Numbers, prepared, run
+from tests.ranks import log_lines
 
 
 class Part(IterableDataset):
@@ -154,14 +154,13 @@ def uneven(length):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     loader = DataLoader(Part(rank, world_size, length), batch_size=4, collate_fn=values)
     loader = prepare_loader(loader, rank, world_size, CPU, 7)
-    given, said = [], logging.handlers.BufferingHandler(100)
-    logging.getLogger("shardkit.data").addHandler(said)
-    for _ in range(2):
-        for batch in loader:
-            dist.all_reduce(torch.zeros(1))  # a step: hangs where another rank has no batch
-            given.append((batch, loader.end_of_loader, loader.batch_samples))
-    logging.getLogger("shardkit.data").removeHandler(said)
-    return given, (loader.epoch, loader.samples_seen), [record.getMessage() for record in said.buffer]
+    given = []
+    with log_lines("shardkit.data") as lines:
+        for _ in range(2):
+            for batch in loader:
+                dist.all_reduce(torch.zeros(1))  # a step: hangs where another rank has no batch
+                given.append((batch, loader.end_of_loader, loader.batch_samples))
+    return given, (loader.epoch, loader.samples_seen), lines
 
 
 def test_parts_of_different_lengths_end_together(ranks):

@@ -1,4 +1,4 @@
-"""`shardkit doctor`: what it finds on a machine, between ranks, and between machines (issue 13, line 15)."""
+"""`shardkit doctor`: what it finds on a machine, between ranks, and between machines."""
 
 import json
 import subprocess

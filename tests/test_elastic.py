@@ -1,4 +1,4 @@
-"""Elastic runs (issue 13, line 11): machines come and go, and the loss curve is that of an uninterrupted run."""
+"""Elastic runs: machines come and go, and the loss curve is that of an uninterrupted run."""
 
 import re
 import signal

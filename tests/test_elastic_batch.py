@@ -13,24 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit import Accelerator, ProjectConfiguration
 from shardkit.errors import UsageError
+from tests.ranks import log_lines
 
 CPU = {"distributed_type": "NO", "use_cpu": True}
-
-
-class Told(logging.Handler):
-    """The warnings of a block, in the process that runs it."""
-
-    def __enter__(self) -> "Told":
-        self.texts: list[str] = []
-        logging.getLogger("shardkit").addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        logging.getLogger("shardkit").removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.texts.append(record.getMessage())
 
 
 def trained(batch_size: int, backwards: int = 1, folder: str | None = None, **arguments) -> list[str]:
@@ -41,7 +26,7 @@ def trained(batch_size: int, backwards: int = 1, folder: str | None = None, **ar
     model = torch.nn.Linear(2, 1)
     loader = DataLoader(TensorDataset(torch.ones(32, 2)), batch_size)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    with Told() as told:
+    with log_lines(level=logging.WARNING) as told:
         if folder and Path(folder).exists():
             accelerator.load_state()
         for number, (batch,) in zip(range(4), loader, strict=False):
@@ -52,7 +37,7 @@ def trained(batch_size: int, backwards: int = 1, folder: str | None = None, **ar
         if folder:
             accelerator.save_state()
     accelerator.end_training()
-    return told.texts
+    return told
 
 
 def ordinary(_: int) -> None:

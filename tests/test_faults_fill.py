@@ -1,4 +1,4 @@
-"""Issue 9, line 22: loading straight into the live tensors. What fails before the first write changes nothing; what
+"""Loading straight into the live tensors. What fails before the first write changes nothing; what
 fails after it ends in the checkpoint before, or in words, and never in a mix that could be saved."""
 
 import os

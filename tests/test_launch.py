@@ -148,7 +148,7 @@ def test_only_the_shown_ranks_reach_the_screen_and_bars_come_from_rank_0(tmp_pat
 
 
 @pytest.mark.fault_row(26)
-def test_logs_are_private_and_a_full_disk_or_a_long_line_is_told_and_survived(tmp_path):  # issue 13, line 9
+def test_logs_are_private_and_a_full_disk_or_a_long_line_is_told_and_survived(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
     (tmp_path / "long.py").write_text(
@@ -217,14 +217,14 @@ time.sleep(600)
 """
 
 
-def test_what_the_failing_rank_has_started_ends_with_it(tmp_path):  # issue 13, line 7
+def test_what_the_failing_rank_has_started_ends_with_it(tmp_path):
     (tmp_path / "parent.py").write_text(CHILD)
     done = launch(tmp_path, "-n", "2", "parent.py")
     assert done.returncode == 3, done.stderr
     wait_until_gone([int(pid) for pid in re.findall(r"child (\d+)", done.stdout)])
 
 
-def test_a_prompt_is_shown_and_what_is_typed_reaches_rank_0(tmp_path):  # issue 13, line 7
+def test_a_prompt_is_shown_and_what_is_typed_reaches_rank_0(tmp_path):
     with running(tmp_path, "-n", "2", script("asking")) as launched:
         launched.wait_for(r"\n\[0\] name\? $")
         launched.type("you\n")

@@ -1,4 +1,4 @@
-"""Two launchers on this machine as two machines (issue 13): what is open to whom, who waits, who is named, who ends."""
+"""Two launchers on this machine as two machines: what is open to whom, who waits, who is named, who ends."""
 
 import pickle
 import re
@@ -186,7 +186,7 @@ def test_machines_that_start_differently_all_end_and_name_what_differs(tmp_path)
     assert not list(logs(folder(tmp_path, 0)).glob("rank*"))
 
 
-def test_every_version_and_setting_that_differs_is_named():  # issue 13, line 9
+def test_every_version_and_setting_that_differs_is_named():
     first = {"host": "a", "shardkit": "0.1.0", "torch": "2.13.0", "config": {"fsdp.offload_params": False, "seed": 1}}
     other = {"host": "b", "shardkit": "0.2.0", "torch": "2.13.0", "config": {"fsdp.offload_params": True, "seed": 1}}
     assert meeting.differences(first, first, 1) == []

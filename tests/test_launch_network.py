@@ -1,4 +1,4 @@
-"""Launches on two machines of a network that fails (issue 13, lines 4 to 6): network namespaces stand for machines."""
+"""Launches on two machines of a network that fails: network namespaces stand for machines."""
 
 import contextlib
 import re

@@ -722,7 +722,7 @@ STOPPED = Seen(None)
         ((STANDS, STANDS), Verdict.HANG, Verdict.SLOW),
     ],
 )
-def test_nobody_is_ended_who_works_or_for_whom_nobody_waits(seen, posted, plain):  # issue 13, line 3
+def test_nobody_is_ended_who_works_or_for_whom_nobody_waits(seen, posted, plain):
     by_rank = dict(enumerate(seen))
     watched = {0: rank(0, 10.0), 1: rank(1, 12.0)}
     assert judge(watched, by_rank, 5.0, 20.0) is posted
@@ -806,7 +806,7 @@ def test_the_rank_that_the_others_wait_for_is_named():
     assert "They wait at different lines" in render(apart, 5.0, "logs")
 
 
-def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():  # issue 13, line 6
+def test_where_all_ranks_of_a_machine_wait_another_one_is_judged_first():
     ranks = {0: rank(0, 10.0), 1: rank(1, 12.0)}
     seen = {0: WAITS, 1: WAITS}
     assert judge(ranks, seen, 5.0, 20.0, has_others=True) is Verdict.SLOW

@@ -1,4 +1,4 @@
-"""How ranks start: forked from a process that has loaded torch (issue 9, line 21), they are what fresh ones are."""
+"""How ranks start: forked from a process that has loaded torch, they are what fresh ones are."""
 
 import json
 import os

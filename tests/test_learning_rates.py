@@ -9,21 +9,18 @@ import torch.distributed as dist
 
 from shardkit import Accelerator
 from shardkit.config.schema import Config
-from shardkit.distributed import background_agreement
 from shardkit.runtime import learning_rates
+from tests.agreement import compared_often
 from tests.ranks import log_lines
 
 
+@compared_often()
 def said_of_rates(strategy: int, how: str) -> list[str]:
     """What this rank logs of learning rates in half a second of steps."""
-    background_agreement.POLL_S, background_agreement.COMPARE_EVERY_S = 0.02, 0.05
     config = Config(use_cpu=True, num_processes=dist.get_world_size(), fsdp_config={"fsdp_sharding_strategy": strategy})
-    try:
-        with log_lines() as lines:
-            _train(Accelerator(config=config), how)
-        return [line for line in lines if "learning rates" in line]
-    finally:
-        background_agreement.POLL_S, background_agreement.COMPARE_EVERY_S = 1.0, 10.0
+    with log_lines() as lines:
+        _train(Accelerator(config=config), how)
+    return [line for line in lines if "learning rates" in line]
 
 
 def _train(accelerator: Accelerator, how: str) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from shardkit import Accelerator
 from shardkit.distributed import long_work
 from shardkit.distributed.long_work import LongWork
+from tests.ranks import log_lines
 
 CONFIG = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True}
 
@@ -39,26 +40,21 @@ def test_more_than_expected_is_never_more_than_all():
 
 
 def said_in_a_run(folder, kind):
-    heard = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logger = logging.getLogger("shardkit.runtime.saving")
-    logger.addHandler(handler)
     kept = long_work.SILENT_S, long_work.EVERY_S
     long_work.SILENT_S = long_work.EVERY_S = 0.0
     try:
-        accelerator = Accelerator(config={**CONFIG, "fsdp_config": {"fsdp_state_dict_type": kind}})
-        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        accelerator.backward(model(torch.ones(2, 64)).sum())
-        optimizer.step()
-        accelerator.save_state(folder / "state")
-        accelerator.load_state(folder / "state")
-        accelerator.save_model(model, folder / "model")
+        with log_lines("shardkit.runtime.saving", logging.INFO) as lines:
+            accelerator = Accelerator(config={**CONFIG, "fsdp_config": {"fsdp_state_dict_type": kind}})
+            model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            accelerator.backward(model(torch.ones(2, 64)).sum())
+            optimizer.step()
+            accelerator.save_state(folder / "state")
+            accelerator.load_state(folder / "state")
+            accelerator.save_model(model, folder / "model")
     finally:
         long_work.SILENT_S, long_work.EVERY_S = kept
-        logger.removeHandler(handler)
-    return heard
+    return lines
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])

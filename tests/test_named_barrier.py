@@ -1,4 +1,4 @@
-"""Issue 9, line 14: calls that only some ranks make. A waiting rank reports early for which ones, and the user's own
+"""Calls that only some ranks make. A waiting rank reports early for which ones, and the user's own
 error is kept."""
 
 import logging

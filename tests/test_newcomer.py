@@ -1,4 +1,4 @@
-"""Issue 11: what a newcomer met in the wizard and in the commands, by its rows (1: test_printed_commands)."""
+"""What a newcomer meets in the wizard and in the commands; what they print: `test_printed_commands.py`."""
 
 import os
 import re

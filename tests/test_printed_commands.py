@@ -1,4 +1,4 @@
-"""Issue 11, row 1: every command that shardkit prints works as it is printed.
+"""Every command that shardkit prints works as it is printed.
 
 Those of the wizard and of errors run here as typed; those in the texts of the code and in the docs are read by the
 program's own parser (README and docs also run: test_readme.py).

@@ -71,6 +71,11 @@ def test_a_save_says_once_that_learning_rates_differ(ranks, tmp_path, kind):
     assert "settings differ between ranks (optim.param_groups[0])" in told[0][0]
 
 
+def large():
+    """A model with tensors of more than 1 MiB a shard, which several ranks write, and of less."""
+    return nn.Sequential(nn.Linear(900, 1200), nn.Linear(1200, 3), nn.Linear(3, 1))
+
+
 def parted_replicas(folder, kind, changed, blocking):
     """Two replicas of two shards; ranks 2 and 3 change weights and a state of the optimizer. Returns the warnings."""
     with log_lines() as lines:
@@ -83,7 +88,7 @@ def parted_replicas(folder, kind, changed, blocking):
             }
         )
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(900, 1200), nn.Linear(1200, 3), nn.Linear(3, 1))
+        model = large()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         accelerator.backward(model(torch.ones(2, 900)).square().mean())
         optimizer.step()
@@ -94,7 +99,7 @@ def parted_replicas(folder, kind, changed, blocking):
             for name in changed if accelerator.process_index >= 2 else ():
                 parameters[name].to_local().add_(1.0)
                 optimizer.state[parameters[name]]["exp_avg"].to_local().add_(1.0)
-        for name in ("first", "second"):
+        for name in ("first", "second", "second"):
             accelerator.save_state(folder / name, blocking=blocking)
         accelerator.save_model(model, folder / "export")
         accelerator.load_state(folder / "second")
@@ -119,6 +124,18 @@ def test_weights_that_a_second_replica_changed_alone_are_saved_as_the_first_has_
     merge.merge(Checkpoint(saved, manifest.read(saved)), tmp_path / "merged")
     merged, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "export"))
     assert all(torch.equal(merged[name], exported[name]) for name in exported)
+    for world_size in (2, 3):
+        assert all(ranks.run(world_size, loads, saved, tmp_path / "export")), f"on {world_size} ranks"
+
+
+def loads(saved, export):
+    """Whether all weights that this rank loads are those of the export."""
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})
+    model = large()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.load_state(saved)
+    exported = load_file(export / "model.safetensors")
+    return all(torch.equal(held.full_tensor(), exported[name]) for name, held in model.named_parameters())
 
 
 def test_nothing_is_said_of_equal_replicas(ranks, tmp_path):

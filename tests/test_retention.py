@@ -1,4 +1,4 @@
-"""Issue 9, line 20: after a commit only what is needed is looked at, however many checkpoints are kept."""
+"""After a commit only what is needed is looked at, however many checkpoints are kept."""
 
 import os
 import shutil

@@ -18,31 +18,28 @@ from tests import loops
 from tests.loaders import Flow, Numbers
 from tests.loops.net import Net, adam, loss_of
 from tests.loops.run import WORDS
+from tests.ranks import log_lines
 
 
 def trained(strategy: int, how: str) -> list[str]:
     """The warnings of this rank, in a few steps with batches of this kind."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardkit").addHandler(handler)
-    accelerator = Accelerator(config=loops.config_of(strategy, loops.LOOPS["usual"]))
-    tokens = torch.randint(0, WORDS, (16, 6), generator=torch.Generator().manual_seed(0))
-    loader: Any = DataLoader(TensorDataset(tokens), batch_size=4)
-    model = Net()
-    if how == "a head of zeros":
-        torch.nn.init.zeros_(model.head.weight)
-        torch.nn.init.zeros_(model.head.bias)
-    model, optimizer, prepared = accelerator.prepare(model, adam(model.parameters()), loader)
-    batches = prepared if how == "prepared" else loader
-    for (batch,) in [*batches, *batches]:
-        mine = batch if how in ("prepared", "the old name") else batch.chunk(2)[accelerator.process_index]
-        accelerator.backward(loss_of(model, mine))
-        optimizer.step()
-        optimizer.zero_grad()
-    logging.getLogger("shardkit").removeHandler(handler)
-    accelerator.free_memory()
-    return told
+    with log_lines(level=logging.WARNING) as lines:
+        accelerator = Accelerator(config=loops.config_of(strategy, loops.LOOPS["usual"]))
+        tokens = torch.randint(0, WORDS, (16, 6), generator=torch.Generator().manual_seed(0))
+        loader: Any = DataLoader(TensorDataset(tokens), batch_size=4)
+        model = Net()
+        if how == "a head of zeros":
+            torch.nn.init.zeros_(model.head.weight)
+            torch.nn.init.zeros_(model.head.bias)
+        model, optimizer, prepared = accelerator.prepare(model, adam(model.parameters()), loader)
+        batches = prepared if how == "prepared" else loader
+        for (batch,) in [*batches, *batches]:
+            mine = batch if how in ("prepared", "the old name") else batch.chunk(2)[accelerator.process_index]
+            accelerator.backward(loss_of(model, mine))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+    return lines
 
 
 def of_all() -> dict[tuple[int, str], list[str]]:

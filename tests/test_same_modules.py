@@ -1,7 +1,6 @@
 """Ranks that use different modules of a model in a step: found, or right where that is asked for."""
 
 import logging
-import logging.handlers
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit import Accelerator
 from shardkit.config.schema import Config
-from shardkit.distributed import background_agreement
 from shardkit.errors import ModelError, ShardkitError
+from tests.agreement import compared_often
 from tests.loops.net import Part
+from tests.ranks import log_lines
 
 
 class Branches(nn.Module):
@@ -50,13 +50,13 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, number: int, goes
     return loss
 
 
+@compared_often()
 def different_branches(strategy: int, first: int) -> tuple[int, str]:
     """The step in which ranks that take different branches from step `first` on get an error, and the error."""
     accelerator = Accelerator(config=config(strategy))
     torch.manual_seed(0)
     model = Branches(inside=True)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    background_agreement.POLL_S, background_agreement.COMPARE_EVERY_S = 0.02, 0.05
     number = -1
     try:
         for number in range(500):
@@ -64,8 +64,6 @@ def different_branches(strategy: int, first: int) -> tuple[int, str]:
             step(accelerator, model, optimizer, number, goes_left)
     except ShardkitError as error:
         return number, str(error)
-    finally:
-        background_agreement.POLL_S, background_agreement.COMPARE_EVERY_S = 1.0, 10.0
     return -1, ""
 
 
@@ -78,13 +76,9 @@ def test_different_branches_of_equal_shape_are_refused_before_the_first_steps(ra
         assert "shardkit.ddp_find_unused_parameters: true" in text
 
 
+@compared_often()
 def later_branches() -> tuple[int, str]:
     """As above, in a loop over data, which is where boundaries are."""
-    background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
-        0.02,
-        0.005,
-        0.05,
-    )
     accelerator = Accelerator(config=config(1))
     model = Branches(inside=True)
     loader = torch.utils.data.DataLoader(torch.zeros(4000, 1), batch_size=1)
@@ -95,12 +89,6 @@ def later_branches() -> tuple[int, str]:
             step(accelerator, model, optimizer, number, dist.get_rank() == 0 if number >= 10 else True)
     except ModelError as error:
         return number, str(error)
-    finally:
-        background_agreement.POLL_S, background_agreement.POLL_SOON_S, background_agreement.COMPARE_EVERY_S = (
-            1.0,
-            0.05,
-            10.0,
-        )
     return -1, ""
 
 
@@ -173,18 +161,14 @@ def test_where_it_is_asked_for_ranks_may_use_different_parameters(ranks, strateg
 
 
 def first_step_without_gradients() -> list[str]:
-    heard = logging.handlers.BufferingHandler(100)
-    logging.getLogger("shardkit").addHandler(heard)
-    try:
+    with log_lines(level=logging.WARNING) as lines:
         accelerator = Accelerator(config=config(1))
         model = Branches(inside=True)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):
             torch.zeros(1, requires_grad=True).sum().backward()  # a loss that is not the model's
             optimizer.step()
-        return [record.getMessage() for record in heard.buffer if record.levelno == logging.WARNING]
-    finally:
-        logging.getLogger("shardkit").removeHandler(heard)
+    return lines
 
 
 def test_a_first_step_without_any_gradient_is_told_once(ranks):

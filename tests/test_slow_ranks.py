@@ -1,4 +1,4 @@
-"""Ranks that are slow and no hang, and hangs of scripts without an Accelerator (issue 13, line 3)."""
+"""Ranks that are slow and no hang, and hangs of scripts without an Accelerator."""
 
 import re
 import subprocess

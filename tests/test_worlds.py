@@ -1,4 +1,4 @@
-"""What schedulers, srun and mpirun say by environment (issue 13, line 8): no task trains alone without a word.
+"""What schedulers, srun and mpirun say by environment: no task trains alone without a word.
 
 The variables are those that MPICH's and Open MPI's launchers set when asked, and that the manuals of the others name.
 """

@@ -1,5 +1,6 @@
 """A real terminal for tests: a program in a pseudo-terminal, and the screen that a person would see."""
 
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -49,7 +50,7 @@ class Screen:
         while self._read():
             if time.monotonic() > end:
                 raise AssertionError(f"the program did not end; its screen:\n{self.text}")
-        self.child.close()
+        self._wait_and_close()
         return self.child.exitstatus if self.child.exitstatus is not None else 128 + (self.child.signalstatus or 0)
 
     def _read(self) -> bool:
@@ -70,4 +71,13 @@ class Screen:
             self.child.send(f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R")
 
     def close(self) -> None:
+        if self.child.isalive():
+            self.child.kill(signal.SIGKILL)
+        self._wait_and_close()
+
+    def _wait_and_close(self) -> None:
+        """pexpect waits 0.1 s for a process to end; a busy machine takes longer."""
+        end = time.monotonic() + TIMEOUT_S
+        while self.child.isalive() and time.monotonic() < end:
+            time.sleep(0.01)
         self.child.close(force=True)
