@@ -1,6 +1,6 @@
 """Answers -> Config, and back, so that an edited file starts with its answers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
@@ -18,16 +18,28 @@ from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU,
 _SETTINGS = {key.name for key in all_keys().values()}
 
 
+def walk(situation: Situation, given: Mapping[str, Any]) -> Iterator[tuple[Question, Situation]]:
+    """All questions in order, each with its situation: the settled answers of those before it. What is given to a
+    question when it has been yielded counts for those after it."""
+    for question in QUESTIONS:
+        yield question, situation
+        situation = _with_answer(situation, question, given)
+
+
 def settle(situation: Situation, given: Mapping[str, Any], until: str | None = None) -> Situation:
     """The situation with the answer of every question that applies: the given one if it is possible, else the default.
     Stops before the question `until`."""
     for question in QUESTIONS:
         if question.key == until:
             break
-        if question.applies(situation):
-            value = answer_of(question, situation, given)
-            situation = replace(situation, answers={**situation.answers, question.key: value})
+        situation = _with_answer(situation, question, given)
     return situation
+
+
+def _with_answer(situation: Situation, question: Question, given: Mapping[str, Any]) -> Situation:
+    if not question.applies(situation):
+        return situation
+    return replace(situation, answers={**situation.answers, question.key: answer_of(question, situation, given)})
 
 
 def answer_of(question: Question, situation: Situation, given: Mapping[str, Any]) -> Any:

@@ -1,13 +1,14 @@
 """The loop that asks: forward, back, and a single question from the review."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from shardkit.errors import ModelError
 from shardkit.model.describe import ModelDescription
 from shardkit.wizard import conditions
-from shardkit.wizard.answers import answer_of, settle, typed
+from shardkit.wizard.answers import answer_of, settle, typed, walk
 from shardkit.wizard.model import ModelReader
 from shardkit.wizard.prompter import Back, Prompt, Prompter
 from shardkit.wizard.question import Question, show
@@ -32,6 +33,10 @@ class Conversation:
     def situation(self, until: str | None = None) -> Situation:
         """The current situation with settled answers, up to the question `until` if given."""
         return settle(self.start, self.given, until)
+
+    def walk(self) -> Iterator[tuple[Question, Situation]]:
+        """All questions in order, each with its situation."""
+        return walk(self.start, self.given)
 
 
 def ask_all(session: Conversation, skip_given: bool = False) -> None:
@@ -97,9 +102,8 @@ def _read(session: Conversation, spec: str) -> ModelDescription:
 
 def _next(session: Conversation, after: Question | None) -> Question | None:
     """The next question to ask."""
-    rest = QUESTIONS if after is None else QUESTIONS[QUESTIONS.index(after) + 1 :]
-    for question in rest:
-        situation = session.situation(until=question.key)
+    first = 0 if after is None else QUESTIONS.index(after) + 1
+    for question, situation in islice(session.walk(), first, None):
         wanted = question.key != "model" or session.model_is_asked
         if wanted and question.applies(situation) and question.asked(situation):
             return question
@@ -108,11 +112,10 @@ def _next(session: Conversation, after: Question | None) -> Question | None:
 
 def _asked(session: Conversation) -> dict[str, Any]:
     """The answers of the questions asked before the review."""
-    settled = session.situation().answers
     return {
-        question.key: settled[question.key]
-        for question in QUESTIONS
-        if question.key in settled and question.asked(session.situation(until=question.key))
+        question.key: answer_of(question, situation, session.given)
+        for question, situation in session.walk()
+        if question.applies(situation) and question.asked(situation)
     }
 
 
@@ -120,38 +123,36 @@ def _at_default(session: Conversation) -> set[str]:
     """The questions whose given answer is the default."""
     return {
         question.key
-        for question in QUESTIONS
-        if question.key in session.given
-        and session.given[question.key] == question.default(session.situation(until=question.key)).value
+        for question, situation in session.walk()
+        if question.key in session.given and session.given[question.key] == question.default(situation).value
     }
 
 
 def _follow(session: Conversation, usual: set[str]) -> None:
     """Sets these questions to their current default."""
-    for question in QUESTIONS:
-        situation = session.situation(until=question.key)
+    for question, situation in session.walk():
         if question.key in usual and question.applies(situation):
             session.given[question.key] = question.default(situation).value
 
 
 def _say_what_followed(session: Conversation, former: Mapping[str, Any], usual: set[str]) -> None:
-    settled = session.situation().answers
-    for question in QUESTIONS:
-        key = question.key
-        if key in usual and key in former and key in settled and former[key] != settled[key]:
-            situation = session.situation(until=key)
+    for question, situation in session.walk():
+        if question.key not in usual or question.key not in former or not question.applies(situation):
+            continue
+        value = answer_of(question, situation, session.given)
+        if value != former[question.key]:
             reason = question.default(situation).reason
-            session.prompter.say(f"  {question.name} is now {shown(question, situation, settled[key])}: {reason}")
+            session.prompter.say(f"  {question.name} is now {shown(question, situation, value)}: {reason}")
 
 
 def _changed(session: Conversation, known: Mapping[str, Any]) -> Question | None:
     """The first question that was not asked before, or whose given answer is no longer possible."""
-    settled = session.situation().answers
-    for question in QUESTIONS:
-        if question.key in settled and question.asked(session.situation(until=question.key)):
-            lost = question.key in session.given and session.given[question.key] != settled[question.key]
-            if question.key != "model" and (question.key not in known or lost):
-                return question
+    for question, situation in session.walk():
+        if question.key == "model" or not (question.applies(situation) and question.asked(situation)):
+            continue
+        lost = session.given.get(question.key, ...) not in (..., answer_of(question, situation, session.given))
+        if question.key not in known or lost:
+            return question
     return None
 
 

@@ -12,11 +12,11 @@ from shardkit.config.schema import Config
 from shardkit.errors import ConfigError
 from shardkit.model import comment
 from shardkit.wizard import numbers
-from shardkit.wizard.answers import to_config
+from shardkit.wizard.answers import answer_of, to_config
 from shardkit.wizard.loop import Conversation, ask_one, shown
 from shardkit.wizard.prompter import Back, Option, Prompt
 from shardkit.wizard.question import Question
-from shardkit.wizard.questions import QUESTIONS
+from shardkit.wizard.situation import Situation
 
 Choice = Literal["save", "change", "advanced", "elsewhere", "quit"]
 
@@ -124,7 +124,7 @@ def _yaml_name(finding: checks.Finding) -> str:
 def _choose(session: Conversation, config: Config, target: Target) -> Choice:
     wrong = "the settings contradict each other, see above" if checks.problems(config) else ""
     save = "Print it (dry run)" if target.dry_run else f"Save to {target.shown}"
-    advanced = [question.name for question in _listed(session, advanced=True)]
+    advanced = [question.name for question, _ in _listed(session, advanced=True)]
     options = (
         Option("save", save, disabled=wrong),
         Option("change", "Change an answer..."),
@@ -148,13 +148,12 @@ def _some(names: list[str]) -> str:
     return ", ".join([*first, "..."] if len(names) > len(first) else first)
 
 
-def _listed(session: Conversation, advanced: bool) -> list[Question]:
-    """The questions of a menu: those asked before the review, or the others that apply."""
-    settled = session.situation()
+def _listed(session: Conversation, advanced: bool) -> list[tuple[Question, Situation]]:
+    """The questions of a menu, each with its situation: those asked before the review, or the others that apply."""
     return [
-        question
-        for question in QUESTIONS
-        if question.key in settled.answers and question.asked(session.situation(until=question.key)) is not advanced
+        (question, situation)
+        for question, situation in session.walk()
+        if question.applies(situation) and question.asked(situation) is not advanced
     ]
 
 
@@ -163,11 +162,10 @@ def _menu(session: Conversation, title: str, advanced: bool) -> None:
     chosen = None
     every = object()
     while True:
-        answers = session.situation().answers
-        options = [
-            Option(question.key, question.name, shown(question, session.situation(question.key), answers[question.key]))
-            for question in _listed(session, advanced)
-        ]
+        options = []
+        for question, situation in _listed(session, advanced):
+            answer = answer_of(question, situation, session.given)
+            options.append(Option(question.key, question.name, shown(question, situation, answer)))
         options += [Option(every, "all of these", "one after the other")] if advanced else []
         options.append(Option("", "done", "back to the review"))
         present = chosen if any(option.value == chosen for option in options) else options[0].value
