@@ -419,7 +419,8 @@ def test_lines_are_whole_and_bars_are_known():
     assert lines.feed(b"ab") == []
     assert lines.feed(b"c\nde\n\nf") == [("abc", False), ("de", False), ("", False)]
     assert lines.close() == [("f", False)]
-    assert lines.feed(b"10%\r20%\r") == []
+    assert lines.feed(b"10%\r") == [] and lines.unfinished() == ("10%", True)  # no prompt, however long it stays
+    assert lines.feed(b"20%\r") == []
     assert lines.unfinished() == ("20%", True)
     assert lines.feed(b"100%\nnext\r\n") == [("100%", True), ("next", False)]
     assert lines.feed(b"\xff\xfe\n") == [("\\xff\\xfe", False)]

@@ -53,8 +53,9 @@ class Lines:
         return text
 
     def unfinished(self) -> tuple[str, bool] | None:
-        """The incomplete line, which is kept; None if there is none."""
-        return _line(self._rest) if self._rest.strip() else None
+        """The incomplete line, which is kept; None if there is none. A carriage return at its end makes it a progress
+        bar: that of a complete line has its newline at once."""
+        return (_line(self._rest)[0], b"\r" in self._rest) if self._rest.strip() else None
 
     def close(self) -> list[tuple[str, bool]]:
         """The last line, if the output ended without a newline."""
