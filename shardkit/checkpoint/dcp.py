@@ -129,7 +129,7 @@ def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, places: dict[
         raise CheckpointCorrupted(f"{folder}: {name}: its pieces do not cover the tensor; the checkpoint is damaged.")
 
     def assemble() -> torch.Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        whole = torch.empty(shape, dtype=dtype, device="cpu")
         for box in boxes:
             piece = _load(folder, places.get((name, box.offsets)), name)
             if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != box.sizes or piece.dtype != dtype:

@@ -71,7 +71,7 @@ class Saved:
         entry = self.entry(section, name)
         dtype = tensors.TORCH_DTYPES[entry.dtype]
         if device is not None and device.type == "xla":
-            host = torch.empty(entry.shape, dtype=dtype)
+            host = torch.empty(entry.shape, dtype=dtype, device="cpu")
             self.fill(section, name, host)
             return xla.like(host, like)
         if isinstance(like, DTensor) and tuple(like.shape) == entry.shape and self._own_stored(section, name) is None:
@@ -84,7 +84,7 @@ class Saved:
     def fill(self, section: str, name: str, tensor: torch.Tensor) -> None:
         """Read this rank's part of the tensor into it, in place. Shape and dtype must be those that were saved."""
         if xla.is_xla(tensor):
-            host = torch.empty(tensor.shape, dtype=tensor.dtype)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self.fill(section, name, host)
             xla.replace_(tensor, host)
             return
@@ -152,7 +152,7 @@ class Saved:
         size = layout.bytes_of(dtype, shape)
         if pins not in self._memory:  # pinning initializes the device, which a tool on the CPU must leave alone
             is_pinned = pins and accelerators.can_pin()
-            self._memory[pins] = torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+            self._memory[pins] = torch.empty(disk.BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         return self._memory[pins][:size].view(tensors.TORCH_DTYPES[dtype]).view(shape)
 
 

@@ -100,7 +100,7 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def empty(dtype: str, sizes: Iterable[int]) -> torch.Tensor:
     """An uninitialized tensor in host memory."""
-    return torch.empty(tuple(sizes), dtype=TORCH_DTYPES[dtype])
+    return torch.empty(tuple(sizes), dtype=TORCH_DTYPES[dtype], device="cpu")
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -52,7 +52,7 @@ def indexed(sampler: Any, seed: int, epoch: int, order: str) -> Indexed | None:
         return Indexed(len(chosen), lambda at: [sampler.indices[number] for number in chosen[at].tolist()])
     if kind is WeightedRandomSampler:
         wanted = sampler.num_samples, sampler.replacement
-        return _stored(torch.multinomial(sampler.weights, *wanted, generator=_seeded(own_seed)))
+        return _stored(torch.multinomial(sampler.weights.cpu(), *wanted, generator=_seeded(own_seed)))
     return None
 
 
@@ -71,7 +71,7 @@ def _stored(items: torch.Tensor) -> Indexed:
 
 
 def _whole_permutation(length: int, seed: int) -> torch.Tensor:
-    return torch.randperm(length, generator=_seeded(seed))
+    return torch.randperm(length, generator=_seeded(seed), device="cpu")
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -52,7 +52,8 @@ def shares_of_indexed(order: Indexed, start: int, layout: BatchLayout) -> Iterat
     at_once = FIRST_AT_ONCE
     while block := list(islice(positions, max(1, at_once * layout.world_size // layout.global_batch))):
         at_once = min(2 * at_once, MOST_AT_ONCE)
-        found = iter(order.items(torch.tensor(list(chain.from_iterable(share.items for share in block)))))
+        wanted = torch.tensor(list(chain.from_iterable(share.items for share in block)), device="cpu")
+        found = iter(order.items(wanted))
         for share in block:
             items = list(islice(found, len(share.items)))
             yield Share(items, share.samples, share.is_padded, share.is_last)

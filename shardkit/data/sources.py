@@ -254,9 +254,9 @@ def _draw(users: Any, seed: int, start: Position, layout: BatchLayout) -> Drawn:
 
 def _first_of(order: sampler.Indexed | Drawn) -> list[str]:
     """Digests of the first items, of a drawn order as far as it has been read."""
-    return fields_of(
-        order.first if isinstance(order, Drawn) else order.items(torch.arange(min(COMPARED, order.length)))
-    )
+    if isinstance(order, Drawn):
+        return fields_of(order.first)
+    return fields_of(order.items(torch.arange(min(COMPARED, order.length), device="cpu")))
 
 
 def _seed_of_rank(seed: int, epoch: int, rank: int) -> int:

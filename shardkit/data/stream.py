@@ -92,7 +92,7 @@ class Stream(IterableDataset):
         """The dataset's own state after the newest chunk; only without workers."""
         self._beginning: Any = None
         self._was_left = False
-        self._start = torch.zeros(5, dtype=torch.int64)
+        self._start = torch.zeros(5, dtype=torch.int64, device="cpu")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
@@ -107,7 +107,7 @@ class Stream(IterableDataset):
         """Sets where the next iteration starts. `seed`: for the dataset's random draws in this epoch; `seed_of_rank`:
         for those of collating in workers; both below 2**63. `is_moved`: the position does not follow the last
         iteration, so the dataset is reset to its beginning."""
-        self._start.copy_(torch.tensor([seed, seed_of_rank, epoch, samples, is_moved]))
+        self._start.copy_(torch.tensor([seed, seed_of_rank, epoch, samples, is_moved], device="cpu"))
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:

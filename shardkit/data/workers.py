@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
@@ -40,11 +41,11 @@ class StartWorker:
 def batches_of(loader: DataLoader) -> Iterator[Any]:
     """The loader's batches, from workers that ignore stop signals."""
     if not loader.num_workers:
-        return iter(loader)
+        return _begun(loader)
     # Workers inherit the mask, so that no signal kills one before StartWorker has run.
     found = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        iterator: Any = iter(loader)
+        iterator: Any = _begun(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, found)
     for worker in iterator._workers:
@@ -52,6 +53,13 @@ def batches_of(loader: DataLoader) -> Iterator[Any]:
         worker._popen.terminate = worker._popen.kill
     _ITERATORS.add(iterator)
     return iterator
+
+
+def _begun(loader: DataLoader) -> Any:
+    """The loader's iterator. It draws from the loader's generator, which is one for host memory: torch would draw on the
+    script's default device (`torch.set_default_device`). Workers make their tensors in host memory."""
+    with torch.device("cpu"):
+        return iter(loader)
 
 
 class Indices(list):

@@ -83,7 +83,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "max", "min", "none"] = 
 
 def mean_number(value: float) -> float:
     """The mean over all ranks of a number, on every rank. Collective."""
-    return float(reduce(torch.tensor(value, dtype=torch.float64), "mean"))
+    return float(reduce(torch.tensor(value, dtype=torch.float64, device="cpu"), "mean"))
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:

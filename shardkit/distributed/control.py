@@ -110,7 +110,7 @@ class ControlGroup:
         above."""
         if self.group is None:
             return lambda: numbers
-        sums, options = torch.tensor(numbers, dtype=torch.int64), AllreduceOptions()
+        sums, options = torch.tensor(numbers, dtype=torch.int64, device="cpu"), AllreduceOptions()
         options.timeout = self._timeout
         work = self.group.allreduce([sums], options)
 
@@ -164,7 +164,7 @@ class ControlGroup:
             if length <= _ROOM or rank == 0:
                 texts.append(data if rank == 0 else packet[_HEAD.size : _HEAD.size + length])
             else:
-                long = torch.empty(length, dtype=torch.uint8)
+                long = torch.empty(length, dtype=torch.uint8, device="cpu")
                 self._wait(self.group.recv([long], rank, 0))
                 texts.append(_bytes_of(long))
         return texts
@@ -184,7 +184,7 @@ class ControlGroup:
         (length,) = _HEAD.unpack_from(head)
         if length <= _ROOM:
             return head[_HEAD.size : _HEAD.size + length]
-        whole = _tensor_of(data) if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
+        whole = _tensor_of(data) if self.rank == 0 else torch.empty(length, dtype=torch.uint8, device="cpu")
         self._broadcast_tensor(whole)
         return _bytes_of(whole)
 

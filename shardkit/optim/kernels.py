@@ -78,4 +78,4 @@ def _move_step_counts(optimizer: torch.optim.Optimizer, parameters: Sequence[tor
         step = optimizer.state.get(parameter, {}).get("step")
         if step is not None:
             device = local_part(parameter).device
-            optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).to(device)
+            optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)

@@ -167,5 +167,5 @@ def _take_locks() -> None:
     """What hangs in a process that was forked at a bad moment, if anything does: random numbers, a product, a
     backward."""
     torch.get_rng_state()
-    weight = torch.ones(64, 64, requires_grad=True)
+    weight = torch.ones(64, 64, requires_grad=True, device="cpu")
     (weight @ weight).sum().backward()

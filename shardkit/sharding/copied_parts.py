@@ -37,7 +37,7 @@ class _Rows:
         values, target = local_part(part), local_part(self.of)
         values = values.unsqueeze(self.dim) if self.drops else values
         mine = local_slices(self.of)[self.dim]
-        rows = torch.arange(self.rows.start, self.rows.stop, self.rows.step)
+        rows = torch.arange(self.rows.start, self.rows.stop, self.rows.step, device="cpu")
         (here,) = torch.where((rows >= mine.start) & (rows < mine.stop))
         chosen = values.index_select(self.dim, here.to(values.device))
         target.index_copy_(self.dim, (rows[here] - mine.start).to(target.device), chosen)

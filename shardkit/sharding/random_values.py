@@ -31,7 +31,7 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     like = args[0]
     if like.device.type != "cpu":
         return as_torch_does(operator, args, kwargs)
-    whole = operator(torch.empty(like.shape, dtype=like.dtype), *args[1:], **kwargs)
+    whole = operator(torch.empty(like.shape, dtype=like.dtype, device="cpu"), *args[1:], **kwargs)
     part = whole[local_slices(like)]
     if operator in _LIKE:
         return sharded_like(part.contiguous(), like)
