@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit import Accelerator
 from shardkit.config import hardware
 from shardkit.config.schema import Config
+from shardkit.data.loader import prepare_loader
 from shardkit.distributed import accelerators, process, random_state
 from shardkit.env import Ranks
 from shardkit.errors import MachineError
@@ -98,6 +100,27 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
     problem, _ = process._device(Config(), Ranks(0, 0, 2, 2))
     assert problem is not None and problem.startswith(said)
     assert process._device(Config(use_cpu=True), Ranks(0, 0, 2, 2)) == (None, torch.device("cpu"))
+
+
+def test_gpus_that_are_hidden_by_a_wrong_name_are_no_reason_to_train_on_the_cpu(monkeypatch):
+    """`gpu_ids: 6,7` on a machine with four: torch sees none. An empty list means the CPU."""
+    four = [hardware.Device("NVIDIA H100", 1, "cuda")] * 4
+    monkeypatch.setattr(accelerators, "kind", lambda: None)
+    monkeypatch.setattr(hardware, "_nvidia", lambda: four)
+    monkeypatch.setenv("SHARDKIT_NUM_PROCESSES", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    problem, _ = process._device(Config(), Ranks(0, 0, 2, 2))
+    assert problem and "CUDA_VISIBLE_DEVICES names none of its GPUs (got 6,7; it has 4 GPUs, numbered" in problem
+    for nothing in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert process._device(Config(), Ranks(0, 0, 2, 2)) == (None, torch.device("cpu"))
+
+
+def test_a_loader_of_a_run_on_the_cpu_pins_nothing(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    users = DataLoader(TensorDataset(torch.arange(4.0)), 2, pin_memory=True)
+    for device, pins in ((torch.device("cpu"), False), (torch.device("cuda", 0), True), (None, True)):
+        assert prepare_loader(users, 0, 1, device)._source.loader.pin_memory is pins
 
 
 def with_one_device_each(devices: list[str]) -> str:

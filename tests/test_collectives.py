@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.distributed import collectives
+from shardkit.distributed import collectives, control
 from shardkit.errors import UsageError
 
 Pair = namedtuple("Pair", "left right")
@@ -25,6 +25,25 @@ def test_gather_keeps_the_structure_and_the_order_of_ranks(ranks):
         assert found["pair"].left.tolist() == [0, 1]
         assert found["pair"].right[0].tolist() == [[0, 1], [1, 1]]
         assert found["ordered"]["a"].tolist() == [1, 1, 1, 1]
+
+
+def gathered_with_no_backend_for_host_memory():
+    """As in a script that has started its group with NCCL alone. What ranks compare is in host memory all the same."""
+    found, used = dist.get_backend_config, []
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda value, *others, group=None: (used.append(group), all_reduce(value, *others, group=group))[
+        1
+    ]
+    try:
+        gathered = collectives.gather(torch.tensor([dist.get_rank()]))
+        return gathered.tolist(), [group is not dist.group.WORLD for group in used if group is control.on_cpu()]
+    finally:
+        dist.get_backend_config, dist.all_reduce = found, all_reduce
+
+
+def test_ranks_compare_what_they_gather_without_waiting_for_their_devices(ranks):
+    assert ranks.run(2, gathered_with_no_backend_for_host_memory) == [([0, 1], [True])] * 2
 
 
 def every_dtype():

@@ -32,7 +32,7 @@ from shardkit.launch.restarts import Restarts
 from shardkit.launch.spec import launch_spec
 
 NO_GPU = Machine((), 2)
-EIGHT = Machine(("H200",) * 8, 16)
+EIGHT = Machine(("H200",) * 8, 16, installed=8)
 
 
 def config(**settings) -> Config:
@@ -285,6 +285,11 @@ def test_the_script_that_was_meant_is_named(tmp_path, monkeypatch):
         ({"num_processes": 8}, NO_GPU, "num_processes is 8 but this machine has no GPU; pass --cpu"),
         ({"num_processes": 16}, EIGHT, "this machine has 8 GPUs; set it to 8, or pass --cpu"),
         ({"num_processes": 32, "num_machines": 2, "main_process_ip": "a"}, EIGHT, "16 of them on each machine, but"),
+        (
+            {"num_processes": 2, "gpu_ids": "7, 8"},
+            EIGHT,
+            "gpu_ids: there is no GPU 8 (got 7, 8; this machine has 8 GPUs",
+        ),
         ({"num_processes": 2, "num_machines": 2}, EIGHT, "need the address of machine 0; give --main HOST:PORT"),
         ({"use_cpu": True, "shardkit": {"launch": {"show": "0,1"}}}, NO_GPU, "there is no rank 1 (got"),
         ({"distributed_type": "XLA"}, NO_GPU, "needs the package torch_xla"),
@@ -304,6 +309,9 @@ def test_what_the_machine_cannot_run_is_said_before_the_start(settings, machine,
 def test_enough_devices_and_too_few_cores():
     assert not preflight.run_problems(config(num_processes=8), EIGHT, {})
     assert not preflight.run_problems(config(num_processes=4, use_cpu=True), NO_GPU, {})
+    assert not preflight.run_problems(
+        config(num_processes=2, gpu_ids="6,7"), Machine(("H200",) * 2, 4, installed=8), {}
+    )
     assert "4 ranks share 2 CPU cores" in str(preflight.core_warning(config(num_processes=4, use_cpu=True), NO_GPU))
     assert preflight.core_warning(config(num_processes=2, use_cpu=True), NO_GPU) is None
     hidden = texts(preflight.device_problems(config(num_processes=2), NO_GPU, {"CUDA_VISIBLE_DEVICES": ""}))
@@ -874,6 +882,20 @@ def test_a_script_runs_as_python_would_run_it(tmp_path):
         bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr + (tmp_path / "rank0.log").read_text()
+
+
+def test_what_a_script_has_begun_on_its_device_is_awaited_and_may_fail(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "from shardkit.distributed import accelerators\n"
+        "def fail(): raise torch.AcceleratorError('CUDA error: device-side assert triggered')\n"
+        "torch.accelerator.synchronize, accelerators.is_used = fail, lambda: True\n"
+    )
+    variables = {**os.environ, "SHARDKIT_PROGRESS_DIR": str(tmp_path), "SHARDKIT_LOG_DIR": str(tmp_path)}
+    bootstrap = [sys.executable, "-m", "shardkit.launch.bootstrap", "script.py"]
+    done = subprocess.run(bootstrap, cwd=tmp_path, env=variables, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "device-side assert" in json.loads((tmp_path / "rank-0.error").read_text())["message"]
 
 
 def test_signals_have_their_exit_codes():

@@ -267,7 +267,7 @@ def checked(
     variables = env.copy()
     found = hardware.detect()
     memory = None if switches.force else found.memory_bytes
-    machine = Machine(tuple(device.name for device in found.devices), found.cores, memory)
+    machine = Machine(tuple(device.name for device in found.devices), found.cores, memory, found.installed)
     found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
     if preflight.is_on_pod(loaded.config):
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))

@@ -49,6 +49,8 @@ class Hardware:
     cores: int
     memory_bytes: int
     scheduler: Scheduler | None = None
+    installed: int = 0
+    """Devices of the machine, with those that CUDA_VISIBLE_DEVICES hides; those that it shows may be parts of them."""
 
     @property
     def in_words(self) -> str:
@@ -59,12 +61,8 @@ class Hardware:
 
 def detect() -> Hardware:
     """The hardware that this process may use."""
-    return Hardware(_devices(), _cores(), _memory_bytes(), scheduler())
-
-
-def _devices() -> tuple[Device, ...]:
     found = _nvidia() or _nvidia_without_tool() or _rocm()
-    return tuple(device for device in _visible(found))
+    return Hardware(tuple(_visible(found)), _cores(), _memory_bytes(), scheduler(), len(found))
 
 
 def _run(command: list[str]) -> str:

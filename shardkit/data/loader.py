@@ -54,6 +54,8 @@ def prepare_loader(
             "torch.utils.data.DataLoader."
         )
     source = source_of(loader, layout_of(loader, rank, world_size, split_batches, even_batches), split_batches)
+    if device is not None and device.type == "cpu":
+        source.loader.pin_memory = False  # pinning would initialize an accelerator that the run does not use
     agreed = agreed_seed(source, own_seed(loader, seed, number), rank, world_size)
     return PreparedLoader(source, loader, rank, device, agreed)
 

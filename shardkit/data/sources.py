@@ -51,6 +51,8 @@ class Piece:
 class Source(Protocol):
     """A source of batches: a map-style dataset or a stream."""
 
+    loader: DataLoader
+    """The user's, rebuilt to read this rank's part."""
     dataset: Any
     split: tuple[int, int] | None
     """(rank, world size) of a stream that is already split by rank; else None."""

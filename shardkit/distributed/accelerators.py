@@ -54,6 +54,13 @@ def is_used() -> bool:
     return bool(begun is not None and begun())
 
 
+def finish() -> None:
+    """Waits for what this process has begun on its accelerator, and raises what failed there; does nothing where it has
+    used none."""
+    if is_used() and not xla.is_started():
+        torch.accelerator.synchronize()
+
+
 def is_lost_after_fork() -> bool:
     """For a forked process: whether it cannot use the accelerator, since the process it was forked from has initialized
     it, or has only asked the driver (torch.cuda.is_available)."""

@@ -234,8 +234,8 @@ def _same_everywhere(data: Any, what: str) -> None:
     except UsageError as error:
         problem, description = f"{what}: {error}", ""
     digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big") if problem is None else -1
-    value = torch.tensor([digest, -digest], device=_device())
-    dist.all_reduce(value, dist.ReduceOp.MIN)
+    value = torch.tensor([digest, -digest], device="cpu")  # reading one on a device would wait for the device
+    dist.all_reduce(value, dist.ReduceOp.MIN, group=control.on_cpu())
     if digest >= 0 and int(value[0]) == -int(value[1]) == digest:
         return
     everyone = control.start()

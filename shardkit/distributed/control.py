@@ -219,7 +219,7 @@ def start(timeout_s: float = 1800.0) -> ControlGroup:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
         return ControlGroup(timeout_s=timeout_s)
-    return ControlGroup(dist.get_rank(), dist.get_world_size(), _on_cpu(), timeout_s)
+    return ControlGroup(dist.get_rank(), dist.get_world_size(), on_cpu(), timeout_s)
 
 
 def start_background(timeout_s: float) -> ControlGroup:
@@ -240,7 +240,9 @@ _made: list[tuple[Any, Any]] = []
 """The default group without a CPU backend, and the gloo group created for it."""
 
 
-def _on_cpu() -> Any:
+def on_cpu() -> Any:
+    """The default group if it communicates from host memory, too; else a gloo group over the same ranks. Collective on
+    first use."""
     world = dist.group.WORLD
     if "cpu" in str(dist.get_backend_config(world)):
         return world

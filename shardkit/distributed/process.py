@@ -204,13 +204,19 @@ def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]
 def _unusable_gpus() -> str | None:
     """The problem of a launched rank on a machine with GPUs that torch cannot use; only a warning where the script was
     started without the launcher, which has counted them."""
-    found = hardware.detect()
-    if not found.devices:
+    found, visible = hardware.detect(), env.get("CUDA_VISIBLE_DEVICES")
+    if found.devices:
+        text = (
+            f"this machine: torch cannot use its GPUs (got {found.in_words}, torch {torch.__version__}); install a "
+            "build of torch for them, update their driver, or set use_cpu: true."
+        )
+    elif found.installed and visible and visible != "-1":
+        text = (
+            f"this machine: CUDA_VISIBLE_DEVICES names none of its GPUs (got {visible}; it has "
+            f"{counted(found.installed, 'GPU')}, numbered from 0); name those that are there, or set use_cpu: true."
+        )
+    else:
         return None
-    text = (
-        f"this machine: torch cannot use its GPUs (got {found.in_words}, torch {torch.__version__}); install a build "
-        "of torch for them, update their driver, or set use_cpu: true."
-    )
     if env.get(names.NUM_PROCESSES):
         return text
     log.warning("%s", text)

@@ -54,6 +54,7 @@ def main(arguments: list[str]) -> int:
             check_world()
             with around_script(log_dir):
                 run(arguments)
+            finish_on_device()
         except BaseException as error:
             return report(folder, rank, error, log_file)
     return 0
@@ -131,6 +132,13 @@ def run(arguments: list[str]) -> None:
         sys.argv = arguments
         put_first_in_path(Path(arguments[0]).resolve().parent)
         run_script(str(Path(arguments[0]).absolute()), main_module.__dict__)
+
+
+def finish_on_device() -> None:
+    """Waits for what the script has begun on its accelerator. Without that a rank which ends early would take its part
+    of a collective with it, for which the others wait there; and an error there would be lost."""
+    if "torch" in sys.modules:
+        import_module("shardkit.distributed.accelerators").finish()
 
 
 def put_first_in_path(folder: Path) -> None:

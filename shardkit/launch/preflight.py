@@ -47,6 +47,8 @@ class Machine:
     devices: tuple[str, ...]
     cores: int
     memory_bytes: int | None = None
+    installed: int = 0
+    """GPUs of the machine, with those that variables hide."""
 
 
 def raise_all(problems: list[Problem]) -> None:
@@ -116,8 +118,10 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
     if device == "xla":
         text = xla.installed_problem()
         return [Problem(f"launch: {text}", EXIT_MACHINE)] if text else []
-    if device == "cpu" or wanted <= len(machine.devices):
+    if device == "cpu":
         return []
+    if wanted <= len(machine.devices):
+        return _of_gpu_ids(config, machine)
     have = counted(len(machine.devices), "GPU") if machine.devices else "no GPU"
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     check = f' or check CUDA_VISIBLE_DEVICES (now "{visible}")' if visible is not None else ""
@@ -126,6 +130,19 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
     text = (
         f"launch: num_processes is {config.num_processes}{scope} but this machine has {have}; "
         f"{fewer}pass --cpu to run on the CPU{check}."
+    )
+    return [Problem(text, EXIT_MACHINE)]
+
+
+def _of_gpu_ids(config: Config, machine: Machine) -> list[Problem]:
+    """Whether the chosen GPUs exist. Their numbers are those of the machine, whatever CUDA_VISIBLE_DEVICES is."""
+    numbers = [int(number) for number in (config.gpu_ids or "").split(",") if number.strip().isdigit()]
+    beyond = [number for number in numbers if number >= machine.installed]
+    if not beyond or not machine.installed:
+        return []
+    text = (
+        f"launch: gpu_ids: there is no GPU {beyond[0]} (got {config.gpu_ids}; this machine has "
+        f"{counted(machine.installed, 'GPU')}, numbered from 0); name those that are there."
     )
     return [Problem(text, EXIT_MACHINE)]
 
