@@ -1,6 +1,7 @@
 """Any accelerator that torch knows is used through its generic interface; CUDA is named where only CUDA has a thing."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from shardkit.data.loader import prepare_loader
 from shardkit.distributed import accelerators, process, random_state
 from shardkit.env import Ranks
 from shardkit.errors import MachineError
+from shardkit.sharding import float8
 from tests import models
 from tests.printed import ROOT
 
@@ -39,6 +41,8 @@ def test_torch_cuda_is_named_where_the_list_says_and_nowhere_else():
 class FakeModule:
     """What an extension registers for its device."""
 
+    empty_cache: Callable[[], None]
+
     def __init__(self) -> None:
         self.state = torch.arange(16, dtype=torch.uint8)
 
@@ -56,6 +60,7 @@ class FakeModule:
 def fake(monkeypatch) -> SimpleNamespace:
     """A machine with four devices of a kind that is not CUDA, on which every call to torch.cuda raises."""
     taken, module = [], FakeModule()
+    module.empty_cache = lambda: taken.append("emptied")
     machine = SimpleNamespace(kind="xpu", count=4, taken=taken, module=module)
     generic = {
         "is_available": lambda: True,
@@ -63,7 +68,6 @@ def fake(monkeypatch) -> SimpleNamespace:
         "device_count": lambda: machine.count,
         "set_device_index": taken.append,
         "max_memory_allocated": lambda device: 1000 + device.index,
-        "empty_cache": lambda: taken.append("emptied"),
     }
     for name, function in generic.items():
         monkeypatch.setattr(torch.accelerator, name, function)
@@ -157,6 +161,35 @@ def test_mps_is_for_one_process(fake):
     problem, _ = process._device(Config(), Ranks(1, 1, 8, 8))
     assert problem and "no mps device for local rank 1 (got 1 available)" in problem
     assert not accelerators.can_pin()
+
+
+def test_one_process_on_mps_trains_the_whole_model_whatever_the_strategy(fake):
+    """torch has no FSDP there, and the memory of MPS has no peak before torch 2.14."""
+    fake.kind, fake.module.driver_allocated_memory = "mps", lambda: 5000
+    assert process.check_world(Config(distributed_type="FSDP"), {}).mode == "single"
+    assert process.check_world(Config(distributed_type="FSDP", use_cpu=True), {}).mode == "fsdp"
+    assert accelerators.peak_bytes(torch.device("mps", 0)) == 5000
+    fake.kind = "xpu"
+    assert process.check_world(Config(distributed_type="FSDP"), {}).mode == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "can"),
+    [
+        ("gfx90a:sramecc+:xnack-", set()),
+        ("gfx942:sramecc+:xnack-", {"fp8"}),
+        ("gfx950", {"fp8", "mxfp8"}),
+        ("gfx1100", set()),
+    ],
+)
+def test_amd_gpus_compute_in_8_bits_by_their_architecture(fake, monkeypatch, architecture, can):
+    """The compute capability that torch tells of them is its number: 9.0, 9.4, 9.5, 11.0."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(float8, "missing", lambda kind: None)
+    fake.module.get_device_properties = lambda device: SimpleNamespace(gcnArchName=architecture)
+    problems = {kind: float8.problem(kind, torch.device("cuda", 0)) for kind in ("fp8", "mxfp8")}
+    assert {kind for kind, text in problems.items() if text is None} == can
+    assert all(f"{architecture.partition(':')[0]}); write bf16." in text for text in problems.values() if text)
 
 
 def test_its_generator_is_saved_and_restored(fake):

@@ -99,17 +99,25 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return None if tell is None else tell(device)
 
 
+def architecture(device: torch.device) -> str:
+    """The architecture of an AMD GPU: `gfx942`."""
+    return str(_module(device).get_device_properties(device).gcnArchName).partition(":")[0]
+
+
 def peak_bytes(device: torch.device) -> int:
     """Peak memory of tensors on the device so far."""
     if device.type == "xla":
         return 0
+    if device.type == "mps":  # its allocator records no peak; this is what it has taken from the system
+        return int(_module(device).driver_allocated_memory())
     return torch.accelerator.max_memory_allocated(device)
 
 
 def empty_cache() -> None:
     """Releases cached memory to the device; does nothing without one."""
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    found = torch.accelerator.current_accelerator()
+    if found is not None and torch.accelerator.is_available():
+        _module(found).empty_cache()  # torch.accelerator's raises on MPS before torch 2.14 (pytorch/pytorch#186430)
 
 
 def can_pin() -> bool:

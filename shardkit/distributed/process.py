@@ -94,6 +94,8 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
             "%s, but this script was started without a launcher; start it with: shardkit launch %s", text, _script()
         )
     config = config.model_copy(update={"num_processes": ranks.world_size})
+    if ranks.world_size == 1 and config.mode == "fsdp" and _shards_alone(config):
+        config = config.model_copy(update={"distributed_type": DistributedType.NO})
     if config.mode == "single" and "distributed_type" not in chosen and ranks.world_size > 1:
         config = config.model_copy(update={"distributed_type": DistributedType.FSDP})
     if config.mode == "single" and ranks.world_size > 1:
@@ -102,6 +104,15 @@ def check_world(config: Config, chosen: Mapping[str, str]) -> Config:
             "use FSDP, MULTI_GPU or MULTI_CPU, or launch one process."
         )
     return config
+
+
+def _shards_alone(config: Config) -> bool:
+    """Whether FSDP was to run on a device for which torch has none: its only process trains without it."""
+    kind = None if meaning.runs_on_cpu(config) else accelerators.kind()
+    if kind not in accelerators.ALONE:
+        return False
+    log.info("distributed_type: FSDP is not there on %s; the process trains the whole model there.", kind)
+    return True
 
 
 def _with_devices(config: Config, chosen: Mapping[str, str], ranks: env.Ranks) -> Config:

@@ -26,6 +26,8 @@ log = get_logger(__name__)
 Kind = Literal["fp8", "mxfp8"]
 MULTIPLE = {"fp8": 16, "mxfp8": 32}
 """Required divisor of the dims of a matrix: torch._scaled_mm's alignment; the number of values that share a scale."""
+AMD_ARCHITECTURES = {"fp8": ("gfx942", "gfx950", "gfx1200", "gfx1201"), "mxfp8": ("gfx950",)}
+"""AMD GPUs with products of matrices in them (instruction sets of CDNA 3, CDNA 4 and RDNA 4)."""
 MODULES = {"fp8": "torchao.float8", "mxfp8": "torchao.prototype.moe_training.mxfp8_linear"}
 
 
@@ -37,11 +39,22 @@ def problem(kind: Kind, device: torch.device) -> str | None:
     """Why this rank cannot compute in this dtype; None if it can."""
     if EMULATES:
         return missing(kind)
+    if torch.version.hip is not None and device.type == "cuda":
+        return _problem_on_amd(kind, device) or missing(kind)
     found, needed = accelerators.capability(device), EIGHT_BITS[kind]
     if found is None or found[0] + found[1] / 10 < needed:
         has = device.type if found is None else f"{accelerators.name_of(device)}, {found[0]}.{found[1]}"
         return f"mixed_precision: {kind} needs a GPU of compute capability {needed} (got {has}); write bf16."
     return missing(kind)
+
+
+def _problem_on_amd(kind: Kind, device: torch.device) -> str | None:
+    """Its compute capability, as torch tells it, is the number of the architecture, and no measure of abilities."""
+    if accelerators.architecture(device) in AMD_ARCHITECTURES[kind]:
+        return None
+    has, needed = accelerators.architecture(device), ", ".join(AMD_ARCHITECTURES[kind])
+    name = accelerators.name_of(device)
+    return f"mixed_precision: {kind} needs an AMD GPU of architecture {needed} (got {name}, {has}); write bf16."
 
 
 def missing(kind: Kind) -> str | None:
