@@ -119,16 +119,21 @@ class Device:
 # H100 PCIe and NVL: datasheet of H100 SXM and NVIDIA's product briefs. PCIe: bf16 1,513 with sparsity = 756 dense, fp32
 #   51 TFLOPS, PCIe 5.0 x16 (128 GB/s both directions together). NVL: bf16 1,671 with sparsity = 835 dense, fp32 60
 #   TFLOPS, 94 GB; NVLink joins two of them, so PCIe 5.0 is taken.
+# H200 NVL: https://www.nvidia.com/en-us/data-center/h200/  arithmetic of H100 NVL, 141 GB; NVLink joins two or four, so
+#   PCIe 5.0 is taken.
+# A100 PCIe: datasheet of A100: its arithmetic, PCIe 4.0 x16. V100 PCIe: datasheet of V100: fp16 112, fp32 14 TFLOPS,
+#   PCIe 3.0 x16. Both have boards of two sizes.
 # L40S: https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413  bf16 362 dense, fp32 91.6 TFLOPS, PCIe 4.0 x16.
 # A40: https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf  bf16 149.7 dense, fp32 37.4
 #   TFLOPS, PCIe 4.0 x16.
 # RTX A6000: NVIDIA's whitepaper of GA102 (version 2)  bf16 154.8 dense, fp32 38.7 TFLOPS, PCIe 4.0 x16.
 # T4: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
 #   fp16 65, fp32 8.1 TFLOPS, no bf16; PCIe 3.0 x16 (32 GB/s both directions together).
-# Machines with A10, A40, A6000, 3090, L4, L40S, T4, 4090 or such an H100: one 100 Gb/s adapter shared by eight devices,
-#   an assumption.
+# Machines with A10, A40, A6000, 3090, L4, L40S, T4, 4090 or a board for PCIe: one 100 Gb/s adapter shared by eight
+#   devices, an assumption.
 # CPU: 0.1 TFLOPS a rank and 10 Gb/s between machines, round numbers to replace by your own.
 DEVICES = {
+    "a100-pcie": Device("A100 PCIe", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 32e9, 1.5e9),
     "a100-40": Device("A100 40 GB", 40960 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
     "a100-80": Device("A100 80 GB", 81920 * MIB, {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}, 300e9, 25e9),
     "h100-pcie": Device("H100 PCIe 80 GB", 81559 * MIB, {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}, 64e9, 1.5e9),
@@ -136,7 +141,8 @@ DEVICES = {
     "h100-96": Device("H100 96 GB", 97871 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "h100-80": Device("H100 80 GB", 81559 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "gh200-96": Device("GH200 96 GB", 97871 * MIB, {"bf16": 990e12, "fp16": 990e12, "fp32": 67e12}, 450e9, 50e9),
-    "gb200-186": Device("GB200", 186 * 10**9, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 50e9),
+    "gb200-186": Device("GB200", 189471 * MIB, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}, 900e9, 50e9),
+    "v100-pcie": Device("V100 PCIe", 16384 * MIB, {"fp16": 112e12, "fp32": 14e12}, 16e9, 1.5e9),
     "v100-16": Device("V100 16 GB", 16384 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
     "v100-32": Device("V100 32 GB", 32768 * MIB, {"fp16": 125e12, "fp32": 15.7e12}, 150e9, 6.25e9),
     "t4-16": Device("T4 16 GB", 15360 * MIB, {"fp16": 65e12, "fp32": 8.1e12}, 16e9, 1.5e9),
@@ -146,6 +152,7 @@ DEVICES = {
     "a10-24": Device("A10 24 GB", 23028 * MIB, {"bf16": 125e12, "fp16": 125e12, "fp32": 31.2e12}, 32e9, 1.5e9),
     "3090-24": Device("RTX 3090", 24576 * MIB, {"bf16": 71e12, "fp16": 71e12, "fp32": 35.6e12}, 32e9, 1.5e9),
     "mi300x-192": Device("MI300X", 196608 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
+    "h200-nvl": Device("H200 NVL 141 GB", 143771 * MIB, {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}, 64e9, 1.5e9),
     "h200-141": Device("H200 141 GB", 143771 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "b200-180": Device("B200 180 GB", 183359 * MIB, {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}, 900e9, 50e9),
     "l4-24": Device("L4 24 GB", 23034 * MIB, {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}, 32e9, 1.5e9),
@@ -162,6 +169,9 @@ CAPABILITIES = {
     **{"L4": 8.9, "L40S": 8.9, "RTX 4090": 8.9, "H100": 9.0, "GH200": 9.0, "H200": 9.0, "B200": 10.0, "GB200": 10.0},
 }
 """NVIDIA's compute capability by the beginning of a device's name."""
+
+LESS = {"mig", "laptop"}
+"""Words in names of GPUs of less than the peak, by an unknown part: parts of a GPU (MIG), GPUs for laptops."""
 
 BOARDS = {"pcie", "nvl"}
 """Words in names of GPUs whose peak differs from that of the usual board."""
@@ -192,7 +202,7 @@ def of_hardware(name: str, memory_bytes: int | None) -> Device:
     found = [key for key in named if BOARDS & {*key.split("-")} == BOARDS & words] or [
         key for key in named if BOARDS.isdisjoint(key.split("-"))
     ]
-    if not found or "mig" in words:  # a part of a GPU (MIG) has a part of its peak
+    if not found or words & LESS:
         return Device(name, memory_bytes or None, {})
     closest = min(found, key=lambda key: abs((DEVICES[key].memory_bytes or 0) - (memory_bytes or 0)))
     return replace(DEVICES[closest], memory_bytes=memory_bytes or DEVICES[closest].memory_bytes)
