@@ -21,7 +21,7 @@ from shardkit import Accelerator
 from shardkit.distributed.tensors import local_part, sharded_like
 from shardkit.optim import local_step, rebind
 from shardkit.optim.local_step import stepper_of
-from shardkit.sharding import pickled_parts
+from shardkit.sharding import fsdp_internals, pickled_parts
 from shardkit.sharding.sharded_parameter import ShardedParameter
 
 Offload = Callable[[nn.Module], nn.Module]
@@ -151,3 +151,29 @@ def test_a_loaded_state_of_whole_tensors_goes_where_the_step_is():
     row = {"step": torch.tensor(2.0), "row_var": torch.ones(3)}
     found = local_step._whole_row(row, torch.device("meta"))
     assert (found["step"].device.type, found["row_var"].device.type) == ("cpu", "meta")
+
+
+class Watched(torch.cpu.Stream):
+    """The stream of the copies to the device."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_weights_may_be_written_after_an_evaluation_that_still_reads_them(alone):
+    """Such as the trained ones, after the averages: the copies to the device run beside the script."""
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "FSDP"})
+    net = accelerator.prepare(model())
+    copies = Watched()
+    for group in fsdp_internals.groups_of_model(net):
+        group.comm_ctx.all_gather_copy_in_stream = copies
+        for parameter in group.fsdp_params:
+            parameter.offload_to_cpu = True  # without effect on a run on the CPU, but for this
+    net(torch.ones(2, 4))  # its backward waits
+    assert copies.waits == 0
+    for forwards in (1, 2):
+        with torch.no_grad():
+            net(torch.ones(2, 4))
+        assert copies.waits == forwards

@@ -149,7 +149,15 @@ class UnitGroup(FSDPParamGroup):
                 self._park()
         else:
             self._to_sharded()
+            self._wait_for_copies()
         return output
+
+    def _wait_for_copies(self) -> None:
+        """After a forward without a backward, waits until its units' offloaded values are on the device: a script may
+        write others into host memory now, such as weights after averaged ones. (torch waits at the end of backward.)"""
+        is_outermost = self._state._state_ctx.iter_forward_root is self._state
+        if is_outermost and any(parameter.offload_to_cpu for parameter in self.fsdp_params):
+            self.comm_ctx.all_gather_copy_in_stream.synchronize()
 
     def _refuse_writes(self) -> None:
         """Refuse other values in gathered parameters: they would be lost when these are freed, or be in no save. (What
