@@ -199,6 +199,38 @@ def test_the_starter_script_is_launched_and_resumed(tmp_path, device):
     assert "step    5  loss" in said and "step    4  loss" not in said
 
 
+SEVERAL = [
+    pytest.param("cpu", marks=pytest.mark.loops),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two GPUs"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", SEVERAL)
+@pytest.mark.parametrize(("strategy", "precision"), [(1, "no"), (1, "fp16"), (3, "no"), (4, "no")])
+def test_several_devices_train_as_one(tmp_path, device, strategy, precision):
+    """Through the device's own backend, with a save beside training, and ranks that do not wait for the others' end;
+    the hybrid strategy as on two machines."""
+    script = [ROOT / "tests" / "scripts" / "on_device.py", tmp_path / "order.json", tmp_path / "answer.json"]
+    section = {"mesh": {"replicate_size": 2}} if strategy == 4 else {}
+    config = fsdp(strategy, mixed_precision=precision, shardkit=section)
+    order = {"device": device, "steps": 4, "config": config, "ends_alone": True}
+    script[1].write_text(json.dumps(order | {"save_beside_at": 2, "save_beside": str(tmp_path / "state")}))
+    place = ["--cpu"] if device == "cpu" else []
+    command = [sys.executable, "-m", "shardkit", "launch", "-n", "2", *place, *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / f"answer.json.{rank}").read_text()) for rank in range(2)]
+    assert found[0]["norms"] == found[1]["norms"]
+    losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]
+    assert losses == pytest.approx(reference(device, 4), abs=1e-4 if precision == "no" else 0.05)
+
+
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

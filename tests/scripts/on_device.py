@@ -2,12 +2,14 @@
 
     python on_device.py ORDER.json RESULT.json
 
-The order: `device` (cpu or cuda), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`, `export`. With
-`gloo` the ranks, each alone with the first device as on a machine of its own, meet through gloo, and split each batch.
-With `exact` torch takes kernels that give the same bits each time.
+The order: `device` (cpu or cuda), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`, `export`. Ranks
+split each batch; with `gloo` they meet through gloo, each alone with the first device as on a machine of its own. With
+`exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where its work is done,
+and leaves a result of its own.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(order.get("exact", False))  # warn_only leaves attention's backward as it is
     if order.get("gloo"):
         dist.init_process_group("gloo")
-    world = {"num_processes": dist.get_world_size() if order.get("gloo") else 1, "use_cpu": order["device"] == "cpu"}
+    world = {"num_processes": int(os.environ.get("WORLD_SIZE", "1")), "use_cpu": order["device"] == "cpu"}
     accelerator = Accelerator(config={**world, **order["config"]})
     torch.manual_seed(0)
     model = models.Gpt(width=64, layers=4, dropout=order.get("dropout", 0.0))
@@ -45,6 +47,9 @@ def main() -> None:
     weight, skipped = model.head.weight, accelerator.optimizer_step_was_skipped
     result |= {"parameter": _described(weight), "state": _described(optimizer.state[weight]["exp_avg"])}
     result |= {"sum": _sums(accelerator.get_state_dict(model)), "skipped": skipped, "device": str(accelerator.device)}
+    if order.get("ends_alone"):
+        Path(f"{sys.argv[2]}.{accelerator.process_index}").write_text(json.dumps(result))
+        return
     accelerator.end_training()
     if order.get("gloo"):
         dist.destroy_process_group()  # else its threads may abort the process at its end
