@@ -1,6 +1,7 @@
 """Any accelerator that torch knows is used through its generic interface; CUDA is named where only CUDA has a thing."""
 
 import re
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardkit import Accelerator
 from shardkit.config import hardware
 from shardkit.config.schema import Config
+from shardkit.data.device import to_device
 from shardkit.data.loader import prepare_loader
 from shardkit.distributed import accelerators, process, random_state
 from shardkit.env import Ranks
@@ -125,6 +127,21 @@ def test_a_loader_of_a_run_on_the_cpu_pins_nothing(monkeypatch):
     users = DataLoader(TensorDataset(torch.arange(4.0)), 2, pin_memory=True)
     for device, pins in ((torch.device("cpu"), False), (torch.device("cuda", 0), True), (None, True)):
         assert prepare_loader(users, 0, 1, device)._source.loader.pin_memory is pins
+
+
+class Encoding(UserDict):
+    """As Transformers' BatchEncoding."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Encoding":
+        self.asked = non_blocking
+        return self
+
+
+def test_a_batch_in_pinned_memory_is_copied_asynchronously_whatever_its_class(monkeypatch):
+    batch, device = Encoding(tokens=torch.ones(2), text="a"), torch.device("cuda", 0)
+    assert not to_device(batch, device).asked
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    assert to_device(batch, device).asked
 
 
 def with_one_device_each(devices: list[str]) -> str:

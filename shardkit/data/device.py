@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, MutableMapping
 from copy import copy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ def to_device(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, torch.Tensor):
         if device.type == "xla" and value.device.type == "cpu":
             return xla.spread_batch(value)
-        return value.to(device, non_blocking=value.device.type == "cpu" and value.is_pinned())
+        return value.to(device, non_blocking=_is_pinned(value))
     if callable(getattr(value, "to", None)):
-        moved = value.to(device)
+        moved = value.to(device, **_without_waiting(value))
         return value if moved is None else moved  # a batch class may move itself and return nothing
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
@@ -28,6 +29,25 @@ def to_device(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Mapping):
         return _like(value, {key: to_device(item, device) for key, item in value.items()})
     return value
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+def _without_waiting(batch: Any) -> dict[str, bool]:
+    """The arguments with which a mapping of tensors in pinned memory, such as Transformers' BatchEncoding, copies them
+    asynchronously."""
+    tensors = [one for one in batch.values() if isinstance(one, torch.Tensor)] if isinstance(batch, Mapping) else []
+    is_asynchronous = bool(tensors) and all(map(_is_pinned, tensors)) and _takes_non_blocking(batch.to)
+    return {"non_blocking": True} if is_asynchronous else {}
+
+
+def _takes_non_blocking(to: Any) -> bool:
+    try:
+        return "non_blocking" in signature(to).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _like(mapping: Mapping, items: dict) -> Mapping:
