@@ -177,12 +177,21 @@ def a_cell(folder: Path, fails_on: int | None = None) -> None:
     (folder / str(accelerator.process_index)).write_text(json.dumps(facts))
 
 
+def a_cell_with_a_collective_in_flight() -> None:
+    """As on NCCL: the end of the group waits for the collective, and the collective for the other rank."""
+    Accelerator()
+    dist.destroy_process_group = lambda: time.sleep(300)
+    raise ValueError("a mistake beside a collective")
+
+
 def cells(folder: Path) -> None:
     """A notebook: a separate process in which one cell after another starts ranks."""
     debug_launcher(a_cell, (folder,), num_processes=2)
     assert [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)] == [[2.0, "no", "cpu"]] * 2
     with pytest.raises(Exception, match="a mistake in the cell"):
         notebook_launcher(a_cell, (folder, 1), num_processes=2)
+    with pytest.raises(Exception, match="a mistake beside a collective"):
+        debug_launcher(a_cell_with_a_collective_in_flight, num_processes=2)
     notebook_launcher(a_cell, (folder,), num_processes=1, mixed_precision="bf16")  # a cell run again
     assert json.loads((folder / "0").read_text())[:2] == [1.0, "bf16"]
 

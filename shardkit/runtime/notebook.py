@@ -156,11 +156,10 @@ def _rank(
     go.wait()
     here, of = str(rank), str(number)
     env.update(said | {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of})
-    try:
-        function(*args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    function(*args)
+    # Not after an error: NCCL's end waits for collectives in flight, for which the other ranks are needed.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _take_locks() -> None:
