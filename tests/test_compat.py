@@ -640,6 +640,8 @@ def test_migrate_changes_the_imports_and_nothing_else(tmp_path):
     assert any(line.startswith("train.py:9: num_processes: the schedule's length") for line in migrate.remarks(found))
     with pytest.raises(UsageError, match=r"migrate: script.py:1: not valid Python"):
         migrate.migrated("def (")
+    with pytest.raises(UsageError, match=r"run.sh: only Python scripts are changed .* --as-accelerate` for"):
+        migrate.migrated("accelerate launch \\\n  train.py\n", "run.sh")
 
 
 LENGTH = """\

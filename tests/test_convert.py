@@ -72,7 +72,7 @@ def test_every_key_of_a_version_1_file_is_accounted_for(tmp_path):
     )
     assert lines["fsdp_config.fsdp_wrap_polcy"][0] == "refused"
     assert "Accelerate ignores it silently" in lines["fsdp_config.fsdp_wrap_polcy"][1]
-    assert lines["deepspeed_config"] == ("left out", "empty")
+    assert lines["deepspeed_config"] == ("left out", "sets nothing here")
     assert conversion.config.fsdp.sharding_strategy.value == "SHARD_GRAD_OP"
     assert "8 kept, 1 changed, 1 left out, 1 refused" in in_words(conversion)
 
@@ -97,6 +97,19 @@ def test_settings_of_an_axis_with_one_rank_are_left_out(tmp_path):
     assert converted(text, tmp_path).refused == []
     used = converted(text.replace("sp_size: 1", "sp_size: 2"), tmp_path)
     assert "sp_size is not supported (got 2)" in account(used)["parallelism_config"][1]
+
+
+def test_a_block_that_sets_nothing_is_left_out_with_the_reason(tmp_path):
+    text = "distributed_type: FSDP\nnum_processes: 4\nfp8_config: {backend: AO}\n"
+    lines = account(converted(text + "parallelism_config: {parallelism_config_dp_shard_size: 4}\n", tmp_path))
+    assert lines["fp8_config"] == ("left out", "sets nothing here")
+    reason = "one replica over all ranks needs no mesh; its size is num_processes"
+    assert lines["parallelism_config"] == ("left out", reason)
+
+
+def test_a_mac_in_an_older_file_is_one_process(tmp_path):
+    config = converted("distributed_type: MPS\nnum_processes: 1\nuse_cpu: false\n", tmp_path).config
+    assert (config.distributed_type.value, config.use_cpu) == ("NO", False)
 
 
 def test_the_documents_example_is_kept_but_for_two_spellings():

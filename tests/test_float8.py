@@ -48,6 +48,8 @@ def test_the_key_of_accelerates_files_is_read(tmp_path, kind):
         ConfigError, match=r"fp8_config: fp8 is computed with torchao here \(got TE\); write backend: AO"
     ):
         read(path)
+    path.write_text(f"mixed_precision: {kind}\nfp8_config:\n  backend: AO\n  pad_inner_dim: true\n")
+    assert read(path).notes[0].endswith("layers whose dims 16 does not divide are not padded, but in bf16.")
     path.write_text("mixed_precision: fp8\nfp8_config:\n  backend: AO\n  use_autocast_during_eval: true\n")
     with pytest.raises(ConfigError, match=r"use_autocast_during_eval cannot be chosen here \(got true\); leave it out"):
         read(path)

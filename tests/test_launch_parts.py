@@ -134,6 +134,10 @@ def test_addresses_and_settings():
             "--fp8_backend AO --dynamo_use_dynamic t.py --fp8_backend",
             '--set fp8_config={"backend": "AO"} --set dynamo_config={"dynamo_use_dynamic": "true"} t.py --fp8_backend',
         ),
+        (
+            "--nnodes 1 --rdzv-id=7 --rdzv_conf timeout=9 --tee 3 -r 1 --monitor_interval 5 --mps t.py --tee 3",
+            "--num-machines 1 t.py --tee 3",
+        ),
     ],
 )
 def test_accelerates_flags_and_where_the_script_begins(given, read):
@@ -407,7 +411,7 @@ def test_threads_are_chosen_given_or_shared_out():
 
 def test_the_note_on_the_cpu_is_for_scripts_on_accelerate():
     two = config(num_processes=2, use_cpu=True)
-    assert "runs there as DDP" in str(environment.cpu_note(two, "cpu", "from accelerate import Accelerator"))
+    assert "runs as DDP (on GPUs: FULL_SHARD); with --as-accelerate" in str(environment.cpu_note(two, "cpu", "from accelerate import Accelerator"))
     assert environment.cpu_note(two, "cpu", "from shardkit import Accelerator\nimport transformers") is None
     assert environment.cpu_note(two, "cuda", "import accelerate") is None
 

@@ -14,6 +14,11 @@ def migrated(text: str, file: str = "script.py") -> str:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
+        if "accelerate launch" in text:
+            raise UsageError(
+                f"migrate: {file}: only Python scripts are changed (got a shell script?); in it, write "
+                "`shardkit launch --as-accelerate` for `accelerate launch`, with the same flags."
+            ) from error
         raise UsageError(
             f"migrate: {file}:{error.lineno}: not valid Python for this interpreter ({error.msg}); correct the file."
         ) from error

@@ -24,8 +24,9 @@ There are three ways, the quickest first:
    accepts settings as objects, too, see [settings in code](how-to/settings-in-code.md).
 
 A configuration file of Accelerate works unchanged: `shardkit launch --config accelerate.yaml train.py`, see
-[configure](how-to/configure.md). A training state that Accelerate saved is converted by
-`shardkit checkpoint convert FOLDER -o checkpoints`, see
+[configure](how-to/configure.md). In a command line, write `shardkit launch --as-accelerate` for `accelerate launch`:
+its flags are read (`--config_file`, `--num_processes`, `--use_fsdp`, `--fsdp_...`), and so are torchrun's. A training
+state that Accelerate saved is converted by `shardkit checkpoint convert FOLDER -o checkpoints`, see
 [checkpoints](how-to/checkpoints.md#go-on-with-a-run-of-accelerate).
 """
 

@@ -124,9 +124,13 @@ def _fp8(key: str, value: Any) -> Translation:
         text = "fp8 is computed with torchao here; write backend: AO, or mixed_precision: bf16"
         return Translation(problems=[_refusal(text, backend if isinstance(value, Mapping) else value)])
     settings.pop("enable_fsdp_float8_all_gather", None)
+    outcome = Translation()
+    if not _is_empty(settings.pop("pad_inner_dim", None)):  # the default answer of Accelerate's wizard
+        outcome.notes.append("pad_inner_dim: layers whose dims 16 does not divide are not padded, but in bf16.")
     chosen = [name for name, inner in settings.items() if not _is_empty(inner)]
     text = f"{', '.join(chosen)} cannot be chosen here; leave it out"
-    return Translation(problems=[_refusal(text, settings[chosen[0]])] if chosen else [])
+    outcome.problems += [_refusal(text, settings[chosen[0]])] if chosen else []
+    return outcome
 
 
 def _half_precision(key: str, value: Any) -> Translation:

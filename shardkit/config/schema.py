@@ -110,13 +110,14 @@ def read_precision(value: Any) -> Any:
 
 
 def read_distributed_type(value: Any) -> Any:
-    """Any case; YAML reads an unquoted `NO` as False; TPU is an older name of XLA."""
+    """Any case; YAML reads an unquoted `NO` as False. Older files of Accelerate say TPU for XLA, and MPS for one
+    process on a Mac's GPU."""
     if value is False or value is None:
         return "NO"
     if not isinstance(value, str):
         return value
     name = value.strip().upper()
-    return {"TPU": "XLA", "FALSE": "NO"}.get(name, name)
+    return {"TPU": "XLA", "FALSE": "NO", "MPS": "NO"}.get(name, name)
 
 
 def read_strategy(value: Any) -> Any:

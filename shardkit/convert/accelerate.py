@@ -60,9 +60,9 @@ def _line(
         text = _joined(problem, remark or _unknown_remark(key, problem))
         return Line(key, "refused", text, str(document.place_of(node, name)))
     found = {path: entry for path, entry in written.items() if _stands_at(entry, node)}
-    if not found:
-        return Line(key, "left out", _joined("empty", remark))
     note = _said_about(key, node, layer.notes, name)
+    if not found:
+        return Line(key, "left out", note or _joined("sets nothing here", remark))
     becomes = "; ".join(_as_written(path, config) for path in found)
     same = all(_is_same(path, entry, key, config) for path, entry in found.items())
     return Line(key, "kept" if same else "changed", note or _joined(becomes, remark))

@@ -120,8 +120,8 @@ def cpu_note(config: Config, device: str, source: str) -> str | None:
     if not is_theirs or device != "cpu" or config.mode != "fsdp":
         return None
     return (
-        "note: Accelerate and the Transformers Trainer do not shard on the CPU; "
-        f"this script runs there as DDP, and as {config.fsdp.sharding_strategy.value} on GPUs."
+        "note: Accelerate and the Transformers Trainer do not shard on the CPU: this script runs as DDP (on GPUs: "
+        f"{config.fsdp.sharding_strategy.value}); with --as-accelerate it runs on shardkit, which shards here too."
     )
 
 

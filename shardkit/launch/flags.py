@@ -37,6 +37,8 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
             ranks_of_each = value
         elif name == "--num-machines":
             machines, ours = value, [*ours, name, value]
+        elif name in OF_OTHER_LAUNCHERS:
+            _value(is_joined, value, rest)
         elif name in SWITCHES:
             ours += ["--set", SWITCHES[name]] if SWITCHES[name] else []
         elif (block := _block_of(name)) and name not in with_value:
@@ -262,9 +264,17 @@ SWITCHES = {
     "--quiet": "",
     "-q": "",
     "--standalone": "",
+    "--mps": "",
 }
 """Flags without a value of Accelerate and torchrun, as settings; "": what it says is the default, or only changes what
 their launcher prints."""
+
+OF_OTHER_LAUNCHERS = {
+    *("--rdzv-id", "--rdzv-conf", "--role", "--monitor-interval"),
+    *("--tee", "-t", "--redirects", "-r", "--log-line-prefix-template"),
+}
+"""Flags with a value that only say how torchrun's ranks meet, are watched and print; here each run has its own port,
+and every rank's lines are in its log."""
 
 BLOCKS = {
     "--dynamo-": "dynamo_config",
