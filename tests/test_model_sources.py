@@ -84,6 +84,8 @@ def test_a_description_survives_json():
     [
         ("gpt-175", "did you mean gpt-175b?"),
         ("nowhere/config.json", "no such file or folder; check the path"),
+        ("meta-llama/Llama-3.1-8B", "models are not downloaded: give the folder of its config.json"),
+        ("gpt2", "not a model; give module:function"),
         ("what", "not a model; give module:function"),
         ("train.py", "a file is not a model; give module:function, as train:FUNCTION."),
         ("./src/train.py:build", "give module:function, as src.train:build."),

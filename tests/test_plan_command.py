@@ -395,6 +395,23 @@ def test_a_device_by_its_memory(capsys):
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100 80 GB"),
+        ("h100 80GB", "H100 80 GB"),
+        ("H100 PCIe", "H100 PCIe 80 GB"),
+        ("Tesla V100-SXM2-32GB", "V100 32 GB"),
+        ("rtx4090", "RTX 4090"),
+        ("RTX A6000", "RTX A6000"),
+        ("a100", "A100 80 GB"),
+        ("24GB", "device of 24GB"),
+    ],
+)
+def test_a_device_as_people_write_it(name, expected):
+    assert devices.find(name).name == expected
+
+
+@pytest.mark.parametrize(
     ("name", "memory", "expected"),
     [
         ("NVIDIA H100 80GB HBM3", 85_520_809_984, "H100 80 GB"),

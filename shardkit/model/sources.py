@@ -9,6 +9,7 @@ gpt:layers=..,hidden=..,heads=..[,vocab=..][,seq=..][,tied=true]   sizes; gpt:NA
 
 import json
 import os
+import re
 import tempfile
 from difflib import get_close_matches
 from pathlib import Path
@@ -63,7 +64,7 @@ def _looks_like_factory(spec: str) -> bool:
 
 
 def _unknown(spec: str, path: Path) -> str:
-    near = get_close_matches(spec, BUILTIN, 1)
+    near = get_close_matches(spec, BUILTIN, 1, cutoff=0.8)  # gpt2 is neither of them
     if near:
         return f"--model {spec}: unknown; did you mean {near[0]}?"
     file, _, attribute = spec.partition(":")
@@ -76,7 +77,10 @@ def _unknown(spec: str, path: Path) -> str:
         return f"--model {spec}: a file is not a model; give module:function, as {module}{where}."
     if path.is_file():
         return f"--model {spec}: not a file that describes a model; give {FORMS}."
-    if path.suffix in {".json", ".safetensors"} or "/" in spec:
+    is_file = path.suffix in {".json", ".safetensors"}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not is_file and not path.parent.exists():  # a name on a hub
+        return f"--model {spec}: no such folder; models are not downloaded: give the folder of its config.json."
+    if is_file or "/" in spec:
         return f"--model {spec}: no such file or folder; check the path."
     return f"--model {spec}: not a model; give {FORMS}, or gpt:layers=..,hidden=..,heads=.."
 

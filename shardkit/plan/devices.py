@@ -181,8 +181,9 @@ _SIZES = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "m": 2**20, "mb":
 
 def find(name: str, memory_bytes: int | None = None) -> Device:
     """The device of that name, or one given by its memory: 80GiB. A name without a size (h100) means the last match in
-    the table. Raises UsageError if unknown."""
-    key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("rtx-")
+    the table; words that drivers add (NVIDIA A100-SXM4-80GB) are passed over. Raises UsageError if unknown."""
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    key = re.sub(r"\b(nvidia|geforce|tesla|rtx|sxm\d?|hbm\w*)\b-?|^rtx(?=\d|a\d)|(?<=\d)gb\b", "", key).rstrip("-")
     matches = [known for known in DEVICES if known == key or known.startswith(f"{key}-")]
     if matches:
         device = DEVICES[matches[-1]]
