@@ -22,6 +22,7 @@ from shardkit.plan.unit_sizes import axes
 @dataclass(frozen=True)
 class PlanRequest:
     """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank.
+    `ranks_per_machine`: of a full machine; a world may have fewer ranks.
 
     `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`: the script's, as
     module:function, which a simulation runs in place of `optimizer`.
@@ -243,7 +244,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "facts": asdict(request.description.facts) if request.description.facts else None,
         },
         "world_size": request.world_size,
-        "ranks_per_machine": request.ranks_per_machine,
+        "ranks_per_machine": min(request.ranks_per_machine, request.world_size),
         "device": {
             "name": request.device.name,
             "memory_bytes": request.device.memory_bytes,

@@ -103,7 +103,7 @@ def build(
         description=description,
         config=config if description.has_class_names else _without_class_names(config),
         world_size=config.num_processes,
-        ranks_per_machine=min(ranks, config.num_processes),
+        ranks_per_machine=ranks,
         device=device,
         optimizer=optimizer,
         batch_size=batch_size,

@@ -84,7 +84,7 @@ def axes(config: Config, world_size: int, ranks_per_machine: int) -> Axes:
     mode = config.model_copy(update={"num_processes": world_size}).mode
     if mode == "single" or (mode == "ddp" and world_size == 1):
         return Axes("single", 1, 1)
-    sizes = mesh_sizes(config, world_size, ranks_per_machine)
+    sizes = mesh_sizes(config, world_size, min(ranks_per_machine, world_size))
     return Axes(mode, sizes.shard, sizes.replicate, mode != "fsdp" or reshards_after_forward(config.fsdp))
 
 
