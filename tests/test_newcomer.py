@@ -360,6 +360,15 @@ def test_5_accelerates_own_file_is_mentioned_and_not_read(folder, accelerates_ow
     assert str(accelerates_own) in capsys.readouterr().err
 
 
+def test_json_of_a_launch_that_would_start_is_refused(tmp_path, monkeypatch, capsys):
+    """It was ignored: the ranks ran, and a program read their lines as JSON."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert run(["launch", "--cpu", "--json", "train.py"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "launch: --dry-run is missing (got --json); add it, or remove --json." in said.err
+
+
 def test_5_the_order_in_which_files_are_looked_for_is_in_the_docs():
     text = (Path(__file__).parent.parent / "docs" / "how-to" / "configure.md").read_text()
     places = ["--config", "$SHARDKIT_CONFIG", *files.NAMES[:1], files.ACCELERATE_NAMES[-1], "shardkit/config.yaml"]

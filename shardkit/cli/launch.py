@@ -85,6 +85,8 @@ def launch(
     command = [module, *(script or [])] if module else list(script or [])
     switches = flags.Switches(no_prefix, measure, force, as_accelerate, flags.words_in(accelerates_meaning))
     problems.lines += problems_of_compat("launch", switches, check)
+    if as_json and not dry_run:
+        problems.add("launch: --dry-run is missing (got --json); add it, or remove --json.")
     if check and not problems.lines:
         check_names(command, bool(module))
         return
