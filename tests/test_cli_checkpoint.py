@@ -189,6 +189,16 @@ def test_a_named_checkpoint_with_a_damaged_manifest_is_damaged(tmp_path, capsys)
     assert "DAMAGED" in called(capsys, "list", tmp_path).splitlines()[1]
 
 
+def test_prune_of_another_users_folder_says_what_to_do(project, capsys, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "checkpoints/.lock")
+
+    monkeypatch.setattr("shardkit.checkpoint.lock.acquire", refused)
+    assert run(["checkpoint", "prune", str(project), "--keep-last", "1"]) == EXIT_CHECKPOINT
+    advice = "check its permissions and those of the folders above it"
+    assert f"checkpoint: checkpoints/.lock: Permission denied; {advice}.\n" == capsys.readouterr().err
+
+
 def test_prune_makes_room_on_a_full_disk(project, tmp_path, capsys, monkeypatch):
     """Who holds the lock is not written down there; the lock holds all the same."""
 

@@ -411,7 +411,8 @@ def test_threads_are_chosen_given_or_shared_out():
 
 def test_the_note_on_the_cpu_is_for_scripts_on_accelerate():
     two = config(num_processes=2, use_cpu=True)
-    assert "runs as DDP (on GPUs: FULL_SHARD); with --as-accelerate" in str(environment.cpu_note(two, "cpu", "from accelerate import Accelerator"))
+    said = environment.cpu_note(two, "cpu", "from accelerate import Accelerator")
+    assert "runs as DDP (on GPUs: FULL_SHARD); with --as-accelerate" in str(said)
     assert environment.cpu_note(two, "cpu", "from shardkit import Accelerator\nimport transformers") is None
     assert environment.cpu_note(two, "cuda", "import accelerate") is None
 

@@ -366,7 +366,8 @@ def test_searches_name_what_is_configured(capsys, question, kind):
 
 
 def test_the_fewest_gpus_are_on_full_machines(capsys):
-    asked = ("--model", "gpt:layers=32,hidden=4096,heads=32", "--batch-size", "1", "--device", "l4", "--find", "min-gpus")
+    asked = ("--model", "gpt:layers=32,hidden=4096,heads=32", "--batch-size", "1", "--device", "l4")
+    asked = (*asked, "--find", "min-gpus")
     found = [plan(capsys, *asked, "--world", world).partition("Fewest: ")[2].split(",")[0] for world in ("1", "64")]
     assert found[0] == found[1] and "machines)" in found[0], "the world that the search starts from is no machine"
 

@@ -11,6 +11,7 @@ import typer
 
 from shardkit import sizes
 from shardkit.cli import HELP, checkpoint_text
+from shardkit.cli.advice import ADVICE
 from shardkit.cli.progress import Progress
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
 from shardkit.storage import objects
@@ -389,5 +390,6 @@ def _as_checkpoint_error() -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        text = f"checkpoint: {where}{error.strerror or error}; no incomplete file was left."
+        advice = ADVICE.get(error.errno or 0, "look at that file or folder")
+        text = f"checkpoint: {where}{error.strerror or error}; {advice}."
         raise CheckpointError(text) from error

@@ -1,6 +1,5 @@
 """`shardkit VERB ...`: runs the verb's file. Only that file is imported, so every verb starts fast."""
 
-import errno
 import os
 import sys
 import traceback
@@ -9,23 +8,13 @@ from importlib import import_module
 from typing import Any
 
 from shardkit import __version__, env
+from shardkit.cli.advice import ADVICE, FULL
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
 from shardkit.fast_exit import exit_without_torch_teardown
 from shardkit.launch import signals
 
 # If the reader of the output closes the pipe: the exit code of shells for a program that SIGPIPE (13) ended.
 EXIT_UNREAD = 128 + 13
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-ADVICE = {
-    **dict.fromkeys(FULL, "free some space and try again"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions and those of the folders above it"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE), "look at that disk or file system"),
-    errno.EROFS: "choose a folder that can be written",
-    errno.ENAMETOOLONG: "choose a shorter path",
-    errno.EMFILE: "raise the limit: ulimit -n",
-}
-"""What to do about errors of the operating system that any command may meet."""
 
 TOO_MANY = ("can't start new thread", "Resource temporarily unavailable", "Failed to init uv loop")
 """Errors of Python, the kernel and torch's store where the user has too many processes, threads or open files."""
