@@ -15,6 +15,7 @@ from shardkit.distributed.tensors import clean_name, local_part, unwrapped
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
+from shardkit.wording import first_few
 
 logger = get_logger(__name__)
 
@@ -48,7 +49,9 @@ def parts_of(model: nn.Module, folder: Place) -> list[Part]:
     inner: Any = unwrapped(model)
     if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
         return [_adapter(inner, name, folder) for name in inner.peft_config]
-    found = state.model_tensors(model)
+    found, others = state.model_state(model)
+    if others:
+        logger.warning("save_model: extra state that is no tensor is not exported: %s.", first_few(others, 5))
     ties = state.tied_names(model, found)
     whole = {name: tensor for name, tensor in found.items() if name not in ties}
     buffers = {clean_name(name) for name, _ in inner.named_buffers()}

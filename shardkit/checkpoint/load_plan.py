@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint import differences, optimizers, per_rank, state, tensors, values
+from shardkit.checkpoint import custom_state, differences, optimizers, per_rank, state, tensors, values
+from shardkit.checkpoint.custom_state import CustomState
 from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry
@@ -67,6 +68,8 @@ class Plan:
     """Optimizers and schedulers of another class than was saved. They are not loaded."""
     weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     """(section, saved name, live tensor)."""
+    custom: list[CustomState] = field(default_factory=list)
+    """Of the models that load a part of their state by their own code."""
     parts: set[str] = field(default_factory=set)
     """The parts of the live state that are overwritten."""
     for_hooks: set[int] = field(default_factory=set)
@@ -76,6 +79,7 @@ class Plan:
         """Do not load this model: a hook has loaded it."""
         section = state.section_name("model", number)
         self.weights = [one for one in self.weights if one[0] != section]
+        self.custom = [one for one in self.custom if one.section != section]
         self.parts = {part for part in self.parts if not part.startswith(f"{section}: ")}
 
 
@@ -86,14 +90,14 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: 
         own = checkpoint.json(f"state/rank-{control.rank:05d}.json")
         random_state.check(own["rng"])
     index, plan = checkpoint.index, Plan(common, own)
+    names = state.parameter_names(live.models)
+    _take_own(plan, checkpoint, control.rank, _parameters(live, names))
     for number, model in enumerate(live.models):
         section = section_name("model", number)
         if section not in index.sections and live.take is not None:
             plan.for_hooks.add(number)
             continue
         _plan_model(model, section, index, plan)
-    names = state.parameter_names(live.models)
-    _take_own(plan, checkpoint, control.rank, _parameters(live, names))
     _compare_kinds(live, plan)
     for number, optimizer in enumerate(live.optimizers):
         _plan_optimizer(optimizer, number, names, index, plan)
@@ -154,16 +158,21 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         plan.differences.append(_not_saved(section))
         return
     entries, aliases = index.sections[section], index.aliases[section]
-    mine = state.model_tensors(model)
-    saved = {*entries, *aliases}
+    mine, others = state.model_state(model)
+    saved = {*entries, *aliases, *plan.common["objects"].get(custom_state.object_name(section), {})}
     ties = state.tied_names(model, mine)
-    missing = [name for name in mine if name not in saved and ties.get(name) not in saved]
+    missing = [name for name in (*mine, *others) if name not in saved and ties.get(name) not in saved]
     plan.differences += differences.listed(section, "in the model, not in the checkpoint", missing, KEEP)
-    unexpected = sorted(name for name in saved if name not in mine)
+    unexpected = sorted(name for name in saved if name not in mine and name not in others)
     plan.differences += differences.listed(section, "in the checkpoint, not in the model", unexpected, LEAVE_OUT)
+    custom = custom_state.CustomState(model, section, values=others)
+    detached = custom_state.detached_names(model, mine)
     for name, tensor in mine.items():
         source = aliases.get(name, name)
         if source not in entries or name in ties:
+            continue
+        if name in detached:
+            custom.tensors[name] = (source, tensor)
             continue
         problem = _mismatch(entries[source], tensor)
         if problem:
@@ -171,6 +180,8 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         else:
             plan.weights.append((section, source, tensor))
             plan.parts.add(f"{section}: {name}")
+    if custom.tensors or others or custom_state.is_customized(model):
+        plan.custom.append(custom)
 
 
 def _not_saved(section: str) -> Difference:
@@ -203,8 +214,9 @@ def _plan_optimizer(
 
 
 def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[Difference]:
+    of_models = [name for name in common["objects"] if custom_state.is_object_name(name)]  # see `_plan_model`
     missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
-    unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL)]
+    unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL, *of_models)]
     return [
         *differences.listed("objects", "registered in this run, not in the checkpoint", missing, KEEP),
         *differences.listed("objects", "in the checkpoint, not registered in this run", unexpected, LEAVE_OUT),

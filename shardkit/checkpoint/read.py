@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import faults, folder, manifest, optimizers, state, values
+from shardkit.checkpoint import custom_state, faults, folder, manifest, optimizers, state, values
+from shardkit.checkpoint.custom_state import CustomState
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
@@ -181,7 +182,7 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: Lo
             assert isinstance(checkpoint.path, Path), "load hooks with a store were refused before"
             _let_hooks_load(live.take, checkpoint.path, plan, control, options.strict)
         _apply_objects(objects, control, here, unchanged)
-        _fill(live, plan, saved, control, here, options.unfinished)
+        _fill(live, plan, saved, control, here, options)
     if control.rank == 0:
         warn_of(plan, checkpoint)
     _restore_random(checkpoint, plan, control, has_loaders=bool(live.loaders))
@@ -253,14 +254,15 @@ def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[State
     """(object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
     for name, item in live.objects.items():
         if name in plan.common["objects"] and name not in plan.unlike:
-            yield item, _decoded(item, name, plan.common["objects"][name], saved)
+            yield item, _decoded(item.state_dict, name, plan.common["objects"][name], saved)
     saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail
         if name in saved_positions:
             yield loader, values.decode(saved_positions[name], no_tensor)
 
 
-def _decoded(item: Stateful, name: str, encoded: Any, saved: Saved) -> Any:
+def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) -> Any:
+    """A saved state, with tensors sharded as those of the present state are."""
     sharded: dict[str, DTensor] = {}
 
     def note(path: str, value: Any) -> str | None:
@@ -269,7 +271,7 @@ def _decoded(item: Stateful, name: str, encoded: Any, saved: Saved) -> Any:
         return path if isinstance(value, torch.Tensor) else None
 
     if any(True for _ in values.tensors_in(encoded)):
-        values.encode(item.state_dict(), name, note)
+        values.encode(present(), name, note)
     return values.decode(encoded, lambda path: saved.new("objects", path, sharded.get(path)))
 
 
@@ -322,13 +324,14 @@ def _let_hooks_load(
 # ---- fill ----
 
 
-def _fill(live: Live, plan: Plan, saved: Saved, control: ControlGroup, here: str, unfinished: Unfinished) -> None:
+def _fill(live: Live, plan: Plan, saved: Saved, control: ControlGroup, here: str, options: LoadOptions) -> None:
     """Read weights and optimizer states into the live tensors. If it fails on one rank, all raise StateIncomplete."""
+    unfinished = options.unfinished
     outcome = "only part of the state was loaded; load another checkpoint before you continue"
     unfinished.begin(saved.files.checkpoint.path, plan.parts)
     try:
         with _Agreement(control, here, outcome):
-            _fill_here(live, plan, saved, control.rank)
+            _fill_here(live, plan, saved, control.rank, options.strict)
     except CheckpointError as error:
         text = f"{here}: {error}; {outcome}." if isinstance(error, LostRank) else str(error)
         raise StateIncomplete(text) from error
@@ -344,11 +347,13 @@ def _bytes_to_read(plan: Plan, index: Index) -> int:
     return sum(entry.bytes for section in index.sections.values() for entry in section.values()) * held // max(1, whole)
 
 
-def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int) -> None:
+def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int, is_strict: bool) -> None:
     for number, (section, name, tensor) in enumerate(plan.weights):
         if number == len(plan.weights) // 2:
             faults.reach("fill", rank)
         saved.fill(section, name, tensor)
+    for custom in plan.custom:
+        custom_state.load(custom.model, _custom_values(custom, plan, saved), is_strict)
     names = state.parameter_names(live.models)
     for number, (optimizer, encoded) in enumerate(zip(live.optimizers, plan.common["optimizers"], strict=False)):
         section = section_name("optim", number)
@@ -356,6 +361,16 @@ def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int) -> None:
             left_out = {fqn for which, fqn in plan.left_out if which == number}
             optimizers.restore(optimizer, names, section, encoded, saved, left_out)
     saved.files.refuse_changed()
+
+
+def _custom_values(custom: CustomState, plan: Plan, saved: Saved) -> dict[str, Any]:
+    """What a model's own code loads, by name."""
+    name = custom_state.object_name(custom.section)
+    encoded = plan.common["objects"].get(name)
+    found = {} if encoded is None else _decoded(lambda: dict(custom.values), name, encoded, saved)
+    for name, (source, like) in custom.tensors.items():
+        found[name] = saved.new(custom.section, source, like, local_part(like).device)
+    return found
 
 
 def _restore_random(checkpoint: Checkpoint, plan: Plan, control: ControlGroup, has_loaders: bool) -> None:

@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import optimizers, tensors, values
+from shardkit.checkpoint import custom_state, optimizers, tensors, values
 from shardkit.checkpoint.layout import Index, Kind, Mesh
 from shardkit.distributed import random_state, xla
 from shardkit.distributed.tensors import clean_name, is_dtensor, unwrapped, whole
-from shardkit.errors import CheckpointError
 
 
 class Stateful(Protocol):
@@ -97,27 +96,32 @@ def is_changed_by_steps_only(section: str, name: str) -> bool:
     return section.startswith("optim") and not optimizers.is_of_no_parameter(section, name)
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by fqn, sharing memory; sharded ones as DTensors. On XLA devices the parameters
-    themselves, since writes to an alias do not reach them there."""
+def model_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The model's state dict by fqn: its tensors, sharing memory (sharded ones as DTensors), and what are no tensors:
+    extra state. On XLA devices the parameters themselves, since writes to an alias do not reach them there."""
     found: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
     is_xla = xla.is_started()
     # state_dict() first reshards FSDP parameters that are still gathered.
     for name, value in unwrapped(model).state_dict(keep_vars=is_xla).items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{name}: extra state of type {type(value).__name__} cannot be saved; return a tensor from "
-                "get_extra_state()."
-            )
-        found[clean_name(name)] = value.detach() if value.requires_grad and not is_xla else value
-    return found
+            others[clean_name(name)] = value
+        else:
+            found[clean_name(name)] = value.detach() if value.requires_grad and not is_xla else value
+    return found, others
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, persistent buffers and other tensors of the state dict by fqn, as `model_state` has them."""
+    return model_state(model)[0]
 
 
 def whole_tensors(model: nn.Module) -> dict[str, Any]:
     """The model's full state dict in host memory on rank 0; empty elsewhere. Collective: gathers tensor by tensor."""
-    found: dict[str, Any] = {}
     rank = dist.get_rank() if dist.is_initialized() else 0
-    for name, tensor in model_tensors(model).items():
+    tensors, others = model_state(model)
+    found: dict[str, Any] = dict(others) if rank == 0 else {}
+    for name, tensor in tensors.items():
         full = whole(tensor) if is_dtensor(tensor) else tensor
         if rank == 0:
             found[name] = full.cpu() if is_dtensor(tensor) else full.detach().cpu().clone()
@@ -145,8 +149,9 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     for number, optimizer in enumerate(live.optimizers):
         taken.add_optimizer(optimizer, number, names)
     taken.begin("objects")
-    for name, item in live.objects.items():
-        taken.add(name, ("objects", name), item.state_dict(), "objects", name, Mesh((1,)))
+    states = taken.extra_states | {name: item.state_dict() for name, item in live.objects.items()}
+    for name, value in states.items():
+        taken.add(name, ("objects", name), value, "objects", name, Mesh((1,)))
     loaders = {name: values.encode(it.state_dict(), name, _no_tensor) for name, it in live.loaders.items()}
     taken.index.sort()
     seed = live.seed if live.seed is not None else torch.initial_seed()
@@ -169,6 +174,7 @@ class _Capture:
         self.items: dict[str, Item] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.weights: dict[str, dict[str, torch.Tensor]] = {}
+        self.extra_states: dict[str, dict[str, Any]] = {}
 
     def begin(self, section: str) -> None:
         self.index.sections[section], self.index.aliases[section], self.tensors[section] = {}, {}, {}
@@ -179,7 +185,9 @@ class _Capture:
 
     def add_model(self, model: nn.Module, section: str) -> None:
         everyone, first = Mesh((self.index.world_size,)), Mesh((1,))
-        found = model_tensors(model)
+        found, others = model_state(model)
+        if others:
+            self.extra_states[custom_state.object_name(section)] = others
         ties = tied_names(model, found)
         parameters = {clean_name(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
         is_drifting = not gets_buffers_of_rank_0(model)

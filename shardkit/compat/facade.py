@@ -205,7 +205,8 @@ class Accelerator(PlainAttributes, own.Accelerator):
             return super().get_state_dict(model)
         from shardkit.checkpoint import state
 
-        return {name: tensor.cpu().clone() for name, tensor in state.model_tensors(model).items()}
+        tensors, others = state.model_state(model)
+        return others | {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
     def _is_called_on_one_rank(self, call: str, frame: FrameType) -> bool:
         """Whether the script calls this on the main process only. Raises UsageError if the call needs all ranks."""

@@ -1,0 +1,103 @@
+"""State of a model that is no parameter or buffer: extra state, and what its hooks and methods make of a state dict.
+
+A load reads parameters and buffers directly into their memory. A model that has more then gets its whole state dict
+through `load_state_dict`, so that `set_extra_state`, load hooks and overridden methods are called as in torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.distributed.tensors import clean_name, local_part, unwrapped
+from shardkit.errors import CheckpointError
+from shardkit.wording import first_few
+
+_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+@dataclass
+class CustomState:
+    """What a load gives to one model's `load_state_dict` beside its parameters and buffers."""
+
+    model: nn.Module
+    section: str
+    tensors: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    """{name: (its name in the checkpoint, the present tensor)} of those that are no memory of the model."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The present values that are no tensors."""
+
+
+def object_name(section: str) -> str:
+    """The name, among the states of objects, of the values in a model's state dict that are no tensors."""
+    return f"{section}.extra_state"
+
+
+def is_object_name(name: str) -> bool:
+    return name.startswith("model") and name.endswith(".extra_state")
+
+
+def detached_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of the tensors of a state dict that are no parameter or buffer of the model, nor share its memory."""
+    inner = unwrapped(model)
+    live = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+    names, places = {clean_name(name) for name, _ in live}, {_place(tensor) for _, tensor in live}
+    empty = {name for name, tensor in tensors.items() if not tensor.numel() and name in names}
+    return {name for name, tensor in tensors.items() if _place(tensor) not in places} - empty
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    local = local_part(tensor)
+    if local.is_meta or local.device.type == "xla":  # without an address; such a tensor is taken for the model's
+        return ()
+    return local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+
+
+def is_customized(model: nn.Module) -> bool:
+    """Whether the model has load hooks or loading methods of its own, not torch's."""
+    return any(_is_own(call) for module in unwrapped(model).modules() for call in _calls(module))
+
+
+def _calls(module: nn.Module) -> list[Any]:
+    hooks = [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
+    return [*(getattr(module, method) for method in _METHODS), *(getattr(hook, "hook", hook) for hook in hooks)]
+
+
+def _is_own(call: Callable[..., Any]) -> bool:
+    call = getattr(call, "func", call)  # of a functools.partial
+    where = getattr(call, "__module__", None) or type(call).__module__
+    return not where.startswith(("torch.", "shardkit."))
+
+
+def load(model: nn.Module, values: Mapping[str, Any], is_strict: bool) -> None:
+    """Call `load_state_dict` with the model's own state dict, in which `values` replace those of the same names.
+
+    Raises CheckpointError if it takes no notice of a tensor in `values` that differs from the present one.
+    """
+    inner = unwrapped(model)
+    given = inner.state_dict()
+    before = {}
+    for name in given:
+        if clean_name(name) in values:
+            before[name], given[name] = given[name], values[clean_name(name)]
+    result: Any = inner.load_state_dict(given, strict=False)
+    ignored = [
+        name
+        for name in getattr(result, "unexpected_keys", ())
+        if name in before and not _is_equal(before[name], values[clean_name(name)])
+    ]
+    if ignored and is_strict:
+        raise CheckpointError(
+            f"{type(inner).__name__}.load_state_dict does not take {first_few(ignored, 5)}, which its state_dict "
+            "returns; give the model a method or hook that loads them, or load with strict=False"
+        )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return bool(one == other)
+    one, other = local_part(one), local_part(other)
+    return one.dtype == other.dtype and torch.equal(one, other.to(one.device))

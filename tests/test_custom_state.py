@@ -1,0 +1,198 @@
+"""State that a model's own code saves and loads: extra state, state dict hooks, overridden methods."""
+
+import io
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from shardkit.checkpoint import save_model
+from shardkit.checkpoint.state import Live, whole_tensors
+from shardkit.distributed import control
+from shardkit.errors import CheckpointError, CheckpointSaveError, StateIncomplete
+from tests import checkpoints
+
+
+class Net(nn.Module):
+    """Counts its forwards in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.count = 0
+
+    def forward(self, inputs):
+        self.count += 1
+        return self.layer(inputs) * self.count
+
+
+class ExtraTensor(Net):
+    """The tensor has another size each time."""
+
+    def get_extra_state(self):
+        return torch.ones(self.count, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        self.count = len(state)
+
+
+class ExtraValues(Net):
+    def get_extra_state(self):
+        return {"count": self.count, "seen": {1, 2}, "mean": torch.tensor(float(self.count))} if self.count else None
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+        assert state["seen"] == {1, 2} and state["mean"].item() == self.count
+
+
+class OwnMethods(Net):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = torch.tensor(self.count)
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.count = state.pop(f"{prefix}count").item()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class PostHook(Net):
+    """What is computed from the weights is computed again when they are loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.zeros((), dtype=torch.int64))
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "count", module.kept.item()))
+
+    def forward(self, inputs):
+        self.kept += 1
+        return super().forward(inputs)
+
+
+class OtherForm(Net):
+    """The state dict has the weights under another name, transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_state_dict_post_hook(self.change)
+        self.register_load_state_dict_pre_hook(self.change_back)
+
+    @staticmethod
+    def change(module, state, prefix, _):
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}layer.weight").t().clone() + module.count
+
+    @staticmethod
+    def change_back(module, state, prefix, *_):
+        kernel = state.pop(f"{prefix}kernel")
+        module.count = 3  # what is loaded below was saved after three forwards
+        state[f"{prefix}layer.weight"] = (kernel - module.count).t()
+
+
+KINDS = [ExtraTensor, ExtraValues, OwnMethods, PostHook, OtherForm]
+
+
+def trained(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), kind())
+    for _ in range(3):
+        model(torch.ones(1, 4))
+    return model
+
+
+@pytest.mark.parametrize("way", ["sharded", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_calls_the_models_own_code(tmp_path, kind, way):
+    model = trained(kind)
+    checkpoints.save(Live([model]), tmp_path / "c", kind=way)
+    torch.manual_seed(1)
+    found = nn.Sequential(nn.Linear(4, 3), kind())
+    checkpoints.load(Live([found]), tmp_path / "c")
+    inputs = torch.randn(5, 4)
+    torch.testing.assert_close(found(inputs), model(inputs))
+    assert found[1].count == 4
+
+
+class OwnStateDict(Net):
+    def state_dict(self, *args, **kwargs):
+        return super().state_dict(*args, **kwargs) | {"count": torch.tensor(self.count)}
+
+    def load_state_dict(self, state, strict=True, assign=False):
+        self.count = state["count"].item()
+        return super().load_state_dict({k: v for k, v in state.items() if k != "count"}, strict, assign)
+
+
+def test_the_methods_of_the_whole_model(tmp_path):
+    model, found = OwnStateDict(), OwnStateDict()
+    model.count = 3
+    checkpoints.save(Live([model]), tmp_path / "c")
+    checkpoints.load(Live([found]), tmp_path / "c")
+    assert found.count == 3 and torch.equal(found.layer.weight, model.layer.weight)
+
+
+def save_on_ranks(folder, kind, way):
+    from torch.distributed.fsdp import fully_shard
+
+    model = trained(kind)
+    fully_shard(model)
+    checkpoints.save(Live([model]), folder, kind=way)
+
+
+def load_on_ranks(folder, kind):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), kind())
+    fully_shard(model)
+    checkpoints.load(Live([model]), folder)
+    return model[1].count, whole_tensors(model)
+
+
+@pytest.mark.parametrize("kind", [ExtraValues, OwnMethods])
+def test_on_other_numbers_of_ranks(ranks, tmp_path, kind):
+    ranks.run(2, save_on_ranks, tmp_path / "c", kind, "sharded")
+    expected = trained(kind).state_dict()
+    for count, found in ranks.run(3, load_on_ranks, tmp_path / "c", kind)[:1]:
+        assert count == 3 and found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items() if torch.is_tensor(value))
+
+
+def test_what_the_checkpoint_lacks_is_named(tmp_path):
+    checkpoints.save(Live([trained(Net)]), tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"in the model, not in the checkpoint: 1\._extra_state"):
+        checkpoints.load(Live([trained(ExtraValues)]), tmp_path / "c")
+    model = trained(ExtraValues)
+    checkpoints.load(Live([model]), tmp_path / "c", strict=False)
+    checkpoints.save(Live([model]), tmp_path / "d")
+    with pytest.raises(CheckpointError, match=r"in the checkpoint, not in the model: 1\._extra_state"):
+        checkpoints.load(Live([trained(Net)]), tmp_path / "d")
+
+
+class SavesOnly(OwnMethods):
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+
+def test_a_tensor_that_the_model_does_not_load_is_not_dropped_in_silence(tmp_path):
+    checkpoints.save(Live([trained(SavesOnly)]), tmp_path / "c")
+    checkpoints.load(Live([trained(SavesOnly)]), tmp_path / "c")
+    changed = nn.Sequential(nn.Linear(4, 3), SavesOnly())
+    with pytest.raises(StateIncomplete, match=r"load_state_dict does not take 1\.count, .* strict=False"):
+        checkpoints.load(Live([changed]), tmp_path / "c")
+    checkpoints.load(Live([changed]), tmp_path / "c", strict=False)
+
+
+class ExtraFile(Net):
+    def get_extra_state(self):
+        return io.BytesIO(b"1")
+
+    def set_extra_state(self, state): ...
+
+
+def test_extra_state_of_another_kind_is_refused_by_its_place(tmp_path):
+    with pytest.raises(CheckpointSaveError, match=r"model\.extra_state\.1\._extra_state: .*_io\.BytesIO cannot be "):
+        checkpoints.save(Live([trained(ExtraFile)]), tmp_path / "c")
+
+
+def test_an_export_says_what_it_leaves_out(tmp_path, caplog):
+    save_model.save(trained(ExtraValues), tmp_path / "e", control.start())
+    assert "extra state that is no tensor is not exported: 1._extra_state." in caplog.text
+    assert "1.layer.weight" in load_file(tmp_path / "e/model.safetensors")
