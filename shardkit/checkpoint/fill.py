@@ -64,7 +64,8 @@ class Saved:
     def new(
         self, section: str, name: str, like: torch.Tensor | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
-        """The tensor in new memory: sharded as `like` if that is a DTensor of the same shape, else whole.
+        """The tensor in new memory: sharded as `like` if that is a DTensor of the same shape, else whole; with the
+        strides of `like`, since fused optimizers need those of the parameter.
 
         `device`: of a whole tensor; default: CPU.
         """
@@ -74,8 +75,11 @@ class Saved:
             host = torch.empty(entry.shape, dtype=dtype, device="cpu")
             self.fill(section, name, host)
             return xla.like(host, like)
-        if isinstance(like, DTensor) and tuple(like.shape) == entry.shape and self._own_stored(section, name) is None:
+        is_alike = like is not None and tuple(like.shape) == entry.shape
+        if is_alike and isinstance(like, DTensor) and self._own_stored(section, name) is None:
             found = _empty_like(like, dtype)
+        elif is_alike and like is not None and not isinstance(like, DTensor):
+            found = torch.empty_like(like, dtype=dtype, device=device or "cpu", requires_grad=False)
         else:
             found = torch.empty(entry.shape, dtype=dtype, device=device or "cpu")
         self.fill(section, name, found)
@@ -110,7 +114,7 @@ class Saved:
         """Copy a box of a stored tensor; directly into memory if source and target are contiguous."""
         file, where = self.files.source(piece.file), self.files.where(piece.file)
         run = layout.only_run(piece.stored.shape, source, layout.ITEM_BYTES[piece.stored.dtype])
-        if run is not None and into.is_cpu and into.is_contiguous():
+        if run is not None and into.is_cpu and into.is_contiguous() and not (into.is_conj() or into.is_neg()):
             for low in range(0, run[1], disk.BLOCK_BYTES):
                 block = tensors.memory(into)[low : low + disk.BLOCK_BYTES]
                 disk.read_into(file, block, piece.stored.begin + run[0] + low, where)

@@ -240,6 +240,7 @@ def _tensors_of(now: OptimizerDescription, section: str) -> dict[str, torch.Tens
     def note(path: str, value: Any) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
+        path = values.unique_name(path, found)
         found[path] = value
         return path
 
@@ -307,11 +308,15 @@ class _Loading:
         return {"state": rows, "param_groups": groups}
 
     def _saved_settings(self) -> list[dict[str, Any]]:
-        """The saved settings of each live group; empty if none of its parameters is in the checkpoint."""
-        owner = {fqn: group for group in self.state["groups"] for fqn in group["params"]}
+        """The saved settings of each live group, found by its parameters; of one without parameters, by its number if
+        the group of this number was saved without them, too. Empty if there are none."""
+        saved = self.state["groups"]
+        owner = {fqn: group for group in saved for fqn in group["params"]}
         found = []
-        for those, group in zip(self.members, self.optimizer.param_groups, strict=True):
+        for number, (those, group) in enumerate(zip(self.members, self.optimizer.param_groups, strict=True)):
             source = next((owner[fqn] for fqn in those if fqn in owner), None)
+            if not those and len(saved) == len(self.members) and not saved[number]["params"]:
+                source = saved[number]
             settings = {} if source is None else source["settings"]
             found.append(values.decode(settings, self._setting_loader(group)))
         return found
@@ -356,7 +361,8 @@ class _Loading:
         if _can_hold(entry, before):
             self.saved.fill(self.section, name, before)
             return before
-        like = parameter if self._is_kept_as_parameter(fqn, key, entry, before) else None
+        is_whole = not isinstance(parameter, DTensor)
+        like = parameter if is_whole or self._is_kept_as_parameter(fqn, key, entry, before) else None
         return self.saved.new(self.section, name, like, _device_of(key, parameter, group))
 
     def _is_kept_as_parameter(self, fqn: str, key: str, entry: TensorEntry, before: Any) -> bool:

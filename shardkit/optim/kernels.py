@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from shardkit.distributed.tensors import local_part
+from shardkit.distributed.tensors import is_dtensor, local_part
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -40,6 +40,8 @@ def choose_kernels(optimizer: torch.optim.Optimizer) -> None:
     _choose(optimizer)
     if not getattr(optimizer, "_shardkit_chooses", False):
         optimizer.register_load_state_dict_post_hook(_choose_again)
+        if kind_of(optimizer) in FUSED:
+            optimizer.register_step_pre_hook(_lay_out_gradients)
         optimizer._shardkit_chooses = True  # type: ignore[attr-defined]
 
 
@@ -58,7 +60,7 @@ def _choose(optimizer: torch.optim.Optimizer) -> None:
             continue
         if kind_of(optimizer) in FUSED and all(map(_can_fuse, group["params"])):
             group["fused"] = True
-            _move_step_counts(optimizer, group["params"])
+            _fit_state(optimizer, group["params"])
         elif not _needs_number(optimizer, group):
             group["foreach"] = True
 
@@ -69,13 +71,49 @@ def _needs_number(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 
 
 def _can_fuse(parameter: torch.Tensor) -> bool:
-    return parameter.is_floating_point() and local_part(parameter).device.type in ("cpu", "cuda")
+    local = local_part(parameter)
+    is_of_kind = parameter.is_floating_point() and local.device.type in ("cpu", "cuda")
+    return is_of_kind and _has_layout_of(torch.empty_like(local, device="meta"), local)  # no gaps between its elements
 
 
-def _move_step_counts(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Fused kernels need the step count as an fp32 tensor on the parameter's device."""
+def _fit_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Fused kernels need the step count as an fp32 tensor on the parameter's device, and the rest laid out as it is."""
     for parameter in parameters:
-        step = optimizer.state.get(parameter, {}).get("step")
-        if step is not None:
-            device = local_part(parameter).device
-            optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
+        row, local = optimizer.state.get(parameter, {}), local_part(parameter)
+        for key, value in row.items():
+            if key == "step":
+                row[key] = torch.as_tensor(value, dtype=torch.float32, device=local.device)
+            elif isinstance(value, torch.Tensor) and value.shape == parameter.shape and not is_dtensor(value):
+                row[key] = laid_out_as(local, value)
+
+
+def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step on plain parameters; `local_step` does this for others."""
+    if "_shardkit_step" in vars(optimizer):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for parameter in group["params"]:
+                lay_out_gradient(parameter)
+
+
+def lay_out_gradient(parameter: torch.Tensor) -> None:
+    """Lays the gradient out as its parameter is. One that a backward accumulates is; one that the script assigns may
+    not be."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or gradient.stride() == parameter.stride():
+        return
+    parameter.grad = laid_out_as(parameter, gradient)
+
+
+def laid_out_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value with its elements in memory in the order of the parameter's, which torch's fused kernels on the CPU
+    take for granted: they would mix up the elements."""
+    if _has_layout_of(value, parameter):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _has_layout_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+    pairs = zip(one.stride(), other.stride(), other.shape, strict=True)
+    return all(a == b for a, b, size in pairs if size > 1)

@@ -24,7 +24,7 @@ import torch
 
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, whole
 from shardkit.errors import UsageError
-from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of
+from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -136,6 +136,7 @@ class LocalStep:
             part = known.get(id(parameter))
             if part is None or part.tensor is not part.parameter._local_tensor:
                 if not is_dtensor(parameter):
+                    lay_out_gradient(parameter)
                     found.append(parameter)
                     continue
                 part = known[id(parameter)] = _Part(parameter)
@@ -145,7 +146,10 @@ class LocalStep:
                 if getattr(gradient, "_spec", None) is not part.gradient_spec:
                     gradient = _like_parameter(gradient, parameter)
                     part.gradient_spec = gradient._spec
-                tensor.grad = gradient._local_tensor
+                local = gradient._local_tensor
+                if local.stride() != tensor.stride():
+                    local = laid_out_as(tensor, local)
+                tensor.grad = local
             found.append(tensor)
         return found
 
