@@ -34,6 +34,7 @@ def there_and_back(value):
         Counter({30: 2, 80: 1}),
         {1, 2, 3},
         deque([1, 2]),
+        deque([(1, 2)], maxlen=3),
         OrderedDict(a=1, b=OrderedDict(c=2)),
         10**40,
     ],
@@ -44,6 +45,10 @@ def test_values_come_back_as_they_were(value):
     assert again == value
     if not isinstance(value, OrderedDict):
         assert type(again) is type(value)
+
+
+def test_a_deque_keeps_its_bound():
+    assert there_and_back({"buffer": deque([1], maxlen=2)})["buffer"].maxlen == 2
 
 
 def test_not_a_number_comes_back():

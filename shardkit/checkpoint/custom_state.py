@@ -56,6 +56,17 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
 
 
+def may_resize(model: nn.Module, name: str) -> bool:
+    """Whether the module that has this tensor may give it another shape when it is loaded: by a
+    `_load_from_state_dict` or a load hook of its own."""
+    owners = {clean_name(fqn): module for fqn, module in unwrapped(model).named_modules(remove_duplicate=False)}
+    owner = owners.get(name.rpartition(".")[0])
+    if owner is None:
+        return False
+    hooks = [getattr(hook, "hook", hook) for hook in owner._load_state_dict_pre_hooks.values()]
+    return any(map(_is_own, [owner._load_from_state_dict, *hooks]))
+
+
 def is_customized(model: nn.Module) -> bool:
     """Whether the model has load hooks or loading methods of its own, not torch's."""
     return any(_is_own(call) for module in unwrapped(model).modules() for call in _calls(module))

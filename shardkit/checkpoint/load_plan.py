@@ -175,7 +175,9 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
             custom.tensors[name] = (source, tensor)
             continue
         problem = _mismatch(entries[source], tensor)
-        if problem:
+        if problem and entries[source].shape != tuple(tensor.shape) and custom_state.may_resize(model, name):
+            custom.tensors[name] = (source, tensor)
+        elif problem:
             plan.problems.append(f"{section}: {name}: {problem}")
         else:
             plan.weights.append((section, source, tensor))
@@ -193,6 +195,8 @@ def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
         return f"shape {list(entry.shape)} in the checkpoint, {list(tensor.shape)} in the model"
     if entry.dtype != tensors.DTYPES.get(tensor.dtype):
         return f"dtype {entry.dtype} in the checkpoint, {tensors.DTYPES.get(tensor.dtype)} in the model"
+    if tensors.is_composed(tensor):
+        return f"is quantized in the model (got a {type(tensor).__name__}); load the checkpoint before quantizing"
     if not tensors.has_memory(tensor):
         return "has no values in the model yet (got a tensor on the meta device); prepare the model first"
     return None

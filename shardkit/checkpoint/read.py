@@ -265,10 +265,16 @@ def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) 
     """A saved state, with tensors sharded as those of the present state are."""
     sharded: dict[str, DTensor] = {}
 
+    taken: set[str] = set()
+
     def note(path: str, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        path = values.unique_name(path, taken)
+        taken.add(path)
         if isinstance(value, DTensor):
             sharded[path] = value
-        return path if isinstance(value, torch.Tensor) else None
+        return path
 
     if any(True for _ in values.tensors_in(encoded)):
         values.encode(present(), name, note)

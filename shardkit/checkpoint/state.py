@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from shardkit.checkpoint import custom_state, optimizers, tensors, values
 from shardkit.checkpoint.layout import Index, Kind, Mesh
 from shardkit.distributed import random_state, xla
-from shardkit.distributed.tensors import clean_name, is_dtensor, unwrapped, whole
+from shardkit.distributed.tensors import clean_name, is_dtensor, layers, unwrapped, whole
+from shardkit.errors import CheckpointError
 
 
 class Stateful(Protocol):
@@ -104,10 +105,15 @@ def model_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, An
     is_xla = xla.is_started()
     # state_dict() first reshards FSDP parameters that are still gathered.
     for name, value in unwrapped(model).state_dict(keep_vars=is_xla).items():
+        name = clean_name(name)
+        if name in found or name in others:
+            raise CheckpointError(
+                f"{name}: two tensors of the model have this name, without torch's wrappers; rename one."
+            )
         if not isinstance(value, torch.Tensor):
-            others[clean_name(name)] = value
+            others[name] = value
         else:
-            found[clean_name(name)] = value.detach() if value.requires_grad and not is_xla else value
+            found[name] = value.detach() if value.requires_grad and not is_xla else value
     return found, others
 
 
@@ -180,6 +186,8 @@ class _Capture:
         self.index.sections[section], self.index.aliases[section], self.tensors[section] = {}, {}, {}
 
     def store(self, section: str, name: str, tensor: torch.Tensor, holders: Mesh, where: str) -> None:
+        if name in self.index.sections[section]:
+            raise CheckpointError(f"{where}: two tensors have this name; give one of them another name.")
         self.index.sections[section][name] = tensors.entry_of(tensor, self.index, holders, where)
         self.tensors[section][name] = tensor
 
@@ -238,6 +246,8 @@ class _Capture:
         def store(name: str, item: Any) -> str | None:
             if not isinstance(item, torch.Tensor):
                 return None
+            if name != path:  # a path below the value's own
+                name = values.unique_name(name, self.index.sections[section])
             self.store(section, name, item, holders, f"{section}: {name}" if section != "objects" else name)
             if not isinstance(item, DTensor):
                 plain.append(name)
@@ -246,7 +256,8 @@ class _Capture:
         encoded = values.encode(value, path, store)
         if not isinstance(value, DTensor):
             self.items[label] = Item(at, encoded, section, tuple(plain), is_replicated)
-        if not (isinstance(value, torch.Tensor) and fqn_at(at)):  # such a tensor is found by its name
+        # A parameter's tensor is found by its name, `<fqn>/<key>`.
+        if not (isinstance(value, torch.Tensor) and fqn_at(at) and "/" not in str(at[-1])):
             put(self.common, at, encoded)
 
 
@@ -265,10 +276,7 @@ def put(tree: Any, at: Sequence[str | int], value: Any) -> None:
 
 def gets_buffers_of_rank_0(model: nn.Module) -> bool:
     """Whether DistributedDataParallel broadcasts rank 0's buffers in each forward, so that they cannot differ."""
-    if isinstance(model, DistributedDataParallel):
-        return bool(model.broadcast_buffers)
-    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return isinstance(inner, nn.Module) and gets_buffers_of_rank_0(inner)
+    return any(bool(one.broadcast_buffers) for one in layers(model) if isinstance(one, DistributedDataParallel))
 
 
 def tied_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

@@ -31,6 +31,12 @@ def entry_of(tensor: torch.Tensor, index: Index, holders: Mesh, where: str) -> T
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(f"{where}: only dense tensors can be saved (got {tensor.layout}); convert it first.")
+    if is_composed(tensor):
+        kind = type(local_part(tensor)).__name__
+        raise CheckpointError(
+            f"{where}: a {kind} consists of several tensors, and cannot be saved; use plain tensors: quantize a model "
+            "after it is loaded, or save only its adapters by save_model."
+        )
     shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
     if not isinstance(tensor, DTensor):
         return TensorEntry(shape, dtype, index.mesh_number(holders), (None,) * len(holders.shape))
@@ -74,7 +80,10 @@ def pieces_to_write(index: Index, section: str, tensors: dict[str, torch.Tensor]
         entry = index.sections[section][chunk.name]
         mesh = index.meshes[entry.mesh]
         held = local_box(entry, mesh, mesh.coordinate(rank) or ())
-        pieces.append((chunk, narrow(local_part(tensors[chunk.name]), chunk.box.inside(held))))
+        values = local_part(tensors[chunk.name])
+        if isinstance(values, torch.Tensor):  # not one that `convert` reads from a file when it is written
+            values = values.resolve_conj().resolve_neg()  # a conjugate view has other bytes
+        pieces.append((chunk, narrow(values, chunk.box.inside(held))))
     return pieces
 
 
@@ -109,6 +118,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return local.layout is torch.strided and not local.is_meta
 
 
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that holds its values in other tensors, as torchao's quantized weights; it has no memory
+    of its own."""
+    return hasattr(type(local_part(tensor)), "__tensor_flatten__")
+
+
 def bytes_of(wanted: Sequence[tuple[torch.Tensor, int | None]]) -> list[torch.Tensor]:
     """The bytes of each tensor, in host memory; if it has more bytes than its limit, the first and the last of them.
 
@@ -124,7 +139,7 @@ def bytes_of(wanted: Sequence[tuple[torch.Tensor, int | None]]) -> list[torch.Te
 
 
 def _flat_bytes(tensor: torch.Tensor, limit: int | None) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
     if limit is not None and flat.numel() > limit:
         return torch.cat([flat[: limit // 2], flat[-(limit // 2) :]])
     return flat

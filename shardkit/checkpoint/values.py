@@ -2,14 +2,15 @@
 
 None, bool, int, float, str, list and dict with string keys stay unchanged. Others are tagged: {"$tuple": [...]},
 {"$bytes": base64}, {"$float": "inf"}, {"$dict": [[key, value], ...]} for other keys, {"$counter": ...}, {"$set": ...},
-{"$param": fqn} for the number of a parameter, and {"$tensor": name} for a tensor, which the caller stores separately.
+{"$deque": ...}, {"$bounded_deque": [maxlen, [...]]}, {"$param": fqn} for the number of a parameter, and
+{"$tensor": name} for a tensor, which the caller stores separately.
 Any other type is an error that names the path of the value.
 """
 
 import base64
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,10 @@ def _plain(value: Any) -> Any:
 def _encode_sequence(value: Any, path: str, store_tensor: StoreTensor) -> dict[str, Any]:
     tag = "$tuple" if isinstance(value, tuple) else "$deque" if isinstance(value, deque) else "$set"
     items = sorted(value, key=repr) if tag == "$set" else value
-    return {tag: [encode(item, f"{path}[{number}]", store_tensor) for number, item in enumerate(items)]}
+    encoded = [encode(item, f"{path}[{number}]", store_tensor) for number, item in enumerate(items)]
+    if isinstance(value, deque) and value.maxlen is not None:
+        return {"$bounded_deque": [value.maxlen, encoded]}
+    return {tag: encoded}
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, store_tensor: StoreTensor) -> dict[str, Any]:
@@ -102,6 +106,8 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             return {decode(item, load_tensor) for item in inner}
         case "$deque":
             return deque(decode(item, load_tensor) for item in inner)
+        case "$bounded_deque":
+            return deque((decode(item, load_tensor) for item in inner[1]), maxlen=inner[0])
         case "$bytes":
             return base64.b64decode(inner, validate=True)
         case "$float":
@@ -117,6 +123,13 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             raise CheckpointCorrupted(
                 f"state: unknown tag (got {tag!r}); it was saved by a newer shardkit, or it is damaged."
             )
+
+
+def unique_name(path: str, taken: Container[str]) -> str:
+    """The path of a tensor as its name: different paths may read the same, as of {"a.b": ..., "a": {"b": ...}}."""
+    while path in taken:
+        path += "'"
+    return path
 
 
 def tensors_in(value: Any) -> Iterator[str]:

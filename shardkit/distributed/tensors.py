@@ -45,7 +45,14 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
     while isinstance(inner, nn.Module):
         yield inner
         modules = inner.__dict__.get("_modules", {})
-        inner = modules.get("module" if isinstance(inner, DistributedDataParallel) else "_orig_mod")
+        is_ddp = isinstance(inner, DistributedDataParallel)
+        inner = modules.get("module") if is_ddp else modules.get("_orig_mod") if _is_compiled(inner) else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether this is torch.compile's wrapper, without importing torch's module."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return isinstance(module, getattr(dynamo, "OptimizedModule", ()))
 
 
 def clean_name(name: str) -> str:

@@ -25,6 +25,7 @@ from shardkit.sharding.ddp import Replica, replicate
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
 from shardkit.sharding.parameters import has_gradient_hooks, refused_hooks
+from shardkit.sharding.shared_memory import pairs_in_same_memory
 from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
 
 if TYPE_CHECKING:
@@ -189,6 +190,11 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
             "backward and step, or use strategy NO_SHARD."
             for fqn, parameter in model.named_parameters()
             if has_gradient_hooks(parameter)
+        ]
+        problems += [
+            f"model: {one} and {other} are different tensors in the same memory, which shards cannot keep equal; give "
+            "both modules the same parameter, copy one of them (.clone()), or use strategy NO_SHARD."
+            for one, other in pairs_in_same_memory(model)[:3]
         ]
         problems += [
             f"model: {fqn} has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
