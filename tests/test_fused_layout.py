@@ -1,5 +1,5 @@
-"""torch's fused kernels take it for granted that parameter, gradient and state lie in memory in the same order. They are
-chosen here where torch's default would not use them, so what lies otherwise must give the same results."""
+"""torch's fused kernels take it for granted that parameter, gradient and state lie in memory in the same order. They
+are chosen here where torch's default would not use them, so what lies otherwise must give the same results."""
 
 import pytest
 import torch
