@@ -51,6 +51,22 @@ def test_a_deque_keeps_its_bound():
     assert there_and_back({"buffer": deque([1], maxlen=2)})["buffer"].maxlen == 2
 
 
+def test_numpys_scalars_become_pythons():
+    import numpy
+
+    value = [numpy.float32(1.5), numpy.float64(0.1), numpy.int64(3), numpy.bool_(True), numpy.str_("a")]
+    assert there_and_back(value) == [1.5, 0.1, 3, True, "a"]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_new"),
+    [(deque([1]), False), ({"$bounded_deque": 1}, False), (["$module_state"], False), ([{"a": deque([1], 2)}], True)],
+    ids=str,
+)
+def test_what_older_readers_do_not_know_is_seen(value, is_new):
+    assert values.has_new_tags(encode(value, "x", lambda path, item: None)) is is_new
+
+
 def test_not_a_number_comes_back():
     again = there_and_back(float("nan"))
     assert again != again

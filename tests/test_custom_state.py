@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from shardkit.checkpoint import save_model
+from shardkit.checkpoint import manifest, save_model
 from shardkit.checkpoint.state import Live, whole_tensors
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError, StateIncomplete
@@ -196,3 +196,71 @@ def test_an_export_says_what_it_leaves_out(tmp_path, caplog):
     save_model.save(trained(ExtraValues), tmp_path / "e", control.start())
     assert "extra state that is no tensor is not exported: 1._extra_state." in caplog.text
     assert "1.layer.weight" in load_file(tmp_path / "e/model.safetensors")
+
+
+class Converts(nn.Module):
+    """Had its scale as a tenth before version 2."""
+
+    _version = 2
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scale"] = state[f"{prefix}scale"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class Averages:
+    """Registered: holds the state dict of a module inside its own."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def state_dict(self):
+        return {"average": self.module.state_dict(), "count": 1}
+
+    def load_state_dict(self, state):
+        self.module.load_state_dict(state["average"])
+
+
+@pytest.mark.parametrize("way", [lambda m: Live([m]), lambda m: registered(m), lambda m: registered(Averages(m))])
+def test_a_state_of_the_present_version_is_not_converted(tmp_path, way):
+    model, found = nn.Sequential(Converts(3.0)), nn.Sequential(Converts(1.0))
+    checkpoints.save(way(model), tmp_path / "c")
+    checkpoints.load(way(found), tmp_path / "c")
+    assert found[0].scale.item() == 3.0
+    assert manifest.read(tmp_path / "c").version == (5 if "registered.0" in way(model).objects else 1)
+
+
+def registered(item):
+    return Live([nn.Linear(1, 1)], objects={"registered.0": item})
+
+
+def tied(*names, seed=0):
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    for name in names:
+        model[name].weight = model["a"].weight
+    return model
+
+
+@pytest.mark.parametrize("before", [(), ("b",)])
+def test_values_of_a_tensor_that_is_tied_now_are_not_dropped_in_silence(tmp_path, before, caplog):
+    model, found = tied(*before), tied("c", seed=1)
+    checkpoints.save(Live([model]), tmp_path / "c")
+    unchanged = found["a"].weight.detach().clone()
+    with pytest.raises(
+        CheckpointError, match=r"a\.weight and c\.weight are one tensor in the model, but have different "
+    ):
+        checkpoints.load(Live([found]), tmp_path / "c")
+    assert torch.equal(found["a"].weight, unchanged)
+    checkpoints.load(Live([found]), tmp_path / "c", strict=False)
+    assert torch.equal(found["c"].weight, model["a"].weight)
+    assert "are one tensor in the model" in caplog.text
+    with torch.no_grad():
+        model["c"].weight.copy_(model["a"].weight)
+    checkpoints.save(Live([model]), tmp_path / "d")
+    checkpoints.load(Live([found]), tmp_path / "d")

@@ -15,7 +15,7 @@ import torch
 import shardkit
 from shardkit import sizes
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retention
+from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retention, values
 from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
@@ -135,7 +135,7 @@ def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Ma
         sections=list(index.sections),
         digest=request.digest,
         files=_files(written),
-        version=_version(prepared.common, prepared.added, isinstance(request.final, Url)),
+        version=_version(prepared.common, prepared.own, prepared.added, isinstance(request.final, Url)),
         additions=prepared.added,
         data=request.save_id if isinstance(request.final, Url) else None,
     )
@@ -165,8 +165,10 @@ def model_fingerprint(index: Index) -> str:
     return digests.of_bytes("sha256", "\n".join(lines).encode())
 
 
-def _version(common: dict[str, Any], added: dict[str, File], is_in_store: bool) -> int:
+def _version(common: dict[str, Any], own: dict[str, Any], added: dict[str, File], is_in_store: bool) -> int:
     """The oldest format version that supports everything in this checkpoint."""
+    if values.has_new_tags([common, own.get("apart")]):
+        return manifest.TAGS_VERSION
     if is_in_store:
         return manifest.STORE_VERSION
     if added:

@@ -12,6 +12,7 @@ from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry
 from shardkit.checkpoint.state import Live, section_name
+from shardkit.checkpoint.ties import Tie
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import random_state
 from shardkit.distributed.control import ControlGroup
@@ -68,6 +69,8 @@ class Plan:
     """Optimizers and schedulers of another class than was saved. They are not loaded."""
     weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     """(section, saved name, live tensor)."""
+    ties: list[Tie] = field(default_factory=list)
+    """Tensors of the models that were saved as two."""
     custom: list[CustomState] = field(default_factory=list)
     """Of the models that load a part of their state by their own code."""
     parts: set[str] = field(default_factory=set)
@@ -79,6 +82,7 @@ class Plan:
         """Do not load this model: a hook has loaded it."""
         section = state.section_name("model", number)
         self.weights = [one for one in self.weights if one[0] != section]
+        self.ties = [one for one in self.ties if one.section != section]
         self.custom = [one for one in self.custom if one.section != section]
         self.parts = {part for part in self.parts if not part.startswith(f"{section}: ")}
 
@@ -169,7 +173,13 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
     detached = custom_state.detached_names(model, mine)
     for name, tensor in mine.items():
         source = aliases.get(name, name)
-        if source not in entries or name in ties:
+        if name in ties:
+            first = ties[name]
+            sources = aliases.get(first, first), source
+            if {*sources} <= entries.keys() and len({*sources}) > 1:
+                plan.ties.append(Tie(section, (first, name), sources, tensor))
+            continue
+        if source not in entries:
             continue
         if name in detached:
             custom.tensors[name] = (source, tensor)

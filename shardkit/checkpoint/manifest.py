@@ -21,7 +21,8 @@ from shardkit.storage.url import Place, Url
 
 NAME = "MANIFEST.json"
 FORMAT = "shardkit-checkpoint"
-VERSION = 4  # the newest version that this shardkit reads
+VERSION = 5  # the newest version that this shardkit reads
+TAGS_VERSION = 5  # of a checkpoint with values of types that were added to `values`
 STORE_VERSION = 4  # of a checkpoint in an object store
 ADDITIONS_VERSION = 3  # of a checkpoint with files that hooks added
 APART_VERSION = 2  # of a checkpoint with per-rank state, or optimizer state beyond that of its parameters

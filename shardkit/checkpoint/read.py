@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import custom_state, faults, folder, manifest, optimizers, state, values
+from shardkit.checkpoint import custom_state, faults, folder, manifest, optimizers, state, ties, values
 from shardkit.checkpoint.custom_state import CustomState
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
@@ -174,9 +174,11 @@ def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: Lo
             step.problems = plan.problems
         saved = Saved(files, plan.own_rank, control.work)
         control.work.expect(_bytes_to_read(plan, saved.index))
-        with _Agreement(control, here, unchanged):
+        with _Agreement(control, here, unchanged) as step:
             _verify(files, control, options.verify)
             objects = [*_object_states(live, plan, saved)]
+            plan.differences += (parted := ties.parted(plan.ties, saved))
+            step.problems = [one.as_problem for one in parted] if options.strict else []
             faults.reach("read", control.rank)
         if live.take is not None:
             assert isinstance(checkpoint.path, Path), "load hooks with a store were refused before"

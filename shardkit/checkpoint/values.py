@@ -2,14 +2,16 @@
 
 None, bool, int, float, str, list and dict with string keys stay unchanged. Others are tagged: {"$tuple": [...]},
 {"$bytes": base64}, {"$float": "inf"}, {"$dict": [[key, value], ...]} for other keys, {"$counter": ...}, {"$set": ...},
-{"$deque": ...}, {"$bounded_deque": [maxlen, [...]]}, {"$param": fqn} for the number of a parameter, and
-{"$tensor": name} for a tensor, which the caller stores separately.
+{"$deque": ...}, {"$bounded_deque": [maxlen, [...]]}, {"$module_state": [{...}, {module: version}]} for the state dict
+of a module with versions, {"$param": fqn} for the number of a parameter, and {"$tensor": name} for a tensor, which the
+caller stores separately. Numpy's scalars become Python's.
 Any other type is an error that names the path of the value.
 """
 
 import base64
 import math
-from collections import Counter, deque
+import sys
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +55,13 @@ def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
     name = store_tensor(path, value)
     if name is not None:
         return {"$tensor": name}
-    if isinstance(value, (int, float, str)):  # numpy scalars and enumerations with a plain value
+    if isinstance(value, (int, float, str)):  # enumerations with a plain value
         return encode(value.value if hasattr(value, "value") else _plain(value), path, store_tensor)
+    scalar: Any = getattr(sys.modules.get("numpy"), "generic", ())
+    if isinstance(value, scalar):
+        plain = value.item()
+        if type(plain) in (bool, int, float, str, bytes):
+            return encode(plain, path, store_tensor)
     raise NotStorable(
         f"{path}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved; "
         "return numbers, strings, bytes, lists, dicts or tensors from state_dict()."
@@ -75,6 +82,9 @@ def _encode_sequence(value: Any, path: str, store_tensor: StoreTensor) -> dict[s
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, store_tensor: StoreTensor) -> dict[str, Any]:
+    versions = _module_versions(value)
+    if any(version != 1 for version in versions.values()):
+        return {"$module_state": [_encode_mapping(dict(value), path, store_tensor), versions]}
     plain = all(type(key) is str and not key.startswith("$") for key in value)
     if plain and not isinstance(value, Counter):
         return {key: encode(item, f"{path}.{key}", store_tensor) for key, item in value.items()}
@@ -83,6 +93,15 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, store_tensor: StoreTens
         for key, item in value.items()
     ]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
+
+
+def _module_versions(value: Mapping[Any, Any]) -> dict[str, int]:
+    """{name: version} of the modules whose state dict this is. Modules that have changed convert a state dict of an
+    older version when they load it, and one without a version, too."""
+    metadata = getattr(value, "_metadata", None)
+    entries = metadata.items() if isinstance(metadata, Mapping) else ()
+    found = {name: entry.get("version") for name, entry in entries if isinstance(entry, Mapping)}
+    return {name: version for name, version in found.items() if type(name) is str and type(version) is int}
 
 
 def decode(value: Any, load_tensor: Callable[[str], Any]) -> Any:
@@ -108,6 +127,10 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
             return deque(decode(item, load_tensor) for item in inner)
         case "$bounded_deque":
             return deque((decode(item, load_tensor) for item in inner[1]), maxlen=inner[0])
+        case "$module_state":
+            state = OrderedDict(decode(inner[0], load_tensor))
+            state._metadata = OrderedDict((name, {"version": version}) for name, version in inner[1].items())  # type: ignore[attr-defined]
+            return state
         case "$bytes":
             return base64.b64decode(inner, validate=True)
         case "$float":
@@ -130,6 +153,17 @@ def unique_name(path: str, taken: Container[str]) -> str:
     while path in taken:
         path += "'"
     return path
+
+
+# Tags that format version 5 added.
+_NEW_TAGS = {"$bounded_deque", "$module_state"}
+
+
+def has_new_tags(value: Any) -> bool:
+    """Whether an encoded value has tags that readers before format version 5 do not know."""
+    if isinstance(value, list):
+        return any(map(has_new_tags, value))
+    return isinstance(value, dict) and (not _NEW_TAGS.isdisjoint(value) or any(map(has_new_tags, value.values())))
 
 
 def tensors_in(value: Any) -> Iterator[str]:
