@@ -44,6 +44,22 @@ def test_bytes_are_the_values(tmp_path, kind):
         assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
 
 
+def of_rank_0():
+    import torch.distributed as dist
+
+    from shardkit.sharding.init import fill_from_rank0
+
+    model = Odd(dist.get_rank())
+    fill_from_rank0(model, torch.device("cpu"))
+    return {name: value.resolve_conj().resolve_neg() for name, value in model.state_dict().items()}
+
+
+def test_every_rank_gets_the_values_of_rank_0(ranks):
+    expected = Odd(0).state_dict()
+    for found in ranks.run(2, of_rank_0):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 class Kept:
     def __init__(self, value):
         self.value = value

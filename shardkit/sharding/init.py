@@ -101,9 +101,9 @@ def fill_from_rank0(model: nn.Module, device: torch.device) -> None:
 def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
     """Broadcast rank 0's values into `tensor`: as bytes, since backends do not support all dtypes, on the ranks'
     device."""
-    staged = tensor.detach().to(device).contiguous()
+    staged = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
     dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)
-    if tensor.device != device or not tensor.is_contiguous():
+    if tensor.device != device or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor.copy_(staged)
 
 
