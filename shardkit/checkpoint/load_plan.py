@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint import custom_state, differences, optimizers, per_rank, state, tensors, values
-from shardkit.checkpoint.custom_state import CustomState
+from shardkit.checkpoint import differences, optimizers, per_rank, state, tensors, values
 from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry
 from shardkit.checkpoint.state import Live, section_name
 from shardkit.checkpoint.ties import Tie
 from shardkit.checkpoint.verify import Checkpoint
-from shardkit.distributed import random_state
+from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup
+from shardkit.distributed.custom_state import CustomState
 from shardkit.errors import CheckpointCorrupted
 from shardkit.log import get_logger
 from shardkit.storage.url import Place

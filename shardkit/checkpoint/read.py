@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import custom_state, faults, folder, manifest, optimizers, state, ties, values
-from shardkit.checkpoint.custom_state import CustomState
+from shardkit.checkpoint import faults, folder, manifest, optimizers, state, ties, values
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
@@ -32,8 +31,9 @@ from shardkit.checkpoint.load_plan import LoadOptions, Plan, Unfinished, no_tens
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.checkpoint.state import Live, Stateful, section_name
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file, open_checkpoint
-from shardkit.distributed import random_state
+from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup, LostRank
+from shardkit.distributed.custom_state import CustomState
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointUnreachable, StateIncomplete
 from shardkit.log import get_logger

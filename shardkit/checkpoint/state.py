@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import custom_state, optimizers, tensors, values
+from shardkit.checkpoint import optimizers, tensors, values
 from shardkit.checkpoint.layout import Index, Kind, Mesh
-from shardkit.distributed import random_state, xla
+from shardkit.distributed import custom_state, random_state, xla
 from shardkit.distributed.tensors import clean_name, is_dtensor, layers, unwrapped, whole
 from shardkit.errors import CheckpointError
 

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit.distributed import control
-from shardkit.distributed.tensors import is_dtensor, local_part, local_slices
+from shardkit.distributed import control, custom_state
+from shardkit.distributed.tensors import clean_name, is_dtensor, local_part, local_slices
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
@@ -192,10 +192,11 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
         return set(), [f"{weights}: not readable as safetensors (got {error}); give a .safetensors file or a folder."]
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for fqn, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor):
-            names.setdefault(id(tensor), []).append(fqn)
-            tensors[id(tensor)] = tensor
+    state = {fqn: one for fqn, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+    for fqn, tensor in state.items():
+        names.setdefault(id(tensor), []).append(fqn)
+        tensors[id(tensor)] = tensor
+    detached, of_own_code = custom_state.detached_names(model, state), {}
     loaded: set[str] = set()
     problems: list[str] = []
     opened: dict[Path, Any] = {}
@@ -205,9 +206,18 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
             name, path = files[found]
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
-            problem = _read_one(opened[path], name, tensors[identity])
-            problems += [f"{path}: {problem}"] if problem else []
+            if found in detached:
+                of_own_code[clean_name(found)] = opened[path].get_tensor(name)
+            elif problem := _read_one(opened[path], name, tensors[identity]):
+                problems.append(f"{path}: {problem}")
             loaded.update(aliases)
+    if not problems and (of_own_code or custom_state.is_customized(model)):
+        try:
+            custom_state.load(model, of_own_code, is_strict=True)
+        except Exception as error:  # in the model's own code
+            problems.append(
+                f"{weights}: {type(model).__name__}.load_state_dict failed ({error}); use weights of this model."
+            )
     return loaded, problems
 
 
