@@ -65,4 +65,5 @@ def test_the_number_of_learning_rates():
     assert number(torch.tensor(0.5)) == 0.5
     assert number(torch.tensor(0.5, device="meta")) == 0.0  # one that is in a device's memory
     assert number(float("nan")) == 0.0
+    assert number(None, 0.5) == 1.0  # Adafactor's own rate
     assert learning_rates.as_number([SimpleNamespace(param_groups=[{}])]) == 0.0

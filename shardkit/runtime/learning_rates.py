@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -19,14 +21,15 @@ log = get_logger(__name__)
 
 def as_number(optimizers: Sequence[AcceleratedOptimizer]) -> float:
     """One number for the learning rates of all param groups: their sum, weighted by position. A rate in a device's
-    memory is left out, because reading it would wait for the device."""
-    rates = (group.get("lr", 0.0) for optimizer in optimizers for group in optimizer.param_groups)
+    memory is left out, because reading it would wait for the device; so is None, as Adafactor has where it computes
+    the rate itself."""
+    rates: list[Any] = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     total = sum(place * float(rate) for place, rate in enumerate(rates, 1) if _is_at_hand(rate))
     return total if math.isfinite(total) else 0.0
 
 
-def _is_at_hand(rate: float | torch.Tensor) -> bool:
-    return not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
+def _is_at_hand(rate: Any) -> bool:
+    return isinstance(rate, Real) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
 
 
 def warn(different: list[int]) -> None:
