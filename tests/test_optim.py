@@ -14,7 +14,7 @@ from shardkit import Accelerator
 from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.errors import ModelError, UsageError
-from shardkit.optim import clip, local_step, rebind
+from shardkit.optim import clip, local_step, plain_step, rebind
 from shardkit.sharding.init import init_empty_weights
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
@@ -78,7 +78,7 @@ def rebound(warm: bool, tied: bool, strategy: int, fast: bool) -> tuple[list[flo
     names = rebind.ParameterNames.of(model)
     sharded = parallel(model, config_for(dist.get_world_size(), strategy))
     rebind.rebind(optimizer, names, sharded)
-    stepper = local_step.stepper_of(optimizer) if fast else local_step.PlainStep(optimizer)
+    stepper = local_step.stepper_of(optimizer) if fast else plain_step.PlainStep(optimizer)
     found = train(sharded, optimizer, range(2, 6), stepper.step)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     problems = [fqn for fqn, p in sharded.named_parameters() if id(p) not in held]
@@ -171,7 +171,7 @@ def fast_and_slow(name: str) -> tuple[list[float], list[float], list[str]]:
         names = rebind.ParameterNames.of(model)
         sharded = parallel(model, config_for(2))
         rebind.rebind(optimizer, names, sharded)
-        stepper = local_step.stepper_of(optimizer) if fast else local_step.PlainStep(optimizer)
+        stepper = local_step.stepper_of(optimizer) if fast else plain_step.PlainStep(optimizer)
         losses.append(train(sharded, optimizer, range(3), stepper.step))
         if fast:
             models.next_token_loss(sharded, tokens(0)).backward()

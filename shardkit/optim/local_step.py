@@ -1,11 +1,11 @@
 """Steps of optimizers with sharded parameters, with torch's own kernels on plain tensors.
 
-    stepper_of(optimizer).step()
+    stepper_of(optimizer, operations).step()
 
 Elementwise optimizers (Adam, SGD, ...) work on this rank's local tensors, without communication, at the cost of the
 kernels alone. (On DTensors, sharding propagation of foreach operators takes time quadratic in the number of tensors.)
 Adafactor and Muon need whole rows and matrices: parameters and gradients are gathered, a chunk at a time, and every
-rank computes the same. Any other optimizer runs unchanged on DTensors.
+rank computes the same. Any other optimizer runs unchanged, on DTensors (`plain_step.py`).
 
 Outside of the step the param groups hold the model's parameters, and the state is sharded as they are.
 """
@@ -25,6 +25,7 @@ import torch
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient
+from shardkit.optim.plain_step import Operations, PlainStep, ShardedStep
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,8 +43,9 @@ class Stepper(Protocol):
         """One step; returns the closure's result. Collective where whole tensors are needed."""
 
 
-def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
-    """The stepper for this optimizer and its current parameters. UsageError where it cannot step on them."""
+def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operations] | None = None) -> Stepper:
+    """The stepper for this optimizer and its current parameters; `operations`: what fills the gaps of DTensor where it
+    steps on these. UsageError where it cannot step on its parameters."""
     is_sharded = any(is_dtensor(p) for p in _parameters(optimizer))
     _refuse(optimizer)
     choose_kernels(optimizer)
@@ -51,6 +53,8 @@ def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
         return LocalStep(optimizer)
     if is_sharded and needs_whole_tensors(optimizer):
         return WholeStep(optimizer)
+    if is_sharded and operations is not None:
+        return ShardedStep(optimizer, operations)
     return PlainStep(optimizer)
 
 
@@ -72,16 +76,6 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-class PlainStep:
-    """The optimizer's own step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
 
 class LocalStep:

@@ -11,7 +11,8 @@ from shardkit.distributed.tensors import local_part
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
-from shardkit.optim.local_step import PlainStep, Stepper, stepper_of
+from shardkit.optim.local_step import Stepper, stepper_of
+from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.runtime.accumulate import NEVER, Accumulation
 from shardkit.runtime.forwarding import Forwarding
 
@@ -87,7 +88,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 
     def follow_parameters(self) -> None:
         """Chooses how to step on the optimizer's current parameters. UsageError where the optimizer cannot."""
-        self._stepper = stepper_of(self.optimizer)
+        self._stepper = stepper_of(self.optimizer, _operations)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; does nothing while the window is not full or where fp16 overflowed."""
@@ -162,6 +163,12 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
                 type(self.optimizer).__name__,
                 len(parameters),
             )
+
+
+def _operations() -> Operations:
+    from shardkit.sharding.settled import Settled  # imports DTensor, which a run without sharding does not need
+
+    return Settled()
 
 
 def _mean(loss: Any) -> Any:

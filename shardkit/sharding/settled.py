@@ -1,0 +1,172 @@
+"""Operations on sharded tensors as optimizers of other libraries use them, where DTensor has gaps.
+
+    with Settled():
+        optimizer.step()
+
+They take norms and change them in place, call foreach operators that DTensor lacks, keep plain tensors in their state,
+flatten. Inside the context each of these gives what it gives on whole tensors: values that are pending (Partial) are
+reduced at once, foreach operators run tensor by tensor, plain tensors count as equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
+
+from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, part_on_mesh, sharded_like
+from shardkit.sharding.copied_parts import CopiedPart
+
+_ASSIGNING = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
+_RESHAPES = {"view", "reshape", "flatten", "ravel", "view_as", "reshape_as"}
+# Without a value for no elements, which is what a rank has of a tensor with fewer rows than ranks.
+_OF_NOT_NOTHING = {"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm"}
+# foreach operators that have no method of the same name
+_METHODS = {"maximum": "clamp_min", "minimum": "clamp_max", "maximum_": "clamp_min_", "minimum_": "clamp_max_"}
+
+
+class Settled(TorchFunctionMode):
+    """Inside, no result of an operation on sharded tensors is pending."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_on = True
+
+    def __enter__(self) -> Any:
+        self._replication = implicit_replication()
+        self._replication.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._replication.__exit__(*error)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, operations are torch's own: for the closure, which runs the model."""
+        found, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = found
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_on or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return _operate(function, args, kwargs)
+
+
+def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name: str = getattr(function, "__name__", "")
+    first = args[0] if args else None
+    if is_dtensor(kwargs.get("out")):
+        others = {key: value for key, value in kwargs.items() if key != "out"}
+        return _operate(torch.Tensor.copy_, (kwargs["out"], _operate(function, args, others)), {})
+    if name.startswith("_foreach_"):
+        lists = [value for value in args if isinstance(value, (list, tuple))]
+        if any(map(is_dtensor, (tensor for tensors in lists for tensor in tensors))):
+            return _one_by_one(name.removeprefix("_foreach_"), args, kwargs)
+    elif _is_in_place(name) and isinstance(first, torch.Tensor):
+        if not is_dtensor(first):
+            return function(first, *map(_plain, args[1:]), **{key: _plain(value) for key, value in kwargs.items()})
+        if _is_single(first):
+            return _in_place_of_whole(function, first, args[1:], kwargs)
+    elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or _is_uneven(first)):
+        copy = _settle(function(_replicated(first), *args[1:], **kwargs))
+        copy.__class__ = CopiedPart  # writing to it would not reach the tensor
+        vars(copy)["shardkit_rows"] = None
+        return copy
+    elif name in _OF_NOT_NOTHING and is_dtensor(first) and _has_empty_part(first):
+        return function(_replicated(first), *args[1:], **kwargs)
+    return _settle(function(*args, **kwargs))
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.startswith("__")) or name in _ASSIGNING
+
+
+def _settle(result: Any) -> Any:
+    """The result, of which no value is pending. Collective where one was."""
+    if is_dtensor(result) and not result.requires_grad:
+        placements = [Replicate() if placement.is_partial() else placement for placement in result.placements]
+        return result if list(result.placements) == placements else _redistributed(result, placements)
+    if type(result) in (list, tuple):
+        return type(result)(map(_settle, result))
+    return result
+
+
+def _replicated(tensor: DTensor) -> DTensor:
+    return _redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim)
+
+
+def _redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """The tensor with these placements, where it was: an offloaded one is copied to the mesh's device in between."""
+    found = sharded_like(part_on_mesh(tensor), tensor).redistribute(placements=placements)
+    return sharded_like(local_part(found).to(tensor.device), found)
+
+
+def _plain(value: Any) -> Any:
+    return local_part(_replicated(value)) if is_dtensor(value) else value
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Whether ranks have parts of different sizes, which DTensor cannot flatten."""
+    return any(size % ranks for size, ranks in _sharded_dims(tensor))
+
+
+def _has_empty_part(tensor: DTensor) -> bool:
+    """Whether a rank has no element of it."""
+    return any(-(-size // ranks) * (ranks - 1) >= size for size, ranks in _sharded_dims(tensor))
+
+
+def _is_single(tensor: DTensor) -> bool:
+    """Whether the sharded dim has one element: DTensor takes it for one that is broadcast, and refuses to change it."""
+    return any(size == 1 for size, _ in _sharded_dims(tensor))
+
+
+def _sharded_dims(tensor: DTensor) -> list[tuple[int, int]]:
+    """The size of each sharded dim, and among how many ranks it is split."""
+    return [
+        (tensor.shape[placement.dim], tensor.device_mesh.size(axis))  # type: ignore[attr-defined]
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard()
+    ]
+
+
+def _in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
+    """The in-place operation on the whole tensor; this rank keeps its part."""
+    whole = _plain(tensor)
+    function(whole, *map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
+    local = local_part(tensor)
+    local.copy_(whole[local_slices(tensor)].reshape(local.shape))
+    return tensor
+
+
+def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A foreach operator by the operator on each tensor."""
+    if name == "norm":
+        method: Callable[..., Any] = torch.linalg.vector_norm
+    else:
+        method = getattr(torch.Tensor, _METHODS.get(name, name))
+    if name.startswith(("addcdiv", "addcmul")) and len(args) == 4:
+        args, kwargs = args[:-1], {**kwargs, "value": args[-1]}
+    count = next(len(value) for value in args if isinstance(value, (list, tuple)))
+    results = [
+        _operate(
+            method, tuple(_nth(value, i) for value in args), {key: _nth(value, i) for key, value in kwargs.items()}
+        )
+        for i in range(count)
+    ]
+    return None if name.endswith("_") else results
+
+
+def _nth(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, (list, tuple)) else value

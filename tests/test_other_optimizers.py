@@ -1,0 +1,183 @@
+"""Optimizers of other libraries on sharded parameters: as in one process, or refused in words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import Accelerator
+from shardkit.config.schema import Config
+from shardkit.errors import UsageError
+
+
+class Net(nn.Module):
+    """No size divides by 2 or 3; two parameters have a dim of one element, so that some ranks have nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(5, 7)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.wide = nn.Parameter(torch.full((1, 3), 0.5))
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.into(x)) * self.gain) * self.wide
+
+
+class Rule(torch.optim.Optimizer):
+    """Steps by `self.update(parameter, gradient, state)`."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(self.update(p, p.grad, self.state[p]), alpha=self.defaults["lr"])
+        return loss
+
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class NormsInPlace(Rule):
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        ratio = p.norm().clamp_(min=0.1) / g.norm().add_(1e-3)
+        return g * ratio / g.square().mean().sqrt_().add_(0.1) / (1 + g.abs().max() + p.norm(float("inf")))
+
+
+class Factored(Rule):
+    """Moments of rows and columns are plain tensors, as made by torch.zeros."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        if g.dim() < 2:
+            return g
+        rows = state.setdefault("rows", torch.zeros(g.shape[0]))
+        columns = state.setdefault("columns", torch.zeros(g.shape[1]))
+        rows.mul_(0.9).add_(g.square().mean(1), alpha=0.1)
+        columns.lerp_(g.square().mean(0), 0.1)
+        scale = torch.empty_like(g)
+        torch.mul(rows[:, None], columns[None, :], out=scale)
+        return g / scale.div_(rows.mean() + 1e-6).sqrt_().add_(0.1)
+
+
+class Preconditioned(Rule):
+    """A matrix of gradients, orthogonalized; a whole-model number in a plain tensor."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        total = self.state.setdefault("total", torch.zeros(1))
+        total += g.abs().sum()
+        if g.dim() < 2:
+            return g / (1 + total)
+        left = state.setdefault("left", torch.eye(g.shape[0]))
+        left.add_(g @ g.T)
+        return torch.linalg.solve(left, g) / (1 + total)
+
+
+class Flat(Rule):
+    """Projects the gradient: both are flattened, which DTensor refuses for uneven parts."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        flat, weights = g.flatten(), p.reshape(-1)
+        return (flat - 0.1 * weights * torch.dot(flat, weights)).view(g.shape)
+
+
+class Foreach(Rule):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        gradients = [p.grad for p in parameters]
+        slow = [self.state[p].setdefault("slow", p.clone()) for p in parameters]
+        norms = torch._foreach_norm(gradients)
+        torch._foreach_clamp_min_(norms, 0.1)
+        updates = torch._foreach_addcdiv(gradients, gradients, [1 + g.abs() for g in gradients], 0.5)
+        torch._foreach_maximum_(updates, -0.5)
+        torch._foreach_div_(updates, norms)
+        torch._foreach_add_(parameters, updates, alpha=-0.1)
+        torch._foreach_lerp_(slow, parameters, 0.5)
+        torch._foreach_copy_(parameters, slow)
+
+
+class Nonzero(Rule):
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        g[g > 0.1] = 0.1
+        return g
+
+
+class WritesToFlat(Rule):
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        g.flatten().clamp_(-0.1, 0.1)
+        return g
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(12, 5, generator=torch.Generator().manual_seed(number))
+
+
+def trained(kind: type[Rule], strategy: int | None) -> dict[str, torch.Tensor]:
+    """The weights after three steps, in plain torch without a strategy."""
+    torch.manual_seed(1)
+    model: Any = Net()
+    optimizer: Any = kind(model.parameters())
+    rank, world, backward = 0, 1, torch.Tensor.backward
+    if strategy is not None:
+        accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": strategy}))
+        model, optimizer = accelerator.prepare(model, optimizer)
+        rank, world, backward = accelerator.process_index, accelerator.num_processes, accelerator.backward
+    for number in range(3):
+        backward(model(batch(number).chunk(world)[rank]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+
+
+def distance(kind: type[Rule], strategy: int) -> float:
+    """The largest difference between the weights on ranks and in one process."""
+    found, expected = trained(kind, strategy), trained(kind, None)
+    return max(float((found[name.removeprefix("module.")] - p).abs().max()) for name, p in expected.items())
+
+
+@pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Foreach])
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_are_those_of_one_process(ranks, kind, world):
+    assert max(ranks.run(world, distance, kind, 1)) < 1e-5
+
+
+def error_of(kind: type[Rule]) -> str:
+    with pytest.raises(UsageError) as caught:
+        trained(kind, 1)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_cannot_step_on_sharded_parameters_is_refused_in_words(ranks):
+    for text in ranks.run(2, error_of, Nonzero):
+        assert text.startswith("optimizer step: Nonzero failed on sharded parameters (got ")
+        assert text.endswith("); if it works in one process, use strategy NO_SHARD, or another optimizer.")
+
+
+def test_writing_to_a_flattened_copy_is_refused(ranks):
+    assert all("writing to this one would change nothing" in text for text in ranks.run(2, error_of, WritesToFlat))
+
+
+def error_of_closure() -> str:
+    model: Any = Net()
+    accelerator = Accelerator(config=Config(use_cpu=True, fsdp_config={"fsdp_sharding_strategy": 1}))
+    model, optimizer = accelerator.prepare(model, NormsInPlace(model.parameters()))
+
+    def closure() -> torch.Tensor:
+        raise RuntimeError("of the script's own")
+
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step(closure)
+    return str(caught.value)
+
+
+def test_an_error_of_the_closure_stays_as_it_is(ranks):
+    assert ranks.run(2, error_of_closure) == ["of the script's own"] * 2
