@@ -34,9 +34,7 @@ def save(value: Any, path: str | Path) -> None:
         raise UsageError(f"save: {path}: a folder has this name; give the name of a file.")
     if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):
         _check(value, path)
-        tensors = {
-            str(key): item.detach().resolve_conj().resolve_neg().contiguous().clone() for key, item in value.items()
-        }
+        tensors = {str(key): _in_memory(item) for key, item in value.items()}
         _replace(path, lambda temporary: _write_tensors(tensors, temporary, path))
     else:
         text = _json(value, path)
