@@ -36,7 +36,9 @@ def steps(parameter, gradients, chooses, kind=AdamW, load=None):
     [lambda: numbers(4, 3), lambda: numbers(3, 4).t(), lambda: numbers(4, 6)[:, ::2]],
     ids=["usual", "transposed", "gaps"],
 )
-@pytest.mark.parametrize("load", [None, torch.Tensor.contiguous, lambda t: t.t().contiguous().t()], ids=str)
+@pytest.mark.parametrize(
+    "load", [None, torch.Tensor.contiguous, lambda t: t.t().contiguous().t()], ids=["", "rows", "columns"]
+)
 def test_gradients_and_state_may_lie_otherwise(parameter, kind, load):
     gradients = [numbers(4, 3, seed=1), numbers(3, 4, seed=2).t(), numbers(4, 6, seed=3)[:, ::2]]
     plain, chosen = (steps(nn.Parameter(parameter()), gradients, chooses, kind, load) for chooses in (False, True))
