@@ -63,7 +63,7 @@ def test_a_wrong_formula_names_everything_that_is_wrong():
     with pytest.raises(ModelError) as caught:
         describe("gpt:layers=x,hiden=3,heads=5")
     text = str(caught.value)
-    assert "layers: not a positive whole number (got 'x')" in text
+    assert "layers: not a whole number from 1 to 10,000 (got 'x')" in text
     assert "hiden: unknown" in text
     assert "hidden: missing" in text
     assert "write gpt:layers=" in text

@@ -17,6 +17,7 @@ def migrate(
 ) -> None:
     """Print a diff that makes SCRIPT run on shardkit, and remarks on differences that the diff does not solve."""
     from shardkit.compat import migrate as change
+    from shardkit.config import files
 
     for path in scripts:
         text, found = change.diff(path)
@@ -24,5 +25,5 @@ def migrate(
         for line in change.remarks(found):
             typer.echo(line, err=True)
         if write and text:
-            path.write_text(change.migrated(path.read_text(), str(path)))
+            files.write_text(change.migrated(change.source(path), str(path)), path, "check its permissions")
             typer.echo(f"{path}: changed.", err=True)

@@ -2,17 +2,22 @@
 
 import ast
 import difflib
+import re
 from pathlib import Path
 
 from shardkit.compat import scan
 from shardkit.compat.scan import Found
 from shardkit.errors import UsageError
 
+BYTE_ORDER_MARK = "\ufeff"
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+"""A line as Python counts them, with its end: `str.splitlines` also splits at form feeds and Unicode separators."""
+
 
 def migrated(text: str, file: str = "script.py") -> str:
     """The text with only its imports changed. Raises UsageError if it is not valid Python."""
     try:
-        tree = ast.parse(text)
+        tree = ast.parse(text.removeprefix(BYTE_ORDER_MARK))
     except SyntaxError as error:
         if "accelerate launch" in text:
             raise UsageError(
@@ -22,7 +27,9 @@ def migrated(text: str, file: str = "script.py") -> str:
         raise UsageError(
             f"migrate: {file}:{error.lineno}: not valid Python for this interpreter ({error.msg}); correct the file."
         ) from error
-    lines = text.splitlines(keepends=True)
+    except (ValueError, *scan.TOO_DEEP):
+        raise UsageError(f"migrate: {file}: Python cannot read it (nested too deeply); correct the file.") from None
+    lines = _LINE.findall(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             if scan.below_accelerate(node.module) is not None:
@@ -59,16 +66,21 @@ def _replace(lines: list[str], node: ast.stmt, old: str, new: str) -> None:
             return
 
 
+def source(path: Path) -> str:
+    """The text of a script, with its line ends as they are. Raises UsageError where it cannot be read."""
+    try:
+        if not path.is_file() and path.exists():
+            raise OSError("not a regular file")
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"migrate: {path}: cannot be read ({error}); give a Python file in UTF-8.") from error
+
+
 def diff(path: Path) -> tuple[str, Found]:
     """(the change of one file as a unified diff, empty without changes; the names of Accelerate that it uses)."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"migrate: {path}: cannot be read ({error}); give a Python file.") from error
+    text = source(path)
     new = migrated(text, str(path))
-    change = difflib.unified_diff(
-        text.splitlines(keepends=True), new.splitlines(keepends=True), str(path), f"{path} on shardkit"
-    )
+    change = difflib.unified_diff(_LINE.findall(text), _LINE.findall(new), str(path), f"{path} on shardkit")
     return "".join(change), scan.scan_text(text, path.name)
 
 

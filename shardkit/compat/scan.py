@@ -14,6 +14,9 @@ from shardkit.compat.members import ARGUMENTS, MEMBERS
 from shardkit.launch import preloaded
 from shardkit.wording import counted
 
+TOO_DEEP = (RecursionError, MemoryError)
+"""Errors of Python's parser, and of a walk over its tree, for expressions that are nested too deeply."""
+
 
 @dataclass(frozen=True)
 class Named:
@@ -56,11 +59,15 @@ def scan_script(script: str, is_module: bool = False) -> Found:
 
 
 def scan_text(text: str, file: str) -> Found:
-    """The names in one file; none if it has a syntax error, which running it reports."""
+    """The names in one file; none if Python cannot read it, which running it reports."""
     try:
         tree = ast.parse(text)
-    except SyntaxError:
+        return _found_in(tree, file)
+    except (SyntaxError, ValueError, *TOO_DEEP):
         return Found()
+
+
+def _found_in(tree: ast.Module, file: str) -> Found:
     found = Found()
     for module, name, line in _imported(tree):
         _classify(found, file, line, module, name)

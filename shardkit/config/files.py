@@ -26,6 +26,7 @@ from shardkit.config import document, hardware_defaults, validation, yaml_text
 from shardkit.config.keys import all_keys, value_at
 from shardkit.config.layers import Layer, Origin, combine, environment_layer, file_layer, flag_layer
 from shardkit.config.schema import Config
+from shardkit.digits import number_in
 from shardkit.errors import ConfigError, UsageError
 from shardkit.wording import counted
 
@@ -68,7 +69,9 @@ def find(start: Path) -> Path | None:
         return chosen
     start = start.resolve()
     candidates = [folder / name for folder in _up_to_root(start) for name in NAMES]
-    candidates += [start / name for name in ACCELERATE_NAMES if _is_accelerates(start / name)]
+    candidates += [
+        start / name for name in ACCELERATE_NAMES if os.path.isfile(start / name) and _is_accelerates(start / name)
+    ]
     with contextlib.suppress(UsageError):
         candidates.append(user_path())
     return next((path for path in candidates if os.path.isfile(path)), None)
@@ -148,10 +151,14 @@ def write(config: Config, path: Path | str, comments: bool = True) -> None:
     write_text(dump(config, comments), Path(path))
 
 
-def write_text(text: str, path: Path) -> None:
-    """Writes a text to a file atomically; the old content stays until then. A symlink and the file's mode are kept."""
+ELSEWHERE = "choose another file with --output"
+
+
+def write_text(text: str, path: Path, advice: str = ELSEWHERE) -> None:
+    """Writes a text to a file atomically; the old content stays until then. A symlink and the file's mode are kept.
+    Raises ConfigError with the advice where that is not possible."""
     path = Path(os.path.realpath(path))
-    with _writing(path):
+    with _writing(path, advice):
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -182,13 +189,12 @@ def make_folder_of(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, advice: str = ELSEWHERE) -> Iterator[None]:
     """Raises ConfigError where the file cannot be written."""
     try:
         yield
     except OSError as error:
-        text = f"{path}: cannot be written ({error.strerror}); choose another file with --output."
-        raise ConfigError(text) from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {advice}.") from None
 
 
 def _umask() -> int:
@@ -243,8 +249,11 @@ def _up_to_root(start: Path) -> list[Path]:
 
 def _is_accelerates(path: Path) -> bool:
     """Whether a file is an Accelerate configuration, and not another file of that name."""
+    if not os.path.isfile(path):
+        return False
     try:
-        text = path.read_bytes()[: document.MAX_BYTES]
+        with path.open("rb") as file:
+            text = file.read(document.MAX_BYTES)
     except OSError:
         return False
     return re.search(rb'^[ \t]*"?(compute_environment|distributed_type)"?[ \t]*:', text, re.MULTILINE) is not None
@@ -280,7 +289,6 @@ def raise_problems(problems: list[str]) -> None:
 
 def _ordered(lines: list[str]) -> list[str]:
     def position(line: str) -> tuple[int, ...]:
-        parts = line.split(":")[1:3]
-        return tuple(int(part) if part.strip().isdigit() else 0 for part in parts)
+        return tuple(number_in(part) or 0 for part in line.split(":")[1:3])
 
     return sorted(dict.fromkeys(lines), key=position)

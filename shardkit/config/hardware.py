@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from shardkit import env
 from shardkit.config.scheduler import Scheduler, scheduler
+from shardkit.digits import number_in
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -122,12 +123,12 @@ def _visible(devices: list[Device]) -> list[Device]:
     listed = _run(["nvidia-smi", "-L"]) if "MIG-" in chosen else ""
     visible = []
     for name in chosen.split(","):
-        number = name.strip()
-        if number.isdigit() and int(number) < len(devices):
-            visible.append(devices[int(number)])
-        elif number.startswith("MIG-") and devices:
-            visible.append(_instance(devices[0], number, listed))
-        elif number.startswith("GPU-") and devices:
+        name, number = name.strip(), number_in(name)
+        if number is not None and number < len(devices):
+            visible.append(devices[number])
+        elif name.startswith("MIG-") and devices:
+            visible.append(_instance(devices[0], name, listed))
+        elif name.startswith("GPU-") and devices:
             visible.append(devices[0])
         else:
             break

@@ -1,6 +1,7 @@
 """A job's machines from the scheduler's environment variables, for a launch on each of them."""
 
 import json
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit import env
+from shardkit.digits import number_in
 from shardkit.errors import ConfigError
 
 FIRST_PORT, PORTS = 20000, 10000
@@ -63,19 +65,26 @@ def _sagemaker(variables: Mapping[str, str]) -> Scheduler | None:
     """SageMaker lists its hosts as JSON, and says which of them this is."""
     if "SM_HOSTS" not in variables:
         return None
-    try:
-        hosts = json.loads(variables["SM_HOSTS"])
-        rank = hosts.index(variables.get("SM_CURRENT_HOST"))
-    except (ValueError, AttributeError):
+    hosts, here = _listed(variables["SM_HOSTS"]), variables.get("SM_CURRENT_HOST")
+    if here not in hosts:
         raise ConfigError(
             "SM_HOSTS: is a list of hosts with SM_CURRENT_HOST among them (got "
-            f"SM_HOSTS={variables['SM_HOSTS']!r}, SM_CURRENT_HOST={variables.get('SM_CURRENT_HOST')!r}); "
+            f"SM_HOSTS={variables['SM_HOSTS']!r}, SM_CURRENT_HOST={here!r}); "
             "unset both where this is no job of SageMaker."
-        ) from None
+        )
     gpus = number(variables, "SM_NUM_GPUS") or None
     return Scheduler(
-        "SageMaker", len(hosts), rank, hosts[0], variables.get("TRAINING_JOB_NAME"), ranks_per_machine=gpus
+        "SageMaker", len(hosts), hosts.index(here), hosts[0], variables.get("TRAINING_JOB_NAME"), ranks_per_machine=gpus
     )
+
+
+def _listed(text: str) -> list[str]:
+    """The strings of a JSON list; empty for any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return found if isinstance(found, list) and all(isinstance(host, str) for host in found) else []
 
 
 def _torchrun(variables: Mapping[str, str]) -> Scheduler | None:
@@ -154,29 +163,31 @@ def _by_hosts(name: str, hosts: list[str], job: str) -> Scheduler:
 
 def _hosts_in(path: str) -> list[str]:
     """The hosts in a file with one line per slot, without duplicates."""
+    if not os.path.isfile(path):  # a device or a pipe might never end
+        return []
     try:
-        lines = Path(path).read_text().split() if path else []
+        return list(dict.fromkeys(Path(path).read_text(errors="replace").split()))
     except OSError:
         return []
-    return list(dict.fromkeys(lines))
 
 
 def port_of(job: str) -> int:
     """A port that all machines can derive from the job id, and that another job is unlikely to use."""
-    digits = re.sub(r"\D", "", job) or "0"
+    digits = re.sub(r"[^0-9]", "", job)[-18:] or "0"
     return FIRST_PORT + int(digits) % PORTS
 
 
 def machine_range(text: str) -> tuple[int, int] | None:
     """The least and the most machines in `N` or `MIN:MAX`; None where it is neither."""
-    found = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
-    return None if found is None else (int(found[1]), int(found[2] or found[1]))
+    least, _, most = text.partition(":")
+    numbers = number_in(least), number_in(most if ":" in text else least)
+    return None if numbers[0] is None or numbers[1] is None else (numbers[0], numbers[1])
 
 
 def number(variables: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that is an integer."""
-    texts = [variables[name] for name in names if variables.get(name, "").isdigit()]
-    return int(texts[0]) if texts else None
+    """The first of these variables that is a whole number."""
+    found = (number_in(variables.get(name, "")) for name in names)
+    return next((value for value in found if value is not None), None)
 
 
 def first_host(hosts: str) -> str | None:

@@ -8,7 +8,10 @@ hardware or environment; checks across fields are in `config/checks.py`.
 from enum import Enum
 from typing import Annotated, Any, Literal
 
+from annotated_types import Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from shardkit.digits import number_in
 
 MixedPrecision = Literal["no", "fp16", "bf16", "fp8", "mxfp8"]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -124,8 +127,8 @@ def read_strategy(value: Any) -> Any:
     """1 to 5 or a name, in any case, with spaces, dashes or underscores."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.strip().isdigit():
-        value = int(value)
+    if isinstance(value, str) and (number := number_in(value)) is not None:
+        value = number
     if isinstance(value, int):
         names = list(ShardingStrategy)
         return names[value - 1] if 1 <= value <= len(names) else value
@@ -196,8 +199,10 @@ def read_numbers(value: Any) -> Any:
 
 
 Bool = Annotated[bool, BeforeValidator(read_bool)]
-Count = Annotated[int, BeforeValidator(read_count)]
-Seconds = Annotated[float, BeforeValidator(read_count)]
+# Beyond these, arithmetic in 64 bits overflows: of sizes in bytes, and of times in nanoseconds.
+_MOST, _LONGEST_S = 10**15, 10**9
+Count = Annotated[int, BeforeValidator(read_count), Le(_MOST)]
+Seconds = Annotated[float, BeforeValidator(read_count), Le(_LONGEST_S)]
 Names = Annotated[list[str], BeforeValidator(read_names)]
 Lines = Annotated[list[str], BeforeValidator(read_lines)]
 Text = Annotated[str | None, BeforeValidator(read_text)]

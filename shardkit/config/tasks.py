@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit.config.scheduler import Scheduler, first_host, number, port_of, scheduler
+from shardkit.digits import number_in
 from shardkit.errors import ConfigError
 from shardkit.wording import counted
 
@@ -65,7 +66,12 @@ def world_of(variables: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _check_ranks(variables: Mapping[str, str]) -> None:
-    """Raises ConfigError where RANK and WORLD_SIZE are invalid."""
+    """Raises ConfigError where RANK, WORLD_SIZE or the numbers of this machine are invalid."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name in variables and number(variables, name) is None:
+            raise ConfigError(
+                f"launch: {name} must be a number (got {variables[name]!r}); correct it, or use shardkit launch."
+            )
     if (variables.get("WORLD_SIZE"), "RANK" in variables) == ("1", False):
         return
     rank, size = number(variables, "RANK"), number(variables, "WORLD_SIZE")
@@ -125,14 +131,16 @@ def _local_size(starter: Starter, variables: Mapping[str, str]) -> int | None:
     """Tasks on this machine. SLURM lists them for all machines: `4(x2),3`."""
     if starter is not SRUN:
         return number(variables, starter.local_size)
-    counts: list[int] = []
+    here, left = None, number(variables, "SLURM_NODEID") or 0
     for part in filter(None, variables.get(starter.local_size, "").split(",")):
-        count, _, times = part.rstrip(")").partition("(x")
-        if not count.isdigit() or not (times or "1").isdigit():
+        text, _, repeated = part.rstrip(")").partition("(x")
+        count, times = number_in(text), number_in(repeated or "1")
+        if count is None or times is None:
             return None
-        counts += [int(count)] * int(times or 1)
-    node = number(variables, "SLURM_NODEID") or 0
-    return counts[node] if node < len(counts) else None
+        if here is None and left < times:
+            here = count
+        left -= times
+    return here
 
 
 def _meeting_place(starter: Starter, variables: Mapping[str, str], is_one_machine: bool) -> tuple[str, int]:

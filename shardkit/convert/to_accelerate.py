@@ -37,6 +37,8 @@ def to_accelerate(config: Config) -> tuple[str, list[str]]:
     """The YAML for Accelerate, and a line for every setting that is lost."""
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(config)}
     data |= {name: _value(config, (name,)) for name in _SAME if _is_given(config, name)}
+    if _counts_devices(config):
+        del data["num_processes"]  # Accelerate then asks for it; the default, 1, would leave the other devices idle
     data |= _precision(config)
     data["downcast_bf16"] = "yes" if config.downcast_bf16 else "no"
     if config.mode == "fsdp":
@@ -55,6 +57,11 @@ def _type(config: Config) -> str:
 
 def _is_given(config: Config, name: str) -> bool:
     return name in _ALWAYS or value_at(config, (name,)) != all_keys()[(name,)].default
+
+
+def _counts_devices(config: Config) -> bool:
+    """Whether the number of ranks is open: one a device of the machine, since the file does not say it."""
+    return "num_processes" not in config.model_fields_set and config.distributed_type is not DistributedType.NO
 
 
 def _value(config: Config, path: tuple[str, ...]) -> Any:
@@ -94,7 +101,7 @@ def _loads_everywhere(config: Config) -> bool:
 
 def _mesh(config: Config) -> dict[str, Any]:
     """Version 2 expresses hybrid strategies by mesh sizes."""
-    if not config.fsdp.sharding_strategy.is_hybrid:
+    if not config.fsdp.sharding_strategy.is_hybrid or _counts_devices(config):
         return {}
     mesh, total = config.shardkit.mesh, config.num_processes
     replicate = mesh.replicate_size or (total // mesh.shard_size if mesh.shard_size else config.num_machines)
@@ -118,6 +125,11 @@ def _lost(config: Config) -> list[str]:
 def _behaves_differently(config: Config) -> list[str]:
     on_cpu = runs_on_cpu(config)
     lines = []
+    if _counts_devices(config):
+        mesh = ", and the mesh of the hybrid strategy" if config.fsdp.sharding_strategy.is_hybrid else ""
+        lines.append(
+            f"num_processes: the file does not say it, and Accelerate needs it{mesh}; set it and convert again."
+        )
     if config.mixed_precision == "mxfp8":
         lines.append("mixed_precision: mxfp8: Accelerate has no such precision; bf16 is written.")
     if config.fsdp.cpu_ram_efficient_loading and _loads_everywhere(config):

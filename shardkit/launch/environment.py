@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from shardkit.config import xla
 from shardkit.config.meaning import mesh_sizes, reshards_after_forward
 from shardkit.config.schema import Config, FsdpConfig, WrapPolicy
+from shardkit.digits import number_in
 from shardkit.launch import names
 
 
@@ -42,8 +43,7 @@ def threads_of(config: Config, ranks_here: int, cores: int, inherited: Mapping[s
     chosen = config.shardkit.launch.threads_per_rank
     if chosen:
         return chosen
-    given = inherited.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores // max(1, ranks_here))
+    return number_in(inherited.get("OMP_NUM_THREADS", "")) or max(1, cores // max(1, ranks_here))
 
 
 def accelerate_variables(config: Config, device: str) -> dict[str, str]:

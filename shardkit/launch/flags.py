@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardkit.config import document
 from shardkit.config.layers import FlagValue
 from shardkit.config.scheduler import machine_range
+from shardkit.digits import number_in
 from shardkit.errors import ConfigError, UsageError
 from shardkit.problems import Problems
 
@@ -81,8 +83,8 @@ def _total(ranks_of_each: str | None, machines: str | None) -> list[str]:
     if ranks_of_each is None:
         return []
     most = (machines or "1").rpartition(":")[2]
-    is_number = ranks_of_each.isdigit() and most.isdigit()
-    total = str(int(ranks_of_each) * int(most)) if is_number else ranks_of_each
+    numbers = number_in(ranks_of_each), number_in(most)
+    total = ranks_of_each if numbers[0] is None or numbers[1] is None else str(numbers[0] * numbers[1])
     return ["-n", total, *([] if machines else ["--num-machines", "1"])]
 
 
@@ -162,7 +164,7 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
     if not isinstance(block, Mapping):
         raise ConfigError(f"--fsdp-config: {file}: fsdp_config is a block of keys (got {block!r}).")
     settings: dict[str, str] = {}
-    for key, value in block.items():
+    for key, value in ((str(key), value) for key, value in block.items()):
         if key.removeprefix("fsdp_") == "min_num_params" and value == 0:
             continue  # the Trainer's default: not by size
         is_xla = key == "xla" or key.startswith("xla_")
@@ -174,7 +176,8 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
 def main_settings(address: str) -> dict[str, str]:
     """`--main HOST:PORT`, `--main HOST`, `--main :PORT`."""
     host, _, port = address.rpartition(":") if ":" in address and not address.endswith("]") else (address, "", "")
-    if port and not (port.isdigit() and int(port) <= 65535):
+    number = number_in(port)
+    if port and (number is None or number > 65535):
         raise UsageError(f"--main: is HOST:PORT with a port up to 65535 (got {address!r}).")
     settings = {"main_process_ip": host} if host else {}
     return _given_by("--main", settings | ({"main_process_port": port} if port else {}))
@@ -210,17 +213,18 @@ def _the_file_in(path: Path) -> Path:
 def _read(file: Path) -> Mapping[str, Any]:
     import yaml
 
+    name = f"--fsdp-config: {file}"
     try:
-        text = file.read_text(encoding="utf-8-sig")
-        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        with file.open("rb") as stream:
+            text = document.decode(stream.read(document.MAX_BYTES + 1), name)
+        is_json = file.suffix == ".json"
+        content = json.loads(text) if is_json else document.typed(document.compose(text, name))
     except OSError as error:
-        raise ConfigError(f"--fsdp-config: {file} cannot be read ({error.strerror}); check the path.") from None
-    except ValueError as error:
-        raise ConfigError(f"--fsdp-config: {file} is not JSON: {error}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--fsdp-config: {file} is not YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{name} cannot be read ({error.strerror}); check the path.") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{name} is not JSON or YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, Mapping):
-        raise ConfigError(f"--fsdp-config: {file}: is a block of keys (got {type(content).__name__}).")
+        raise ConfigError(f"{name}: is a block of keys (got {type(content).__name__}).")
     return content
 
 

@@ -35,7 +35,7 @@ def parse(text: str) -> GptShape:
         if name not in known:
             problems.append(f"{name}: unknown (known: {', '.join(sorted(known))})")
         elif (number := _number(name, value.strip())) is None:
-            problems.append(f"{name}: not a positive whole number (got {value.strip()!r})")
+            problems.append(f"{name}: not a whole number from 1 to {_most(name):,} (got {value.strip()!r})")
         else:
             values[name] = number
     problems += [f"{name}: missing" for name in ("layers", "hidden", "heads") if name not in text]
@@ -55,7 +55,12 @@ def _number(name: str, text: str) -> int | bool | None:
     value = read_bool(text) if name == "tied" else read_count(text)
     if name == "tied":
         return value if isinstance(value, bool) else None
-    return value if isinstance(value, int) and value > 0 else None
+    return value if isinstance(value, int) and 0 < value <= _most(name) else None
+
+
+def _most(name: str) -> int:
+    """The largest value: of layers, each of which is made, and of sizes, whose products must stay numbers of bytes."""
+    return 10_000 if name == "layers" else 10**9
 
 
 def facts(shape: GptShape) -> TransformerFacts:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+from shardkit.digits import number_in
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -72,4 +74,5 @@ class ModuleNode:
 
 def by_numbers(fqn: str) -> list[tuple[int, int, str]]:
     """A sort key of names, in which numbers are compared as numbers: `blocks.2` before `blocks.10`."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in fqn.split(".")]
+    numbers = [(part, number_in(part)) for part in fqn.split(".")]
+    return [(1, 0, part) if number is None else (0, number, "") for part, number in numbers]

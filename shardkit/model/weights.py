@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardkit.model.tree import ModuleNode, Parameter, by_numbers
 
 # https://github.com/huggingface/safetensors#format: 8 bytes little-endian header size, at most 100 MB, then JSON.
 _LARGEST_HEADER_BYTES = 100_000_000
+_MOST_LEVELS = 100  # of modules in each other; the tree is walked by recursion
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -32,7 +34,7 @@ def describe(spec: str, path: Path) -> ModelDescription:
     return ModelDescription(
         spec=spec,
         name=path.stem if path.is_file() else path.name,
-        tree=_tree("", _nested(parameters)),
+        tree=_tree("", _nested(parameters, path)),
         has_class_names=False,
         notes=(
             "Read from the weights' names: every tensor counts as a trainable fp32 parameter, tied ones once; "
@@ -51,24 +53,37 @@ def read_header(file: Path) -> dict[str, Any]:
             header = json.loads(stream.read(size))
         if not isinstance(header, dict):
             raise ValueError("the header is not an object")
-    except (OSError, struct.error, ValueError) as error:
+        header.pop("__metadata__", None)
+        if wrong := next((name for name, entry in header.items() if not _is_entry(name, entry)), None):
+            raise ValueError(f"{wrong!r} is not a tensor")
+    except (OSError, struct.error, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not a readable safetensors file ({error}); check the path.") from None
-    header.pop("__metadata__", None)
     return header
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Whether this has the form of a tensor's entry, with a number of elements that fits 64 bits."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or name.count(".") > _MOST_LEVELS:
+        return False
+    shape = entry.get("shape")
+    return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape) and prod(shape) < 2**63
 
 
 def _parameter(name: str, entry: Mapping[str, Any]) -> Parameter:
     return Parameter(name.rpartition(".")[2], tuple(entry["shape"]))
 
 
-def _nested(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Parameters nested by the parts of their names, numbers in numeric order."""
+def _nested(parameters: Mapping[str, Parameter], where: Path) -> dict[str, Any]:
+    """Parameters nested by the parts of their names, numbers in numeric order. Raises ModelError where a name is both a
+    tensor's and a module's."""
     root: dict[str, Any] = {}
     for name in sorted(parameters, key=by_numbers):
         *path, last = name.split(".")
         node = root
         for part in path:
             node = node.setdefault(part, {})
+            if isinstance(node, Parameter):
+                raise ModelError(f"{where}: {name} lies inside another tensor (got {part}); name the model's own file.")
         node[last] = parameters[name]
     return root
 

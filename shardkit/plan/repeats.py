@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shardkit.digits import number_in
 from shardkit.model.tree import ModuleNode
 from shardkit.plan.closed_form import Memory, Moment
 
@@ -83,8 +84,8 @@ def original_name(fqn: str, runs: Sequence[RepeatedBlocks], kept: Sequence[int])
     for container in sorted({run.container for run in runs}, key=len, reverse=True):
         prefix = f"{container}." if container else ""
         head, dot, rest = fqn[len(prefix) :].partition(".")
-        if fqn.startswith(prefix) and head.isdigit():
-            index = int(head)
+        index = number_in(head)
+        if fqn.startswith(prefix) and index is not None:
             moved = 0
             for number, (run, keep) in enumerate(zip(runs, kept, strict=True)):
                 if run.container != container:

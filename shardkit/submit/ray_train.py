@@ -1,5 +1,6 @@
 """Ray Train: a driver script, which runs the training script on each worker of a TorchTrainer."""
 
+from shardkit.digits import number_in
 from shardkit.submit.job import Job, head
 
 OPTIONS = {
@@ -11,7 +12,7 @@ OPTIONS = {
 def problems(job: Job) -> list[str]:
     """Problems that Ray would reject."""
     fewest = job.options.get("min-workers")
-    if fewest is None or (fewest.isdigit() and 0 < int(fewest) <= job.config.num_processes):
+    if fewest is None or 0 < (number_in(fewest) or 0) <= job.config.num_processes:
         return []
     return [f"--option min-workers: not a number from 1 to {job.config.num_processes} (got {fewest!r}); give one."]
 

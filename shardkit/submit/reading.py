@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardkit.digits import number_in
 from shardkit.errors import UsageError
 from shardkit.plan.devices import read_bytes
 from shardkit.submit.job import Volume
@@ -13,12 +14,12 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def seconds(text: str) -> int:
     """Seconds of `4h`, `90m`, `1d12h`, or of SLURM's format: `2-12:00:00`, `04:00:00`."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", text.strip())
+    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", text.strip())
     if found:
         days, hours, minutes, rest = (int(part or 0) for part in found.groups())
         total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     else:
-        parts = re.findall(r"(\d+)([smhd])", text.strip().lower())
+        parts = re.findall(r"(\d{1,9})([smhd])", text.strip().lower())
         is_whole = "".join(number + unit for number, unit in parts) == text.strip().lower()
         total = sum(int(number) * _SECONDS[unit] for number, unit in parts) if is_whole else 0
     if total < 1:
@@ -51,9 +52,9 @@ def hosts(path: Path | None, ranks: int | None) -> tuple[str, ...]:
         names.setdefault(name, number)
         for word in rest:
             key, _, value = word.partition("=")
-            if key not in ("slots", "max_slots", "max-slots") or not value.isdigit():
+            if key not in ("slots", "max_slots", "max-slots") or (slots := number_in(value)) is None:
                 problems.append(f"{where}: only `name slots=N` is supported (got {word!r}); remove the rest.")
-            elif key == "slots" and ranks is not None and int(value) != ranks:
+            elif key == "slots" and ranks is not None and slots != ranks:
                 problems.append(
                     f"{where}: {name} has {value} slots, but the configuration has {ranks} ranks per machine; "
                     f"change the slots, or num_processes."

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardkit.digits import number_in
 from shardkit.errors import EXIT_PREEMPTED
 from shardkit.submit.job import Job, configuration_file, folded, head, memory_in_gib
 from shardkit.submit.kubernetes import yaml_text
@@ -25,7 +26,7 @@ def problems(job: Job) -> list[str]:
         found.append("--device: the GPU type is missing (got none); add one such as --device h100-80.")
     if job.options.get("use-spot", "true") not in ("true", "false"):
         found.append(f"--option use-spot: not a boolean (got {job.options['use-spot']!r}); write true or false.")
-    if not job.options.get("disk-size", "1").isdigit():
+    if number_in(job.options.get("disk-size", "1")) is None:
         found.append(f"--option disk-size: not a number of GB (got {job.options['disk-size']!r}); write disk-size=512.")
     return found
 

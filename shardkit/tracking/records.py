@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardkit.digits import number_in
 from shardkit.tracking.tracker import Tracker, plain
 
 Record = dict[str, Any]
@@ -123,7 +124,7 @@ class Csv(_File):
     def records(self) -> list[Record]:
         with open(self.path, newline="") as file:
             rows = [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
-        return [row | {"step": int(row["step"]) if row["step"].lstrip("-").isdigit() else None} for row in rows]
+        return [row | {"step": _step(row["step"])} for row in rows]
 
     def _columns_there(self) -> list[str]:
         if not self.path.exists():
@@ -146,6 +147,12 @@ def _comes_again(record: Record, step: int, names: frozenset[str]) -> bool:
         return False
     present = {name for name, value in record.items() if value not in ("", None)}
     return at > step or (at == step and bool(names & present))
+
+
+def _step(text: str) -> int | None:
+    """A step as it was written; None for anything else."""
+    number = number_in(text.removeprefix("-"))
+    return -number if number is not None and text.startswith("-") else number
 
 
 def _json(value: Any) -> Any:

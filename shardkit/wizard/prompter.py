@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from shardkit.digits import number_in
+
 TABLE = " " * 8
 """A line with this indentation belongs to a table."""
 NO_HELP = "There is no help for this question."
@@ -174,8 +176,9 @@ def _find(options: Sequence[Option], typed: str) -> Option | str:
 
 
 def _matching(options: Sequence[Option], typed: str) -> Option | None:
-    if typed.isdigit() and 1 <= int(typed) <= len(options):
-        return options[int(typed) - 1]
+    number = number_in(typed)
+    if number is not None and 1 <= number <= len(options):
+        return options[number - 1]
     word = typed.lower()
     exact = [option for option in options if word in {option.label.lower(), _first_word(option)}]
     close = exact or [option for option in options if word and option.label.lower().startswith(word)]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardkit.config.schema import read_count, read_names
+from shardkit.digits import number_in
 from shardkit.model import sources
 from shardkit.plan import devices
 from shardkit.wizard.options import class_options
@@ -105,9 +106,10 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit():
+    number = number_in(text)
+    if number is None:
         raise ValueError(f"not a port (got {text!r}); give 1 to 65535.")
-    return int(text)
+    return number
 
 
 def classes(s: Situation, typed: str) -> list[str]:

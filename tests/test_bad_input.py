@@ -1,0 +1,202 @@
+"""Input that no person writes but machines do: every command answers it in words, and reads no more than it must."""
+
+import json
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli.main import run
+from shardkit.compat import migrate, scan
+from shardkit.config import files, tasks
+from shardkit.config.scheduler import scheduler
+from shardkit.convert.to_accelerate import to_accelerate
+from shardkit.digits import number_in
+from shardkit.errors import ConfigError, ModelError, UsageError
+from shardkit.launch import flags
+from shardkit.model.sources import describe
+from shardkit.submit import reading
+
+LONG = "9" * 5000
+NO_NUMBERS = ["", "x", "-1", "1.5", "1e3", "²", "①", "٣", LONG, "1 2"]
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_only_ascii_digits_that_fit_64_bits_are_a_number(text):
+    assert number_in(text) is None
+    assert (number_in("08"), number_in(" 7\n"), number_in("9" * 18)) == (8, 7, 10**18 - 1)
+
+
+JOBS = [
+    {"SLURM_JOB_ID": "{}", "SLURM_NNODES": "{}", "SLURM_NODEID": "{}", "SLURM_STEP_TASKS_PER_NODE": "4(x{})"},
+    {"SKYPILOT_NODE_RANK": "{}", "SKYPILOT_NUM_NODES": "{}", "SKYPILOT_TASK_ID": "{}"},
+    {"KUBERNETES_SERVICE_HOST": "h", "WORLD_SIZE": "{}", "RANK": "{}", "MASTER_ADDR": "a", "MASTER_PORT": "{}"},
+    {"PET_NNODES": "2", "PET_NODE_RANK": "{}", "PET_NPROC_PER_NODE": "{}", "PET_MASTER_PORT": "{}"},
+    {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "{}", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"},
+    {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "{}", "LOCAL_WORLD_SIZE": "{}"},
+]
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: next(iter(job)))
+def test_variables_of_schedulers_that_are_no_numbers_are_unknown_or_refused(job, text):
+    variables = {name: value.format(text) for name, value in job.items()}
+    for read in (scheduler, tasks.world_of, tasks.left_alone, tasks.launch_problem):
+        with suppress(ConfigError):
+            read(variables)
+
+
+def test_a_list_of_tasks_is_counted_without_making_it():
+    here = {"SLURM_STEP_TASKS_PER_NODE": "4(x999999999999),3"}
+    assert "starts 4 tasks" in tasks.launch_problem(here | {"SLURM_NODEID": "7"})
+    assert "starts 3 tasks" in tasks.launch_problem({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
+    assert tasks.launch_problem({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "3"}) is None
+
+
+@pytest.mark.parametrize("text", ['"ab"', "{}", "[1, 2]", "[null]", "[" * 100_000, "["])
+def test_the_hosts_of_sagemaker_are_a_list_of_names(text):
+    for here in ({}, {"SM_CURRENT_HOST": "a"}):
+        with pytest.raises(ConfigError, match="SM_HOSTS: is a list of hosts"):
+            scheduler({"SM_HOSTS": text, **here})
+    assert scheduler({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "b"}).machine_rank == 1
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/"])
+def test_a_list_of_hosts_that_is_no_file_is_not_read(path):
+    assert scheduler({"PBS_JOBID": "1", "PBS_NODEFILE": path}) is None
+
+
+def test_hosts_in_another_encoding_are_counted(tmp_path):
+    (tmp_path / "hosts").write_bytes(b"a\nb\xff\nb\xff\n")
+    assert scheduler({"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "hosts")}).machines == 2
+
+
+@pytest.mark.parametrize("text", ["²", LONG])
+def test_flags_that_are_no_numbers_are_refused(text):
+    for read, value in (
+        (flags.main_settings, f"host:{text}"),
+        (flags.machines_settings, f"1:{text}"),
+        (reading.seconds, f"{text}h"),
+        (reading.seconds, f"{text}-00:00:01"),
+    ):
+        with pytest.raises(UsageError):
+            read(value)
+    assert flags.in_our_words(["--nproc-per-node", text], set())[:2] == ["-n", text]
+
+
+def test_numbers_that_overflow_are_refused_in_the_file():
+    with pytest.raises(ConfigError) as caught:
+        files.read_text("shardkit:\n  checkpoint:\n    timeout_s: 1e300\n    keep_last: 1e30\n")
+    assert caught.value.problems == [
+        "shardkit.yaml:3:16: shardkit.checkpoint.timeout_s: is too large (got '1e300'); write 1000000000 or less.",
+        "shardkit.yaml:4:16: shardkit.checkpoint.keep_last: is too large (got '1e30'); write 1000000000000000 or less.",
+    ]
+    with pytest.raises(ConfigError, match="is not yes or no"):
+        files.read_text("fsdp_config:\n  fsdp_reshard_after_forward: ²\n")
+
+
+ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+FSDP_FILES = {
+    "aliases.yaml": (ALIASES, "too many nested values or aliases"),
+    "deep.json": ("[" * 100_000, "is not JSON or YAML"),
+    "deep.yaml": ("[" * 3000, "nested too deeply"),
+    "date.yaml": ("a: 2001-99-99\n", "is not JSON or YAML"),
+    "tag.yaml": ("a: !!python/object/apply:os.getcwd []\n", "is not JSON or YAML"),
+    "long.json": (f'{{"a": {LONG}}}', "is not JSON or YAML"),
+    "nul.json": ("\0", "NUL bytes"),
+    "list.json": ("[]", "is a block of keys"),
+}
+
+
+@pytest.mark.parametrize("name", FSDP_FILES)
+def test_a_file_of_fsdp_settings_is_read_within_limits(tmp_path, name):
+    text, words = FSDP_FILES[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        flags.fsdp_file_settings(tmp_path / name)
+
+
+def test_a_file_of_fsdp_settings_may_have_any_keys_and_ends(tmp_path):
+    (tmp_path / "numbers.yaml").write_text("1: 2\n")
+    assert flags.fsdp_file_settings(tmp_path / "numbers.yaml") == {"fsdp_config.fsdp_1": "2"}
+    with pytest.raises(ConfigError, match="too large for a configuration"):
+        flags.fsdp_file_settings(Path("/dev/zero"))
+
+
+def weights(path, header):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": 5},
+        {"a": {"shape": [2]}},
+        {"a": {"dtype": "F32"}},
+        {"a": {"dtype": [], "shape": [2]}},
+        {"a": {"dtype": "F32", "shape": [-2]}},
+        {"a": {"dtype": "F32", "shape": ["x"]}},
+        {"a": {"dtype": "F32", "shape": [10**9] * 40}},
+        {"a": {"dtype": "F32", "shape": [2]}, "a.b": {"dtype": "F32", "shape": [2]}},
+        {".".join("a" * 3000): {"dtype": "F32", "shape": [2]}},
+        b"[" * 50_000,
+    ],
+    ids=lambda header: str(header)[:40],
+)
+def test_the_header_of_weights_to_plan_for_is_checked(tmp_path, header):
+    with pytest.raises(ModelError, match=r"not a readable safetensors file|lies inside another tensor"):
+        describe(weights(tmp_path / "m.safetensors", header))
+
+
+def test_names_with_digits_that_are_no_numbers_are_names(tmp_path):
+    entry = {"dtype": "F32", "shape": [2]}
+    found = describe(weights(tmp_path / "m.safetensors", {f"layers.²{tail}": entry for tail in ("", LONG)}))
+    assert found.numel == 4
+
+
+@pytest.mark.parametrize("sizes", ["layers=1e9,hidden=8,heads=2", "layers=2,hidden=8,heads=2,vocab=1e300"])
+def test_sizes_beyond_any_model_are_refused(sizes):
+    with pytest.raises(ModelError, match="not a whole number from 1 to"):
+        describe(f"gpt:{sizes}")
+
+
+def test_a_file_without_a_count_is_not_written_with_one_for_accelerate():
+    text = "distributed_type: FSDP\nnum_machines: 2\nmain_process_ip: a\nfsdp_config:\n  fsdp_sharding_strategy: 4\n"
+    mesh = "shardkit:\n  mesh:\n    shard_size: 8\n"
+    for given in (text, text + mesh):
+        written, lost = to_accelerate(files.read_text(given).config)
+        assert "num_processes" not in written and "parallelism_config" not in written
+        assert lost[-1].startswith("num_processes: the file does not say it")
+        files.read_text(written)
+
+
+# ---- scripts ----
+
+DEEP = ["x = " + "-" * 200_000 + "1\n", "x" + ".a" * 50_000 + "\n", "x = " + "(" * 5000, "\0"]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=["minus", "attributes", "parentheses", "nul"])
+def test_a_script_that_python_cannot_read_is_refused_by_migrate_and_skipped_by_a_scan(text):
+    with pytest.raises(UsageError, match="correct the file"):
+        migrate.migrated(text)
+    assert scan.scan_text(text, "train.py") == scan.Found()
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "nosuch.py"])
+def test_migrate_reads_regular_files_only(path):
+    with pytest.raises(UsageError, match="cannot be read"):
+        migrate.diff(Path(path))
+
+
+@pytest.mark.parametrize("before", ["", "\ufeff", "# \x0c\n", "x = '\u2028'\r\n", "# é\r\n"], ids=repr)
+def test_migrate_changes_the_line_that_python_means_and_no_line_end(tmp_path, before, capsys):
+    script = tmp_path / "train.py"
+    script.write_bytes(f"{before}from accelerate import Accelerator\r\nprint(1)\n".encode())
+    script.chmod(0o755)
+    assert run(["migrate", str(script), "--write"]) == 0
+    assert script.read_bytes() == f"{before}from shardkit.compat import Accelerator\r\nprint(1)\n".encode()
+    assert script.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
