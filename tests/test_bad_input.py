@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from shardkit.convert.to_accelerate import to_accelerate
 from shardkit.digits import number_in
 from shardkit.errors import ConfigError, ModelError, UsageError
 from shardkit.launch import flags
+from shardkit.model import sources
 from shardkit.model.sources import describe
 from shardkit.submit import reading
+from shardkit.wizard import draft
 
 LONG = "9" * 5000
 NO_NUMBERS = ["", "x", "-1", "1.5", "1e3", "²", "①", "٣", LONG, "1 2"]
@@ -200,3 +203,37 @@ def test_migrate_changes_the_line_that_python_means_and_no_line_end(tmp_path, be
     assert script.read_bytes() == f"{before}from shardkit.compat import Accelerator\r\nprint(1)\n".encode()
     assert script.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+# ---- the wizard ----
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        *(
+            f'{{"target": "T", "given": {{"model": "x"}}, "time_s": {time_s}}}'
+            for time_s in ("NaN", "1e999", LONG[:400])
+        ),
+        *(
+            f'{{"target": "T", "given": {given}, "time_s": 1}}'
+            for given in ('{"model": [1]}', '{"model": {}}', "[[1]]")
+        ),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_damaged_draft_is_no_draft(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    draft.path().parent.mkdir()
+    draft.path().write_text(text.replace('"T"', json.dumps(str(tmp_path / "shardkit.yaml"))))
+    assert draft.find(tmp_path / "shardkit.yaml") is None
+    draft.keep(tmp_path / "shardkit.yaml", {"model": None, "machines": 2, "names": ["A"]})
+    assert draft.find(tmp_path / "shardkit.yaml").text(time.time()) == "3 answers, just now"
+
+
+@pytest.mark.parametrize("spec", ["a" * 5000, "a" * 300, "x/" * 3000])
+def test_the_name_of_a_model_may_be_longer_than_paths_are(tmp_path, spec):
+    assert sources.has_form(spec + "+", tmp_path) is False
+    with pytest.raises(ModelError):
+        describe(spec + "+", folder=tmp_path)

@@ -77,7 +77,7 @@ def _refuse_damaged(first: Checkpoint, second: Checkpoint, on_bytes: Callable[[i
 
 def _other_state(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Non-tensor state that differs: objects by name, positions of loaders, settings of each optimizer."""
-    one, two = (_flat_state(item.json("state/common.json")) for item in (first, second))
+    one, two = (_flat_state(item.common()) for item in (first, second))
     return [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
 
 
@@ -99,7 +99,7 @@ def _other_per_rank_state(a: Files, b: Files) -> list[str]:
 def _per_rank_state(files: Files, rank: int) -> dict[str, Any]:
     """{label: (value, digests of the tensors in it)} of one rank's state."""
     found, name = {}, layout.own_file(rank, files.checkpoint.manifest.world_size)
-    for item in files.checkpoint.json(f"state/rank-{rank:05d}.json").get("apart", []):
+    for item in files.checkpoint.of_rank(rank).get("apart", []):
         data = {}
         for tensor in values.tensors_in(item["value"]):
             stored = files.header(name).get(f"{section_of(item['at'])}:{tensor}") if files.has(name) else None

@@ -88,11 +88,11 @@ class Plan:
 
 
 def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: LoadOptions) -> Plan:
-    common = checkpoint.json("state/common.json")
+    common = checkpoint.common()
     own = None
     if checkpoint.manifest.world_size == control.world_size:
-        own = checkpoint.json(f"state/rank-{control.rank:05d}.json")
-        random_state.check(own["rng"])
+        own = checkpoint.of_rank(control.rank)
+        _check_random(own["rng"], checkpoint, control.rank)
     index, plan = checkpoint.index, Plan(common, own)
     names = state.parameter_names(live.models)
     _take_own(plan, checkpoint, control.rank, _parameters(live, names))
@@ -114,6 +114,15 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: 
         text = f"overwritten by the failed load of {options.unfinished.path}, and not in this checkpoint"
         plan.problems.append(f"{first_few(left, 5)}: {text}")
     return plan
+
+
+def _check_random(state: dict[str, Any], checkpoint: Checkpoint, rank: int) -> None:
+    """Raises CheckpointCorrupted where the states of the random generators cannot be restored."""
+    try:
+        random_state.check(state)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        where = checkpoint.where(f"state/rank-{rank:05d}.json")
+        raise CheckpointCorrupted(f"{where}: the states of random generators are damaged ({error!r}).") from error
 
 
 def warn_of(plan: Plan, checkpoint: Checkpoint) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -154,18 +154,35 @@ def from_bytes(text: bytes, where: str) -> Manifest:
     value = disk.from_json(text, where)
     if not _is_ours(value):
         raise CheckpointCorrupted(f"{where}: not a shardkit manifest.")
+    stated = value.pop("self_sha256", None)
+    if stated != hashlib.sha256(disk.to_json(value)).hexdigest():
+        raise CheckpointCorrupted(f"{where}: its digest does not match its contents; it was changed or damaged.")
     if not isinstance(value.get("min_reader"), int) or value["min_reader"] > VERSION:
         found = value.get("version")
         raise CheckpointError(
             f"{where}: format version {found} is newer than this shardkit supports ({VERSION}); upgrade shardkit."
         )
-    stated = value.pop("self_sha256", None)
-    if stated != hashlib.sha256(disk.to_json(value)).hexdigest():
-        raise CheckpointCorrupted(f"{where}: its digest does not match its contents; it was changed or damaged.")
     try:
         return _from_json(value)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointCorrupted(f"{where}: {error}.") from error
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("save_id", "run_id", "created_utc", "model_fingerprint"), _is_text),
+    **dict.fromkeys(("parent", "config_sha256"), _is_text_or_none),
+    "versions": lambda value: isinstance(value, dict),
+    "sections": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "mesh": lambda value: isinstance(value, dict) and all(isinstance(inner, list) for inner in value.values()),
+}
 
 
 def _from_json(value: dict[str, Any]) -> Manifest:
@@ -176,6 +193,8 @@ def _from_json(value: dict[str, Any]) -> Manifest:
     numbers = ("step", "epoch", "samples_seen", "world_size", "version")
     if not all(type(value[key]) is int and value[key] >= 0 for key in numbers):
         raise ValueError(f"{', '.join(numbers)} must be non-negative integers")
+    if wrong := next((key for key, is_right in _FORMS.items() if not is_right(value[key])), None):
+        raise ValueError(f"{wrong} has another form (got {str(value[wrong])[:80]!r})")
     given["files"] = {name: _file(name, file, value["world_size"]) for name, file in value["files"].items()}
     added = value.get("additions", {})
     given["additions"] = {name: _file(name, file, value["world_size"], is_added=True) for name, file in added.items()}

@@ -147,11 +147,11 @@ def shared(
     if "apart" not in common:
         return Shared(common)
     found = Shared(deepcopy(common), 0 if own is None else rank)
-    source = checkpoint.json("state/rank-00000.json") if own is None else own
+    source = checkpoint.of_rank(0) if own is None else own
     refused: dict[str, list[str]] = {}
     if own is None:  # rank 0 may not have items that other ranks had
         refused = {_text(place): [] for place in common["apart"] if not _is_of_no_part(place)}
-    for item in source["apart"]:
+    for item in source.get("apart", []):
         at, fqn = item["at"], fqn_at(item["at"])
         if own is not None and (fqn is None or is_laid_out_alike(fqn)):
             put(found.common, at, item["value"])

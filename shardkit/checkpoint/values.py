@@ -105,31 +105,41 @@ def _module_versions(value: Mapping[Any, Any]) -> dict[str, int]:
 
 
 def decode(value: Any, load_tensor: Callable[[str], Any]) -> Any:
-    """The inverse of `encode`. `load_tensor` returns the tensor with a name."""
+    """The inverse of `encode`. `load_tensor` returns the tensor with a name. Raises CheckpointCorrupted for a value
+    that `encode` does not write."""
+    try:
+        return _decode(value, load_tensor)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointCorrupted(f"state: a value is not as it was saved ({error}); the file is damaged.") from error
+
+
+def _decode(value: Any, load_tensor: Callable[[str], Any]) -> Any:
     if isinstance(value, list):
-        return [decode(item, load_tensor) for item in value]
+        return [_decode(item, load_tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((tag, inner),) = value.items()
         if tag.startswith("$"):
             return _decode_tagged(tag, inner, load_tensor)
-    return {key: decode(item, load_tensor) for key, item in value.items()}
+    return {key: _decode(item, load_tensor) for key, item in value.items()}
 
 
 def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> Any:
     match tag:
         case "$tuple":
-            return tuple(decode(item, load_tensor) for item in inner)
+            return tuple(_decode(item, load_tensor) for item in inner)
         case "$set":
-            return {decode(item, load_tensor) for item in inner}
+            return {_decode(item, load_tensor) for item in inner}
         case "$deque":
-            return deque(decode(item, load_tensor) for item in inner)
+            return deque(_decode(item, load_tensor) for item in inner)
         case "$bounded_deque":
-            return deque((decode(item, load_tensor) for item in inner[1]), maxlen=inner[0])
+            bound, items = inner
+            return deque((_decode(item, load_tensor) for item in items), maxlen=bound)
         case "$module_state":
-            state = OrderedDict(decode(inner[0], load_tensor))
-            state._metadata = OrderedDict((name, {"version": version}) for name, version in inner[1].items())  # type: ignore[attr-defined]
+            tensors, versions = inner
+            state = OrderedDict(_decode(tensors, load_tensor))
+            state._metadata = OrderedDict((name, {"version": version}) for name, version in dict(versions).items())  # type: ignore[attr-defined]
             return state
         case "$bytes":
             return base64.b64decode(inner, validate=True)
@@ -140,7 +150,7 @@ def _decode_tagged(tag: str, inner: Any, load_tensor: Callable[[str], Any]) -> A
         case "$tensor":
             return load_tensor(inner)
         case "$dict" | "$counter":
-            pairs = {decode(key, load_tensor): decode(item, load_tensor) for key, item in inner}
+            pairs = {_decode(key, load_tensor): _decode(item, load_tensor) for key, item in inner}
             return Counter(pairs) if tag == "$counter" else pairs
         case _:
             raise CheckpointCorrupted(

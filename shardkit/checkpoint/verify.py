@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, folder, index_json, layout, manifest, reading
+from shardkit.checkpoint import disk, folder, index_json, layout, manifest, reading, state_json
 from shardkit.checkpoint.layout import Box, Index, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointCorrupted
@@ -49,10 +49,19 @@ class Checkpoint:
         """The value of a small JSON file."""
         return disk.from_json(self.text(name), self.where(name))
 
+    def common(self) -> dict[str, Any]:
+        """The state that all ranks share."""
+        return state_json.common(self.json("state/common.json"), self.where("state/common.json"))
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """The state of one rank."""
+        name = f"state/rank-{rank:05d}.json"
+        return state_json.of_rank(self.json(name), self.where(name))
+
     @cached_property
     def apart(self) -> list[str]:
         """Labels of the per-rank state: names of objects, and `optim: */key` for optimizer state of parameters."""
-        return [_label(place) for place in self.json("state/common.json").get("apart", [])]
+        return [_label(place) for place in self.common().get("apart", [])]
 
     @cached_property
     def index(self) -> Index:

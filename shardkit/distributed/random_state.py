@@ -51,10 +51,16 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Raises ValueError, TypeError or KeyError where a captured state is invalid."""
+    """Raises ValueError, TypeError, KeyError or RuntimeError where a captured state is invalid."""
     torch.Generator().set_state(_tensor(state["torch"]))
     version, numbers, gauss = state["python"]
     random.Random().setstate((version, _numbers(numbers), gauss))
+    for text in state.get(accelerators.kind() or "", []):
+        _tensor(text)
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.RandomState().set_state(_of_numpy(state["numpy"]))
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -68,8 +74,15 @@ def restore(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, numpy.array(_numbers(keys), dtype=numpy.uint32), position, has_gauss, cached))
+        numpy.random.set_state(_of_numpy(state["numpy"]))
+
+
+def _of_numpy(state: Any) -> tuple[Any, ...]:
+    """A captured state as numpy takes it."""
+    import numpy
+
+    name, keys, position, has_gauss, cached = state
+    return name, numpy.array(_numbers(keys), dtype=numpy.uint32), position, has_gauss, cached
 
 
 def derive(seed: int, step: int, rank: int) -> None:

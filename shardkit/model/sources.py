@@ -32,9 +32,10 @@ def describe(spec: str, timeout_s: float = 180.0, folder: Path | None = None) ->
     if is_by_sizes(spec):
         return _by_formula(spec)
     path = folder / spec
-    if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
+    is_folder, is_file = os.path.isdir(path), os.path.isfile(path)  # pathlib's raise for a name that is too long
+    if (is_folder and os.path.isfile(path / "config.json")) or (is_file and path.suffix == ".json"):
         return _in_child("transformers", spec, timeout_s, folder)
-    if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
+    if is_folder or (is_file and path.suffix == ".safetensors"):
         return weights.describe(spec, path)
     if _looks_like_factory(spec):
         return _in_child("factory", spec, timeout_s, folder)
@@ -48,7 +49,7 @@ def is_by_sizes(spec: str) -> bool:
 
 def has_form(spec: str, folder: Path) -> bool:
     """Whether the spec has a valid form. Checks names only."""
-    return is_by_sizes(spec) or (folder / os.path.expanduser(spec)).exists() or _looks_like_factory(spec)
+    return is_by_sizes(spec) or os.path.exists(folder / os.path.expanduser(spec)) or _looks_like_factory(spec)
 
 
 def _by_formula(spec: str) -> ModelDescription:
@@ -75,7 +76,7 @@ def _unknown(spec: str, path: Path) -> str:
         else:
             module, where = ".".join([*parents, f"{module}:{attribute or 'FUNCTION'}"]), ""
         return f"--model {spec}: a file is not a model; give module:function, as {module}{where}."
-    if path.is_file():
+    if os.path.isfile(path):
         return f"--model {spec}: not a file that describes a model; give {FORMS}."
     is_file = path.suffix in {".json", ".safetensors"}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not is_file and not path.parent.exists():  # a name on a hub

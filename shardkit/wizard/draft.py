@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +51,18 @@ def find(target: Path) -> Draft | None:
     try:
         data = json.loads(path().read_text())
         draft = Draft(str(data["target"]), dict(data["given"]), float(data["time_s"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    if not math.isfinite(draft.time_s) or not all(map(_is_answer, draft.given.values())):
         return None
     return draft if draft.target == str(target.resolve()) and draft.given else None
+
+
+def _is_answer(value: Any) -> bool:
+    """Whether questions have answers of this kind; another one is from a damaged file."""
+    if isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def discard() -> None:

@@ -1,0 +1,90 @@
+"""The form of a checkpoint's state files, checked when they are read, before anything is applied.
+
+    state/common.json       optimizers, objects, loaders, seed; `apart`: the places of per-rank state
+    state/rank-*.json       loaders, random generators; `apart`: the per-rank state of this rank
+
+The values of objects are free; `values.decode` checks them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardkit.errors import CheckpointCorrupted
+
+
+def common(value: Any, where: str) -> dict[str, Any]:
+    """The state that all ranks share. Raises CheckpointCorrupted if it has another form."""
+    return _checked(value, where, _is_common)
+
+
+def of_rank(value: Any, where: str) -> dict[str, Any]:
+    """The state of one rank. Raises CheckpointCorrupted if it has another form."""
+    return _checked(value, where, _is_of_rank)
+
+
+def _checked(value: Any, where: str, has_form: Callable[[Any], bool]) -> dict[str, Any]:
+    if not isinstance(value, dict) or not has_form(value):
+        raise CheckpointCorrupted(f"{where}: not the state that shardkit writes; the file is damaged.")
+    return value
+
+
+def _is_common(value: dict[str, Any]) -> bool:
+    return (
+        isinstance(value.get("objects"), dict)
+        and _is_dict_of_dicts(value.get("loaders"))
+        and "seed" in value
+        and _is_list_of(_is_optimizer, value.get("optimizers"))
+        and _is_list_of(_is_place, value.get("apart", []))
+    )
+
+
+def _is_of_rank(value: dict[str, Any]) -> bool:
+    return (
+        _is_dict_of_dicts(value.get("loaders"))
+        and isinstance(value.get("rng"), dict)
+        and _is_list_of(_is_item, value.get("apart", []))
+    )
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_list_of(_is_group, value.get("groups"))
+        and _is_dict_of_dicts(value.get("plain", {}))
+        and all(isinstance(value.get(kind, {}), dict) for kind in ("globals", "extra"))
+    )
+
+
+def _is_group(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_list_of(lambda name: isinstance(name, str), value.get("params"))
+        and isinstance(value.get("settings"), dict)
+    )
+
+
+def _is_item(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("label"), str)
+        and _is_place(value.get("at"))
+        and "value" in value
+    )
+
+
+def _is_place(value: Any) -> bool:
+    """Whether this is the place of an item: of an object, or of a part of an optimizer's state."""
+    match value:
+        case ["objects", str()] | ["optimizers", int(), "plain", str(), str()]:
+            return True
+        case ["optimizers", int(), "groups", int(), "settings"] | ["optimizers", int(), "globals" | "extra", str()]:
+            return True
+    return False
+
+
+def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_one, value))
+
+
+def _is_dict_of_dicts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
