@@ -20,6 +20,7 @@ from shardkit.model import sources
 from shardkit.model.sources import describe
 from shardkit.submit import reading
 from shardkit.wizard import draft
+from tests import wizard_talk
 
 LONG = "9" * 5000
 NO_NUMBERS = ["", "x", "-1", "1.5", "1e3", "²", "①", "٣", LONG, "1 2"]
@@ -230,6 +231,11 @@ def test_a_damaged_draft_is_no_draft(tmp_path, monkeypatch, text):
     assert draft.find(tmp_path / "shardkit.yaml") is None
     draft.keep(tmp_path / "shardkit.yaml", {"model": None, "machines": 2, "names": ["A"]})
     assert draft.find(tmp_path / "shardkit.yaml").text(time.time()) == "3 answers, just now"
+
+
+def test_two_keys_at_once_that_both_leave_a_question(tmp_path, monkeypatch):
+    wizard_talk.project(tmp_path, monkeypatch)
+    assert wizard_talk.talk("\x1b" + wizard_talk.STOP) == 130
 
 
 @pytest.mark.parametrize("spec", ["a" * 5000, "a" * 300, "x/" * 3000])

@@ -215,6 +215,13 @@ def _prepare(question: questionary.Question, options: Sequence[Option]) -> None:
     application = question.application
     application.ttimeoutlen = 0.1
     application.timeoutlen = 0.1
+    leave = application.exit
+
+    def leave_once(**how: Any) -> None:
+        if not application.is_done:  # Esc and Ctrl-C within the timeout are handled together, and both leave
+            leave(**how)
+
+    application.exit = leave_once  # type: ignore[method-assign]
     bindings = KeyBindings()
     controls = [window.content for window in application.layout.find_all_windows()]
     lists = [control for control in controls if isinstance(control, InquirerControl)]
