@@ -20,6 +20,7 @@ from shardkit.model import sources
 from shardkit.model.sources import describe
 from shardkit.submit import reading
 from shardkit.wizard import draft
+from shardkit.wizard.review import why_not_writable
 from tests import wizard_talk
 
 LONG = "9" * 5000
@@ -236,6 +237,12 @@ def test_a_damaged_draft_is_no_draft(tmp_path, monkeypatch, text):
 def test_two_keys_at_once_that_both_leave_a_question(tmp_path, monkeypatch):
     wizard_talk.project(tmp_path, monkeypatch)
     assert wizard_talk.talk("\x1b" + wizard_talk.STOP) == 130
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 256, "x" * 300 + "/y"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    assert why_not_writable(tmp_path / name)
+    assert not why_not_writable(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize("spec", ["a" * 5000, "a" * 300, "x/" * 3000])

@@ -186,7 +186,7 @@ def _elsewhere(session: Conversation, target: Target) -> Target:
     while True:
         try:
             typed = session.prompter.text(prompt, target.shown)
-            path = Path(typed).expanduser()
+            path = Path(os.path.expanduser(typed))  # pathlib raises for an unknown ~user
             problem = why_not_writable(path)
             if problem:
                 prompt = Prompt(prompt.title, problem=problem, help=prompt.help)
@@ -213,11 +213,16 @@ def content_of(path: Path) -> bytes | None:
         return None
 
 
+_LONGEST_NAME_BYTES = 255  # NAME_MAX of Linux and macOS
+
+
 def why_not_writable(path: Path) -> str:
     """Why a file cannot be written there, or ""; checked before the first question."""
-    if path.is_dir():
+    if "\0" in str(path) or len(os.fsencode(path.name)) > _LONGEST_NAME_BYTES:
+        return "no file can have this name; choose another."
+    if os.path.isdir(path):
         return f"{path}: is a folder; name a file in it."
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"{path}: its folder does not exist; create it, or choose another with --output."
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"{path}: cannot be written; choose another with --output."
