@@ -11,7 +11,7 @@ from shardkit.checkpoint import manifest, save_model
 from shardkit.checkpoint.state import Live, whole_tensors
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError, StateIncomplete
-from shardkit.sharding import init
+from shardkit.sharding import weight_files
 from tests import checkpoints
 
 
@@ -203,14 +203,14 @@ def test_an_export_says_what_it_leaves_out(tmp_path, caplog):
 def test_weights_of_a_file_are_loaded_by_the_models_own_code_too(tmp_path, kind):
     save_model.save(trained(kind), tmp_path / "e", control.start())
     found = nn.Sequential(nn.Linear(4, 3), kind())
-    _, problems = init.load(found, tmp_path / "e")
+    _, problems = weight_files.load(found, tmp_path / "e")
     assert not problems and found[1].count == 3
 
 
 def test_what_the_models_own_code_raises_is_said(tmp_path):
     save_model.save(trained(OwnMethods), tmp_path / "e", control.start())
     found = nn.Sequential(nn.Linear(4, 3), SavesOnly())
-    _, problems = init.load(found, tmp_path / "e")
+    _, problems = weight_files.load(found, tmp_path / "e")
     assert "Sequential.load_state_dict failed (Sequential.load_state_dict does not take 1.count" in problems[0]
 
 

@@ -15,7 +15,7 @@ import shardkit
 from shardkit.config.schema import Config
 from shardkit.distributed import process
 from shardkit.distributed.tensors import unwrapped
-from shardkit.sharding import init
+from shardkit.sharding import weight_files
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 from tests import models
@@ -114,16 +114,16 @@ def test_each_rank_reads_its_rows(ranks, tmp_path, strategy, world, tied, split)
 def bytes_read(folder: Path) -> list[int]:
     """Elements of each tensor that this rank copied."""
     sizes: list[int] = []
-    found = init.put
+    found = weight_files.put
 
-    def counting(target: torch.Tensor, read: init.Reader) -> None:
+    def counting(target: torch.Tensor, read: Any) -> None:
         found(target, lambda rows: (sizes.append((piece := read(rows)).numel()), piece)[1])
 
-    init.put = counting  # type: ignore[assignment]
+    weight_files.put = counting  # type: ignore[assignment]
     try:
         parallel(empty(), config_for(2), folder / "model.safetensors")
     finally:
-        init.put = found
+        weight_files.put = found
     return sizes
 
 
@@ -210,6 +210,21 @@ def test_a_file_that_one_rank_cannot_read_stops_all(ranks, tmp_path):
 def test_a_broken_file_is_said_so(ranks, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
     assert "not readable as safetensors (got model.safetensors:" in ranks.run(1, wrong_weights, tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "index", [[], {"weight_map": {"a": 1}}, {"weight_map": {"a": "../model.safetensors"}}], ids=str
+)
+def test_an_index_that_names_no_files_of_its_folder_is_refused(tmp_path, index):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    saved(tmp_path, tied=False, split=False)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _, problems = weight_files.load(models.Gpt(), folder)
+    assert (
+        len(problems) == 1
+        and "model: not readable as safetensors (got model.safetensors.index.json: weight_map" in problems[0]
+    )
 
 
 def real_on_rank_0() -> dict[str, Any]:

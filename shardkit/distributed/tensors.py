@@ -6,7 +6,7 @@ DTensor and FSDP take half a second to import, so this module does not import th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -115,3 +115,12 @@ def sharded_like(part: torch.Tensor, like: Any) -> DTensor:
     described = TensorMeta(like.shape, like.stride(), part.dtype)
     spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=described)
     return DTensor(part, spec, requires_grad=False)
+
+
+@torch.no_grad()
+def put(target: torch.Tensor, read: Callable[[tuple[slice, ...] | None], torch.Tensor]) -> None:
+    """Copy the result of `read(slices)` into `target`: this rank's part of a sharded tensor; slices None: the whole."""
+    if not is_dtensor(target):
+        target.copy_(read(None))
+    elif (local := local_part(target)).numel():
+        local.copy_(read(local_slices(target)))

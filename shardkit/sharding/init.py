@@ -7,29 +7,25 @@ time. A tensor without a value is an error.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit.distributed import control, custom_state
-from shardkit.distributed.tensors import clean_name, is_dtensor, local_part, local_slices
+from shardkit.distributed import control
+from shardkit.distributed.tensors import is_dtensor, put
 from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
+from shardkit.sharding.weight_files import load
 
 log = get_logger(__name__)
-
-Reader = Callable[[tuple[slice, ...] | None], torch.Tensor]
 
 
 @contextmanager
@@ -134,15 +130,6 @@ def allocate(model: nn.Module, where: Callable[[str, torch.Tensor], torch.device
         model._apply(lambda tensor: real(tensor) if is_dtensor(tensor) else tensor)
 
 
-@torch.no_grad()
-def put(target: torch.Tensor, read: Reader) -> None:
-    """Copy the result of `read(slices)` into `target`: this rank's part of a sharded tensor; slices None: the whole."""
-    if not is_dtensor(target):
-        target.copy_(read(None))
-    elif (local := local_part(target)).numel():
-        local.copy_(read(local_slices(target)))
-
-
 def fill(
     model: nn.Module,
     units: Iterable[LiveUnit],
@@ -179,103 +166,6 @@ _ADVICE = (
     "; build that module outside of init_empty_weights(), give it a reset_parameters() that initializes it, "
     "or use weights that contain it."
 )
-
-
-def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
-    """Load this rank's part of every parameter and persistent buffer in the files. Returns (fqns loaded, problems).
-
-    A tied parameter may have any of its names in the files.
-    """
-    try:
-        files = _model_names(model, _where(weights))
-    except (OSError, ValueError, KeyError) as error:
-        return set(), [f"{weights}: not readable as safetensors (got {error}); give a .safetensors file or a folder."]
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    state = {fqn: one for fqn, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
-    for fqn, tensor in state.items():
-        names.setdefault(id(tensor), []).append(fqn)
-        tensors[id(tensor)] = tensor
-    detached, of_own_code = custom_state.detached_names(model, state), {}
-    loaded: set[str] = set()
-    problems: list[str] = []
-    opened: dict[Path, Any] = {}
-    for identity, aliases in names.items():
-        found = next((fqn for fqn in aliases if fqn in files), None)
-        if found is not None:
-            name, path = files[found]
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
-            if found in detached:
-                of_own_code[clean_name(found)] = opened[path].get_tensor(name)
-            elif problem := _read_one(opened[path], name, tensors[identity]):
-                problems.append(f"{path}: {problem}")
-            loaded.update(aliases)
-    if not problems and (of_own_code or custom_state.is_customized(model)):
-        try:
-            custom_state.load(model, of_own_code, is_strict=True)
-        except Exception as error:  # in the model's own code
-            problems.append(
-                f"{weights}: {type(model).__name__}.load_state_dict failed ({error}); use weights of this model."
-            )
-    return loaded, problems
-
-
-def _where(weights: Path) -> dict[str, Path]:
-    """The file of each tensor: from the index in the folder if there is one, else from the headers of all files."""
-    weights = Path(weights)
-    if weights.is_dir():
-        indices = sorted(weights.glob("*.safetensors.index.json"))
-        if indices:
-            return {fqn: weights / name for fqn, name in json.loads(indices[0].read_text())["weight_map"].items()}
-        paths = sorted(weights.glob("*.safetensors"))
-        if not paths:
-            raise FileNotFoundError("a folder without .safetensors files")
-    else:
-        paths = [weights]
-    found: dict[str, Path] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                found.update(dict.fromkeys(file.keys(), path))
-        except Exception as error:  # safetensors raises its own exception class, not OSError
-            raise OSError(f"{path.name}: {error}") from error
-    return found
-
-
-def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
-    """{name in the model: (name in the file, file)}. Transformers may store a model under older names."""
-    named = {fqn: (fqn, path) for fqn, path in files.items()}
-    if not hasattr(model, "base_model_prefix") or not hasattr(model, "save_pretrained"):
-        return named
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # Transformers before 5 stores the model's own names
-        return named
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    states = model.state_dict(keep_vars=True)
-    for fqn, path in files.items():
-        if fqn not in states:
-            new, converted = rename_source_key(fqn, renamings, converters, model.base_model_prefix, states)
-            if converted is None:
-                named.setdefault(new, (fqn, path))
-    return named
-
-
-def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
-    """Read a tensor into `target`. Returns the problem, None if there is none."""
-    piece = file.get_slice(fqn)
-    shape = tuple(piece.get_shape())
-    if shape != tuple(target.shape):
-        return (
-            f"{fqn} has a different shape than in the model (got {shape}, the model has {tuple(target.shape)}); "
-            "use weights of this model."
-        )
-    put(target, lambda slices: piece[slices] if slices is not None else file.get_tensor(fqn))
-    return None
 
 
 def initialize(

@@ -1,0 +1,119 @@
+"""A model's weights in safetensors files: each rank reads its part of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from shardkit.distributed import custom_state
+from shardkit.distributed.tensors import clean_name, put
+
+
+def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
+    """Load this rank's part of every parameter and persistent buffer in the files. Returns (fqns loaded, problems).
+
+    A tied parameter may have any of its names in the files.
+    """
+    try:
+        files = _model_names(model, _where(weights))
+    except (OSError, ValueError, RecursionError) as error:
+        return set(), [f"{weights}: not readable as safetensors (got {error}); give a .safetensors file or a folder."]
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    state = {fqn: one for fqn, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+    for fqn, tensor in state.items():
+        names.setdefault(id(tensor), []).append(fqn)
+        tensors[id(tensor)] = tensor
+    detached, of_own_code = custom_state.detached_names(model, state), {}
+    loaded: set[str] = set()
+    problems: list[str] = []
+    opened: dict[Path, Any] = {}
+    for identity, aliases in names.items():
+        found = next((fqn for fqn in aliases if fqn in files), None)
+        if found is not None:
+            name, path = files[found]
+            if path not in opened:
+                opened[path] = safe_open(path, framework="pt")
+            if found in detached:
+                of_own_code[clean_name(found)] = opened[path].get_tensor(name)
+            elif problem := _read_one(opened[path], name, tensors[identity]):
+                problems.append(f"{path}: {problem}")
+            loaded.update(aliases)
+    if not problems and (of_own_code or custom_state.is_customized(model)):
+        try:
+            custom_state.load(model, of_own_code, is_strict=True)
+        except Exception as error:  # in the model's own code
+            problems.append(
+                f"{weights}: {type(model).__name__}.load_state_dict failed ({error}); use weights of this model."
+            )
+    return loaded, problems
+
+
+def _where(weights: Path) -> dict[str, Path]:
+    """The file of each tensor, by the headers of the files: those that the folder's index names, or all."""
+    weights = Path(weights)
+    paths = (_indexed(weights) or sorted(weights.glob("*.safetensors"))) if weights.is_dir() else [weights]
+    if not paths:
+        raise FileNotFoundError("a folder without .safetensors files")
+    found: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except Exception as error:  # safetensors raises its own exception class, not OSError
+            raise OSError(f"{path.name}: {error}") from error
+    return found
+
+
+def _indexed(folder: Path) -> list[Path]:
+    """The files that the index in the folder names; empty if there is none."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if not indices:
+        return []
+    index = json.loads(indices[0].read_text())
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(named, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in named.values()
+    ):
+        raise ValueError(f"{indices[0].name}: weight_map does not name files of this folder")
+    return [folder / name for name in sorted(set(named.values()))]
+
+
+def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
+    """{name in the model: (name in the file, file)}. Transformers may store a model under older names."""
+    named = {fqn: (fqn, path) for fqn, path in files.items()}
+    if not hasattr(model, "base_model_prefix") or not hasattr(model, "save_pretrained"):
+        return named
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # Transformers before 5 stores the model's own names
+        return named
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    states = model.state_dict(keep_vars=True)
+    for fqn, path in files.items():
+        if fqn not in states:
+            new, converted = rename_source_key(fqn, renamings, converters, model.base_model_prefix, states)
+            if converted is None:
+                named.setdefault(new, (fqn, path))
+    return named
+
+
+def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
+    """Read a tensor into `target`. Returns the problem, None if there is none."""
+    piece = file.get_slice(fqn)
+    shape = tuple(piece.get_shape())
+    if shape != tuple(target.shape):
+        return (
+            f"{fqn} has a different shape than in the model (got {shape}, the model has {tuple(target.shape)}); "
+            "use weights of this model."
+        )
+    put(target, lambda slices: piece[slices] if slices is not None else file.get_tensor(fqn))
+    return None
