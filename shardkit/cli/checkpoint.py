@@ -292,7 +292,7 @@ def prune(
 ) -> int:
     """Delete older checkpoints, and files of killed saves. Verifies those that are kept; damaged ones are not counted.
 
-    Pinned and damaged checkpoints are kept. An error if a run saves into the folder.
+    Pinned checkpoints are kept. Older ones are deleted unread. An error if a run saves into the folder.
     """
     from shardkit.checkpoint import locate, retention
 
