@@ -419,7 +419,7 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path, capsys):
 def test_what_the_file_system_refuses_is_told(project, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert run(["checkpoint", "merge", str(project), "-o", str(tmp_path / "file" / "below")]) == EXIT_CHECKPOINT
-    assert f"checkpoint: {tmp_path / 'file' / 'below'}: Not a directory; no incomplete" in capsys.readouterr().err
+    assert f"checkpoint: {tmp_path / 'file' / 'below'}: Not a directory; choose another path" in capsys.readouterr().err
 
 
 def test_an_empty_name_is_refused(project, tmp_path, capsys, monkeypatch):

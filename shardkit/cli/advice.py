@@ -8,6 +8,7 @@ ADVICE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions and those of the folders above it"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "look at that disk or file system"),
     errno.EROFS: "choose a folder that can be written",
+    errno.ENOTDIR: "choose another path: a part of it is a file",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EMFILE: "raise the limit: ulimit -n",
 }

@@ -14,9 +14,7 @@ def pairs_in_same_memory(model: nn.Module) -> list[tuple[str, str]]:
     """The names of a trained parameter and another parameter or buffer that overlap in memory."""
     by_storage: dict[tuple[torch.device, int], list[tuple[int, int, bool, str, torch.Tensor]]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor) or is_dtensor(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-            continue
-        if not tensor.numel():
+        if not _has_own_memory(tensor):
             continue
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin, is_dense = tensor.data_ptr(), extent == tensor.numel()
@@ -34,3 +32,12 @@ def pairs_in_same_memory(model: nn.Module) -> list[tuple[str, str]]:
                 if is_trained and (begin == other_begin or (is_dense and other_is_dense)):
                     found.append((name, other_name))
     return found
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has elements in memory: not on the meta device, fake, or of a class that holds them elsewhere."""
+    if is_lazy(tensor) or is_dtensor(tensor) or hasattr(type(tensor), "__tensor_flatten__"):
+        return False
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return tensor.untyped_storage().device.type != "meta"  # which is also that of a fake tensor
