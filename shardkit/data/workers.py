@@ -58,6 +58,8 @@ def batches_of(loader: DataLoader) -> Iterator[Any]:
 def _begun(loader: DataLoader) -> Any:
     """The loader's iterator. It draws from the loader's generator, one for host memory; torch would draw on
     the script's default device (`torch.set_default_device`). Workers make their tensors in host memory, too."""
+    if torch.get_default_device().type == "cpu":
+        return iter(loader)  # forked workers would inherit the context, and each operation there take longer
     with torch.device("cpu"):
         return iter(loader)
 
