@@ -69,9 +69,7 @@ def find(start: Path) -> Path | None:
         return chosen
     start = start.resolve()
     candidates = [folder / name for folder in _up_to_root(start) for name in NAMES]
-    candidates += [
-        start / name for name in ACCELERATE_NAMES if os.path.isfile(start / name) and _is_accelerates(start / name)
-    ]
+    candidates += [start / name for name in ACCELERATE_NAMES if _is_accelerates(start / name)]
     with contextlib.suppress(UsageError):
         candidates.append(user_path())
     return next((path for path in candidates if os.path.isfile(path)), None)
