@@ -89,6 +89,17 @@ class Flat(Rule):
         return (flat - 0.1 * weights * torch.dot(flat, weights)).view(g.shape)
 
 
+class Lacking(Rule):
+    """Operators that DTensor has in no torch: out of place, in place, with sizes that the values decide."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any]) -> Any:
+        if g.dim() < 2:
+            return g - g[g > 0].sum()
+        g = torch.renorm(g, 2, 0, 0.5)
+        g.renorm_(1, 1, 0.25)
+        return g * torch.cdist(g, g).mean() + torch.nonzero(g).shape[0]
+
+
 class Foreach(Rule):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,7 +156,7 @@ def distance(kind: type[Rule], strategy: int) -> float:
     return max(float((found[name.removeprefix("module.")] - p).abs().max()) for name, p in expected.items())
 
 
-@pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Foreach])
+@pytest.mark.parametrize("kind", [NormsInPlace, Factored, Preconditioned, Flat, Lacking, Foreach])
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_are_those_of_one_process(ranks, kind, world):
     assert max(ranks.run(world, distance, kind, 1)) < 1e-5

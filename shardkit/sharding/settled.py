@@ -5,19 +5,22 @@
 
 They take norms and change them in place, call foreach operators that DTensor lacks, keep plain tensors in their state,
 flatten. Inside the context each of these gives what it gives on whole tensors: values that are pending (Partial) are
-reduced at once, foreach operators run tensor by tensor, plain tensors count as equal on all ranks.
+reduced at once, foreach operators run tensor by tensor, plain tensors count as equal on all ranks, and an operator that
+DTensor lacks runs on the whole tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, part_on_mesh, sharded_like
 from shardkit.sharding.copied_parts import CopiedPart
@@ -28,6 +31,8 @@ _RESHAPES = {"view", "reshape", "flatten", "ravel", "view_as", "reshape_as"}
 _OF_NOT_NOTHING = {"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm"}
 # foreach operators that have no method of the same name
 _METHODS = {"maximum": "clamp_min", "minimum": "clamp_max", "maximum_": "clamp_min_", "minimum_": "clamp_max_"}
+# What DTensor says, before anything is computed, of an operator that it lacks: torch 2.11 lacks most of linalg.
+_LACKING = ("does not have a sharding strategy registered", "Sharding propagation failed")
 
 
 class Settled(TorchFunctionMode):
@@ -86,7 +91,14 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return copy
     elif name in _OF_NOT_NOTHING and is_dtensor(first) and _has_empty_part(first):
         return function(_replicated(first), *args[1:], **kwargs)
-    return _settle(function(*args, **kwargs))
+    try:
+        return _settle(function(*args, **kwargs))
+    except (NotImplementedError, RuntimeError) as error:
+        if not any(words in str(error) for words in _LACKING):
+            raise
+    if _is_in_place(name) and is_dtensor(first):
+        return _in_place_of_whole(function, first, args[1:], kwargs)
+    return _of_whole(function, args, kwargs)
 
 
 def _is_in_place(name: str) -> bool:
@@ -148,6 +160,20 @@ def _in_place_of_whole(function: Any, tensor: DTensor, args: Sequence[Any], kwar
     local = local_part(tensor)
     local.copy_(whole[local_slices(tensor)].reshape(local.shape))
     return tensor
+
+
+def _of_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on whole tensors, which every rank repeats: the result is replicated."""
+    mesh = next(value.device_mesh for value in tree_leaves((args, kwargs)) if is_dtensor(value))
+    result = function(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+    return tree_map(lambda value: _shared(value, mesh) if isinstance(value, torch.Tensor) else value, result)
+
+
+def _shared(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The replicated DTensor of a tensor that is equal on all ranks."""
+    placements = [Replicate()] * mesh.ndim
+    layout = SimpleNamespace(device_mesh=mesh, placements=placements, shape=tensor.shape, stride=tensor.stride)
+    return sharded_like(tensor, layout)
 
 
 def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
