@@ -7,6 +7,7 @@ fails the test with its traceback. A function must be importable (module level),
 Use `spawn(...)` where a process is meant to die.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -53,6 +54,8 @@ def _serve(index: int, pipe: Connection) -> None:
         if request is None:
             return
         pipe.send(_answer(index, *request))
+        if gc.get_freeze_count() == 0:
+            gc.freeze()  # the modules imported by now, so that a collection after each call costs nothing
 
 
 def _answer(rank: int, world_size: int, store: str, function: Callable, args: Sequence[Any]) -> tuple[bool, Any]:
@@ -92,6 +95,8 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
         return result
     finally:
         leave()
+        # Models and their groups are in reference cycles, and a group's threads wake a hundred times a second.
+        gc.collect()
 
 
 def leave() -> None:

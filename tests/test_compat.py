@@ -33,6 +33,7 @@ from shardkit.config.keys import resolve_name
 from shardkit.errors import MachineError, UsageError
 from shardkit.runtime import process_control
 from shardkit.runtime.project import ProjectConfiguration
+from tests.ranks import log_lines
 
 LISTED = Path(__file__).parent / "data" / "accelerate_names.txt"
 
@@ -599,6 +600,26 @@ def exchanges_as_the_handler_says():
 
 def test_a_ddp_handler_that_is_set_or_changed_later_is_read_by_prepare(ranks):
     assert ranks.run(2, exchanges_as_the_handler_says)[0] == [(True, True), (False, False)]
+
+
+def trains_under_fsdp_of_an_older_torch():
+    from shardkit.sharding import fsdp
+
+    found, fsdp.can_reduce_unused = fsdp.can_reduce_unused, lambda: False
+    try:
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=10)]
+        accelerator = Accelerator(kwargs_handlers=handlers, config={"use_cpu": True, "num_processes": 2})
+        with log_lines() as lines:
+            model = accelerator.prepare(torch.nn.Linear(1, 1))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        return [line for line in lines if "find_unused_parameters" in line]
+    finally:
+        fsdp.can_reduce_unused = found
+
+
+def test_an_older_torch_ignores_find_unused_parameters_under_fsdp_and_says_so(ranks):
+    told, _ = ranks.run(2, trains_under_fsdp_of_an_older_torch)
+    assert len(told) == 1 and "no effect under FSDP before torch 2.13" in told[0]
 
 
 def test_prepare_gives_back_what_it_does_not_know(clean_states):

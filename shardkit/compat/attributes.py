@@ -16,6 +16,7 @@ from shardkit.config.code import Given
 from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.errors import UsageError
+from shardkit.log import get_logger
 from shardkit.runtime.project import ProjectConfiguration, project_of
 from shardkit.runtime.run import Run
 from shardkit.runtime.settings import Settings, with_value
@@ -23,6 +24,15 @@ from shardkit.tracking import trackers
 from shardkit.tracking.tracker import Tracker
 
 _HANDLER = "Accelerator(kwargs_handlers=DistributedDataParallelKwargs)"
+_FIND_UNUSED = "shardkit.ddp_find_unused_parameters"
+
+log = get_logger(__name__)
+
+
+def _can_reduce_unused() -> bool:
+    from shardkit.sharding.fsdp import can_reduce_unused  # imports FSDP, which other runs do not need
+
+    return can_reduce_unused()
 
 
 def _prepared(kind: str) -> property:
@@ -110,8 +120,15 @@ class PlainAttributes:
         for name in [name for name, origin in others.items() if origin == _HANDLER]:
             config = with_value(config, name, attrgetter(name)(Config()))
             del others[name]
-        given = Given(_HANDLER, self.ddp_handler.shardkit_settings())
-        found = Settings(config, others).with_given([given])
+        values = self.ddp_handler.shardkit_settings()
+        if config.mode == "fsdp" and values.get(_FIND_UNUSED) and not _can_reduce_unused():
+            del values[_FIND_UNUSED]  # the Trainer always sets it, and Accelerate's FSDP ignores it
+            log.info(
+                "DistributedDataParallelKwargs(find_unused_parameters=True): no effect under FSDP before torch 2.13 "
+                "(got %s); use the same parameters on all ranks.",
+                torch.__version__,
+            )
+        found = Settings(config, others).with_given([Given(_HANDLER, values)])
         self._run.config, self._run.origins = found.config, found.chosen
 
     @property

@@ -209,15 +209,20 @@ def set_prefetch(modules: Sequence[FSDPModule], config: FsdpConfig) -> None:
             module.set_modules_to_forward_prefetch([following])
 
 
+def can_reduce_unused() -> bool:
+    """Whether this torch has what `reduce_unused` needs: since 2.13."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 def reduce_unused(root: FSDPModule) -> None:
     """Reduce parameters without a gradient on this rank as zeros, since ranks may use different parameters.
 
     Otherwise the ranks would reduce buffers of different sizes.
     """
-    if not hasattr(root, "set_reduce_scatter_unused_params"):
+    if not can_reduce_unused():
         raise ModelError(
             f"shardkit.ddp_find_unused_parameters: FSDP supports it since torch 2.13 (got {torch.__version__}); "
-            "update torch, or use every parameter on every rank."
+            "update torch, or remove the setting and use the same parameters on all ranks."
         )
     root.set_reduce_scatter_unused_params(True)
 
