@@ -8,7 +8,6 @@ hardware or environment; checks across fields are in `config/checks.py`.
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from annotated_types import Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from shardkit.digits import number_in
@@ -201,8 +200,8 @@ def read_numbers(value: Any) -> Any:
 Bool = Annotated[bool, BeforeValidator(read_bool)]
 # Beyond these, arithmetic in 64 bits overflows: of sizes in bytes, and of times in nanoseconds.
 _MOST, _LONGEST_S = 10**15, 10**9
-Count = Annotated[int, BeforeValidator(read_count), Le(_MOST)]
-Seconds = Annotated[float, BeforeValidator(read_count), Le(_LONGEST_S)]
+Count = Annotated[int, BeforeValidator(read_count), Field(le=_MOST)]
+Seconds = Annotated[float, BeforeValidator(read_count), Field(le=_LONGEST_S)]
 Names = Annotated[list[str], BeforeValidator(read_names)]
 Lines = Annotated[list[str], BeforeValidator(read_lines)]
 Text = Annotated[str | None, BeforeValidator(read_text)]
