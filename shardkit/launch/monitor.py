@@ -163,15 +163,13 @@ class Monitor:
 
     def _look_at_exit(self, rank: Rank) -> None:
         try:
-            # WNOWAIT: the thread that started the process waits for it.
-            status = os.waitid(os.P_PID, rank.place.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # that thread has already waited for it
+            exit_code = processes.exit_code(rank.place.pid)
+        except ChildProcessError:  # the thread that started the process has already waited for it
             rank.is_gone, rank.ended_s = True, time.monotonic()
             return
-        if status is None:
+        if exit_code is None:
             return
-        rank.ended_s = time.monotonic()
-        rank.exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        rank.exit_code, rank.ended_s = exit_code, time.monotonic()
         if rank.exit_code not in (0, EXIT_PREEMPTED) and self._failed_s is None:
             self._failed_s = rank.ended_s
 

@@ -1,5 +1,5 @@
-"""A rank's process: its state, the CPU time of all processes that it started, and a request for its stacks. State and
-CPU time are only known on Linux.
+"""A rank's process: its exit code, its state, the CPU time of all processes that it started, and a request for its
+stacks. State and CPU time are only known on Linux.
 """
 
 import _thread
@@ -15,6 +15,21 @@ PROC = Path("/proc")
 STACKS_THREAD = "shardkit-stacks"
 """The thread of a rank that receives the signal for its stacks (15 characters, the limit of the kernel)."""
 STACKS_SIGNAL = signal.SIGUSR2
+
+
+def exit_code(pid: int) -> int | None:
+    """The exit code of a child, minus the signal that ended it; None while it runs. ChildProcessError where it has been
+    waited for, which this leaves to others."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13: known only once it has been waited for
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            raise ChildProcessError(pid) from None
+        return None
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 def state(pid: int) -> str:
