@@ -31,6 +31,7 @@ __all__ = [*_WHERE, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
+        import_module("shardkit.systems").check()
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 

@@ -4,8 +4,9 @@ from contextlib import suppress
 
 from shardkit.errors import MachineError
 
-# Requested where the system allows it.
+# Requested where the system allows it; macOS may refuse more than its OPEN_MAX (setrlimit(2) there).
 MANY = 65536
+MANY_ON_MACOS = 10240
 
 
 def allow(needed: int, who: str) -> None:
@@ -20,9 +21,10 @@ def allow(needed: int, who: str) -> None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = MANY if hard == resource.RLIM_INFINITY else min(hard, max(needed, MANY))
-    if soft != resource.RLIM_INFINITY and soft < highest:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    for wanted in (MANY_ON_MACOS, highest):
+        if soft != resource.RLIM_INFINITY and soft < wanted <= highest:
+            with suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise MachineError(

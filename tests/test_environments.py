@@ -3,6 +3,7 @@ are not plain files."""
 
 import io
 import pwd
+import resource
 import signal
 import socket
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+import shardkit
+from shardkit import open_files
 from shardkit.cli import main as command_line
 from shardkit.config import files, hardware
 from shardkit.errors import EXIT_MACHINE, MachineError
-from shardkit.launch import bootstrap, diagnosis, failure, folders, preflight, rank_files
+from shardkit.launch import bootstrap, diagnosis, failure, folders, preflight, processes, rank_files
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.output import Output
 from shardkit.wizard import draft
@@ -299,6 +302,39 @@ def launch_with_files(folder: Path, soft: int, hard: int | None) -> subprocess.C
         "main(['launch', '--cpu', '-n', '2', 'train.py'])"
     )
     return launch(folder, "-c", code)
+
+
+def test_windows_is_refused_by_every_verb_and_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert command_line.run(["env"]) == EXIT_MACHINE
+    assert "got Windows" in capsys.readouterr().err
+    with pytest.raises(MachineError, match="on Windows use WSL 2"):
+        _ = shardkit.Accelerator
+
+
+def test_the_exit_of_a_rank_is_noticed_on_a_system_without_waitid(monkeypatch):
+    """Such as macOS before Python 3.13."""
+    monkeypatch.delattr("os.waitid")
+    child = subprocess.Popen(["sleep", "60"])
+    assert processes.exit_code(child.pid) is None
+    child.kill()
+    child.wait()
+    with pytest.raises(ChildProcessError):
+        processes.exit_code(child.pid)
+
+
+def test_the_limit_of_open_files_is_raised_where_the_system_allows_no_more_than_macos(monkeypatch):
+    limits = [(256, resource.RLIM_INFINITY)]
+
+    def set_limit(kind, wanted):
+        if wanted[0] > 10240:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(wanted)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    open_files.allow(1000, "a rank needs")
+    assert limits[-1] == (10240, resource.RLIM_INFINITY)
 
 
 def test_too_few_open_files_for_the_launcher_are_told_before_its_store_stops_answering(tmp_path):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from shardkit import __version__, env
+from shardkit import __version__, env, systems
 from shardkit.cli.advice import ADVICE, FULL
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
 from shardkit.fast_exit import exit_without_torch_teardown
@@ -108,6 +108,7 @@ def _answer(verb: str, arguments: list[str]) -> int:
         print(_unknown(verb), file=sys.stderr)
         return EXIT_CONFIG
     try:
+        systems.check()
         return _call(verb, arguments)
     except ShardkitError as error:
         if env.is_true("SHARDKIT_DEBUG"):
