@@ -353,7 +353,7 @@ def test_prune_reads_what_it_would_keep(project, tmp_path, capsys):
 
 def test_prune_tells_what_cut_off_saves_left(project, tmp_path, capsys):
     root = copied(project, tmp_path)
-    left = [root / name for name in (".tmp-step-00000012-dead", ".trash-0123", ".old-step-00000008")]
+    left = [root / name for name in (".old-step-00000008", ".tmp-step-00000012-dead", ".trash-0123")]
     for path in left:
         path.mkdir()
         (path / "part").write_bytes(bytes(1000))

@@ -23,6 +23,8 @@ JSON_LIMIT_BYTES = 256 << 20
 # Writeback is started each time so many bytes are written: large enough that pages at the border, which are written
 # twice, do not matter.
 WRITEBACK_BYTES = 1 << 20
+# What file systems answer that cannot sync folders: SMB and some of FUSE. They write entries at once, or as they will.
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP)
 # Flags for a file that must not exist yet.
 NEW = os.O_CREAT | os.O_EXCL
 
@@ -139,10 +141,13 @@ def _no_constant(name: str) -> Any:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the entries of a folder durable."""
+    """Make the entries of a folder durable, where the file system can."""
     descriptor = open_folder(path)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -241,13 +246,22 @@ def exchange(temporary: Path, final: Path) -> None:
     """Swap a finished folder with the one that has its final name: atomically where the system supports it (renameat2
     on Linux).
 
-    Elsewhere the old one is first renamed to `.old-<name>`; `folder.heal` renames it back after a crash in between.
+    Elsewhere the old one is first renamed to `.old-<name>`; `folder.heal` renames it back after a crash in between. A
+    reader that does so meanwhile is in the way of the second rename, so it is tried again.
     """
     if _exchange_at_once(temporary, final):
         return
     aside = final.with_name(f".old-{final.name}")
-    os.rename(final, aside)
-    os.rename(temporary, final)
+    for tries_left in (2, 1, 0):
+        os.rename(final, aside)
+        try:
+            os.rename(temporary, final)
+            break
+        except OSError:
+            with suppress(OSError):  # a reader did it
+                os.rename(aside, final)
+            if not tries_left:
+                raise
     os.rename(aside, temporary)
 
 

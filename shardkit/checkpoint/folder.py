@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from shardkit.storage.url import Place, Url
 
 LATEST = "LATEST"
 STEP = re.compile(r"step-(\d{8,18})")
+_OLD = ".old-"
+# Where the file system has no locks, a folder in which nothing was created for so long belongs to a dead process.
+_DEAD_AFTER_S = 24 * 3600.0
 
 logger = get_logger(__name__)
 PlaceKind = TypeVar("PlaceKind", Path, Url)
@@ -74,8 +78,18 @@ def steps(root: Place) -> list[FoundCheckpoint]:
 
 
 def _on_disk(root: Path) -> list[Path]:
-    there = root.iterdir() if root.is_dir() else ()
-    return [path for path in there if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return [path for path in _entries(root) if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def _entries(root: Path) -> list[Path]:
+    """What is in a folder, after `heal` of what a crash left under an `.old-` name alone."""
+    found = {path.name: path for path in root.iterdir()} if root.is_dir() else {}
+    for name in [name for name in found if name.startswith(_OLD)]:
+        final = root / name.removeprefix(_OLD)
+        if final.name not in found:
+            heal(final)
+            found |= {final.name: final} if final.exists() else {}
+    return [*found.values()]
 
 
 def _in_store(root: Url) -> list[Url]:
@@ -92,7 +106,7 @@ def named_otherwise(root: Place) -> list[Place]:
     if isinstance(root, Url):
         paths: list[Place] = [root / name for name in objects.names(root)]
     else:
-        paths = [path for path in root.iterdir() if not path.is_symlink()] if root.is_dir() else []
+        paths = [path for path in _entries(root) if not path.is_symlink()]
     found = []
     for path in paths:
         if path.name.startswith(".") or STEP.fullmatch(path.name):
@@ -182,9 +196,10 @@ def read_latest(root: Place) -> str | None:
 
 def heal(final: Path) -> None:
     """Rename the checkpoint back that a crash in the middle of a replacement left under its `.old-` name."""
-    aside = final.with_name(f".old-{final.name}")
+    aside = final.with_name(f"{_OLD}{final.name}")
     if aside.is_dir() and not final.exists():
-        os.rename(aside, final)
+        with suppress(OSError):  # the writer was faster, or the file system is read-only
+            os.rename(aside, final)
 
 
 def hold(temporary: Path) -> int:
@@ -202,17 +217,25 @@ def is_held(path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # the file system does not support locks
+        return time.time() - os.fstat(descriptor).st_mtime < _DEAD_AFTER_S
     finally:
         os.close(descriptor)
 
 
 def debris(root: Path, name: str | None = None) -> list[Path]:
     """Folders left by killed saves of one checkpoint, or of all; without those of running saves."""
-    pattern = f".tmp-{name}-*" if name else ".tmp-step-*"
+    temporary, which = "step-.*", "step-.*"
+    if name:
+        which = re.escape(name)
+        temporary = f"{which}-[0-9a-f]{{32}}(-hooks)?"  # not that of a longer name
+    left = re.compile(rf"\.tmp-{temporary}|{re.escape(_OLD)}{which}|\.trash-.*")
     found = []
-    for path in [*root.glob(pattern), *root.glob(".trash-*"), *root.glob(".old-step-*")]:
+    for path in sorted(_entries(root)):
+        if not left.fullmatch(path.name):
+            continue
         try:
             if path.is_dir() and not path.is_symlink() and not is_held(path) and not _is_needed(path):
                 found.append(path)
@@ -235,4 +258,4 @@ def clean_debris(root: Path, name: str | None = None) -> list[Path]:
 
 def _is_needed(path: Path) -> bool:
     """Whether this is the replaced checkpoint of a replacement that did not complete."""
-    return path.name.startswith(".old-") and not path.with_name(path.name.removeprefix(".old-")).exists()
+    return path.name.startswith(_OLD) and not path.with_name(path.name.removeprefix(_OLD)).exists()

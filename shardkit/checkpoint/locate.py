@@ -52,8 +52,11 @@ def _runs_in(path: Place, most: int = 3) -> list[str]:
 
 def _with_name(path: Place) -> Place:
     """The path; the full one of a checkpoint without a name, as in `.` or `..`: files beside a checkpoint are found
-    by its name."""
-    if isinstance(path, Url) or path.name not in ("", ".."):
+    by its name, also one that a crash left under another name."""
+    if isinstance(path, Url):
+        return path
+    if path.name not in ("", ".."):
+        folder.heal(path)
         return path
     full = path.resolve()
     return full if _is_checkpoint(full) else path

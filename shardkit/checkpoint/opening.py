@@ -158,10 +158,11 @@ class Opening:
             faults.reach("temporary", 0)
             self._attempt = in_store.begin(request)
             return
+        _refuse_taken(request, request.final)
+        request.final.parent.mkdir(parents=True, exist_ok=True)
+        folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
         _check_free_space(request.final, needed)
         faults.reach("temporary", 0)
-        _refuse_taken(request, request.final)
-        folder.clean_debris(request.final.parent, None if request.in_series else request.final.name)
         temporary = folder.temporary_folder(request.final, request.save_id)
         temporary.mkdir()
         self._hold = folder.hold(temporary)
@@ -230,7 +231,6 @@ def _different_tensors(given: list[dict[str, str]], hosts: list[str]) -> list[st
 
 def _check_free_space(final: Path, needed: int) -> None:
     """Raises CheckpointError if the disk has less free space than needed."""
-    final.parent.mkdir(parents=True, exist_ok=True)
     free = disk.free_bytes(final.parent)
     needed = needed + needed // 20 + MARGIN_BYTES
     if free < needed:

@@ -12,6 +12,8 @@ from shardkit.storage import objects
 from shardkit.storage.url import Place, Url
 
 PIN = "PIN"  # a file `step-00000120.PIN` next to a checkpoint protects it from retention
+# More than a folder has: a cache that is smaller than what is read in the same order each time never has the next one.
+_CACHED = 1 << 17
 
 logger = get_logger(__name__)
 
@@ -97,13 +99,13 @@ def _version(path: Place) -> Hashable:
     return seen.st_ino, seen.st_mtime_ns, seen.st_size
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_CACHED)
 def _read(path: Place, version: Hashable) -> _Record:
     found = manifest.read(path)
     return _Record(found.created_utc, found.save_id, version)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_CACHED)
 def _is_whole(path: Place, record: _Record) -> bool:
     try:
         return not manifest.check_sizes(path, manifest.read(path))

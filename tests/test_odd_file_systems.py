@@ -1,0 +1,133 @@
+"""Saves on file systems that lack something: syncing of folders, locks, a swap of two folders, room."""
+
+import errno
+import fcntl
+import os
+import stat
+
+import pytest
+
+from shardkit.checkpoint import disk, folder, locate, manifest
+from shardkit.checkpoint.lock import acquire
+from shardkit.errors import CheckpointSaveError
+from tests import checkpoints
+
+SAVE_ID = "0" * 32
+DAY_S = 24 * 3600
+
+
+def save(final, step=1, **request):
+    return checkpoints.save(checkpoints.build("plain"), final, step, replace=True, **request)
+
+
+def no_swap(monkeypatch):
+    monkeypatch.setattr(disk, "_exchange_at_once", lambda first, second: False)
+
+
+@pytest.mark.parametrize("number", ["EINVAL", "ENOTSUP", "EIO"])
+def test_a_file_system_that_cannot_sync_folders_gets_checkpoints(tmp_path, monkeypatch, number):
+    real = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    if number == "EIO":  # not a missing feature: the disk has failed
+        with pytest.raises(CheckpointSaveError, match=r"Input/output error: .*\.tmp-a-"):
+            save(tmp_path / "a")
+        return
+    save(tmp_path / "a")
+    assert manifest.read(tmp_path / "a").step == 1
+
+
+def test_without_locks_a_leftover_of_yesterday_is_deleted(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "lockf", none)
+    for name, age_s in (("00000008", 2 * DAY_S), ("00000009", DAY_S // 2)):
+        path = tmp_path / f".tmp-step-{name}-{SAVE_ID}"
+        path.mkdir()
+        was = os.stat(path).st_mtime - age_s
+        os.utime(path, (was, was))
+    acquire(tmp_path, "run").release()
+    save(tmp_path / "step-00000001", in_series=True)
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
+    assert left == [f".tmp-step-00000009-{SAVE_ID}"]
+
+
+@pytest.mark.parametrize("name", ["step-00000002", "best"])
+def test_a_replacement_that_was_cut_off_is_found_by_every_reader(tmp_path, name):
+    save(tmp_path / "step-00000001")
+    for reader in (lambda: locate.checkpoint(tmp_path / name).path, lambda: locate.checkpoints(tmp_path)[-1]):
+        save(tmp_path / name, 2)
+        (tmp_path / name).rename(tmp_path / f".old-{name}")
+        assert reader() == tmp_path / name
+    if name != "best":
+        (tmp_path / name).rename(tmp_path / f".old-{name}")
+        assert [found.step for found in folder.candidates(tmp_path)] == [2, 1]
+
+
+def test_what_a_cut_off_replacement_left_does_not_prevent_the_next(tmp_path, monkeypatch):
+    no_swap(monkeypatch)
+    save(tmp_path / "best[1]")
+    save(tmp_path / ".old-best[1]")
+    (tmp_path / f".tmp-best[1]-{SAVE_ID}").mkdir()
+    (tmp_path / f".tmp-best[1]-of-all-{SAVE_ID}").mkdir()
+    save(tmp_path / "best[1]", 2)
+    assert manifest.read(tmp_path / "best[1]").step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".tmp-best[1]-of-all-{SAVE_ID}", "best[1]"]
+
+
+def test_a_reader_that_puts_the_old_one_back_meanwhile_does_not_fail_the_save(tmp_path, monkeypatch):
+    no_swap(monkeypatch)
+    save(tmp_path / "a")
+    real, seen = os.rename, []
+
+    def rename(source, target):
+        real(source, target)
+        if str(target).endswith(".old-a") and not seen:
+            seen.append(target)
+            folder.heal(tmp_path / "a")
+
+    monkeypatch.setattr(os, "rename", rename)
+    save(tmp_path / "a", 2)
+    assert seen and manifest.read(tmp_path / "a").step == 2
+
+
+def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
+    no_swap(monkeypatch)
+    save(tmp_path / "a")
+    real = os.rename
+
+    def rename(source, target):
+        if ".tmp-a-" in str(source):
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointSaveError, match="holds a complete checkpoint"):
+        save(tmp_path / "a", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and manifest.read(tmp_path / "a").step == 1
+
+
+def test_room_that_a_killed_save_takes_is_free_for_the_next(tmp_path, monkeypatch):
+    left = tmp_path / f".tmp-step-00000001-{SAVE_ID}"
+    left.mkdir()
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 0 if left.exists() else 1 << 30)
+    save(tmp_path / "step-00000002", 2, in_series=True)
+    assert not left.exists()
+
+
+def test_a_reader_of_a_read_only_folder_does_not_put_anything_back(tmp_path, monkeypatch):
+    save(tmp_path / "step-00000001")
+    save(tmp_path / ".old-step-00000002", 2)
+
+    def rename(source, target):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert [found.step for found in folder.steps(tmp_path)] == [1]
