@@ -103,6 +103,43 @@ def test_a_setting_that_only_the_saved_groups_had_is_no_other_class(tmp_path):
     assert checkpoints.digest_of(live) == checkpoints.digest_of(saved)
 
 
+class OwnLoading(torch.optim.AdamW):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OwnLoading])
+def test_without_strict_the_state_of_a_parameter_that_was_not_saved_stays(tmp_path, kind):
+    """A layer that was frozen when the checkpoint was saved."""
+    model, values = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.ones(5, 3)
+    optimizer = kind(model[1].parameters())
+    model(values).sum().backward()
+    optimizer.step()
+    checkpoints.save(checkpoints.state.Live([model], [optimizer]), tmp_path / "a")
+    both = kind(model.parameters())
+    for _ in range(2):
+        both.step()
+    kept = both.state[model[0].weight]["exp_avg"].clone()
+    checkpoints.load(checkpoints.state.Live([model], [both]), tmp_path / "a", strict=False)
+    assert torch.equal(both.state[model[0].weight]["exp_avg"], kept)
+    assert [both.state[layer.weight]["step"].item() for layer in model] == [2, 1]
+
+
+def test_groups_with_settings_of_their_own_are_not_given_those_of_one_saved_group(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    checkpoints.save(checkpoints.state.Live([model], [torch.optim.SGD(model.parameters(), 0.1)]), tmp_path / "a")
+    for rate in (0.5, 0.1):
+        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": rate}]
+        live = checkpoints.state.Live([model], [torch.optim.SGD(groups, 0.1)])
+        if rate == 0.5:
+            text = r"param_groups\[0\] and \[1\] were saved as one, and their settings differ \(lr\); use the groups"
+            with pytest.raises(CheckpointError, match=text):
+                checkpoints.load(live, tmp_path / "a")
+            assert live.optimizers[0].param_groups[1]["lr"] == 0.5
+        checkpoints.load(live, tmp_path / "a", strict=rate != 0.5)
+        assert live.optimizers[0].param_groups[1]["lr"] == 0.1
+
+
 def go_back_and_save_again(project):
     """Save step 2, go back to step 1, train otherwise to step 2, save: which weights step 2 then holds."""
     run = run_of(project)

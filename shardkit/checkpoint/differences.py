@@ -6,6 +6,7 @@ from shardkit.wording import first_few
 
 KEEP = "load with strict=False to keep it unchanged"
 LEAVE_OUT = "load with strict=False to leave it out"
+TAKE_SAVED = "load with strict=False to give all of them the saved settings"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint import differences, optimizers, per_rank, state, tensors, values
+from shardkit.checkpoint import differences, optimizer_groups, optimizers, per_rank, state, tensors, values
 from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry
@@ -231,8 +231,9 @@ def _plan_optimizer(
     if section in plan.unlike:
         return
     saved = plan.common["optimizers"][number]
-    plan.problems += optimizers.unmatched_groups(optimizer, names, saved["groups"], section)
-    plan.differences += optimizers.unmatched_parameters(optimizer, names, saved["groups"], section)
+    plan.problems += optimizer_groups.unmatched_groups(optimizer, names, saved["groups"], section)
+    plan.differences += optimizer_groups.unmatched_parameters(optimizer, names, saved["groups"], section)
+    plan.differences += optimizer_groups.parted_groups(optimizer, names, saved["groups"], section)
     plan.parts |= {f"{section}: {fqn}" for fqn in optimizers.parameters_by_name(optimizer, names, section)}
 
 

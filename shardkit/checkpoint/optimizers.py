@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.checkpoint import tensors, values
-from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference, listed
 from shardkit.checkpoint.fill import Saved, entry_of_parameter
 from shardkit.checkpoint.layout import TensorEntry
 from shardkit.checkpoint.values import ParameterName
@@ -171,37 +170,11 @@ def _in_present_order(value: Sequence[Any], members: list[list[str]]) -> Sequenc
 # ---- loading ----
 
 
-def unmatched_parameters(
-    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
-) -> list[Difference]:
-    """Parameters of the saved groups or of this optimizer that the other lacks."""
-    mine = parameters_by_name(optimizer, names, section).keys()
-    theirs = {name for group in saved for name in group["params"]}
-    return [
-        *listed(section, "in the optimizer, not in the checkpoint", sorted(mine - theirs), KEEP),
-        *listed(section, "in the checkpoint, not in the optimizer", sorted(theirs - mine), LEAVE_OUT),
-    ]
-
-
 def parameters_by_name(optimizer: Optimizer, names: Mapping[int, str], section: str) -> dict[str, torch.Tensor]:
     """fqn -> parameter, in the order of the groups."""
     return {
         named(parameter, names, section): parameter for group in optimizer.param_groups for parameter in group["params"]
     }
-
-
-def unmatched_groups(
-    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
-) -> list[str]:
-    """Live groups whose parameters come from several saved groups: their settings would be ambiguous."""
-    owner = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    problems = []
-    for number, group in enumerate(optimizer.param_groups):
-        owners = {owner[name] for name in (names[id(p)] for p in group["params"]) if name in owner}
-        if len(owners) > 1:
-            text = "its parameters were saved in several groups; use the groups that were saved"
-            problems.append(f"{section}: param_groups[{number}]: {text}")
-    return problems
 
 
 def restore(
@@ -266,6 +239,8 @@ class _Loading:
         self.mine = parameters_by_name(optimizer, names, section)
         self.members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self.left_out = left_out
+        self.unsaved = self.mine.keys() - {fqn for group in state["groups"] for fqn in group["params"]}
+        """The parameters that the saved optimizer does not have: their state stays as it is."""
         referenced = {*values.tensors_in(dict(state))}
         self.bare: dict[str, list[str]] = {fqn: [] for fqn in self.mine}
         """The keys of the state tensors of each parameter."""
@@ -280,6 +255,8 @@ class _Loading:
             group.update(settings)
         group_of = {fqn: group for those, group in zip(self.members, groups, strict=True) for fqn in those}
         for fqn, parameter in self.mine.items():
+            if fqn in self.unsaved:
+                continue
             before = self.optimizer.state.pop(parameter, {})  # frees tensors at once that are not reused
             row = self._row(fqn, before if isinstance(before, Mapping) else {}, group_of[fqn])
             if row:
@@ -292,10 +269,10 @@ class _Loading:
         live = _tensors_of(now, self.section)
         state = _with_numbers(self._decoded("extra", live), self.members)
         if not now.is_whole:
-            state = self._in_torch_form(live) | state
+            state = self._in_torch_form(now, live) | state
         self.optimizer.load_state_dict(state)
 
-    def _in_torch_form(self, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def _in_torch_form(self, now: OptimizerDescription, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         order = {fqn: number for number, fqn in enumerate(self.mine)}
         rows: dict[Any, Any] = {}
         groups = []
@@ -303,7 +280,9 @@ class _Loading:
             self.members, self.optimizer.param_groups, self._saved_settings(), strict=True
         ):
             groups.append({**group, **settings, "params": [order[fqn] for fqn in those]})
-            rows.update({order[fqn]: self._row(fqn, {}, groups[-1]) for fqn in those})
+            for fqn in those:
+                kept = now.rows.get(fqn, {}) if fqn in self.unsaved else None
+                rows[order[fqn]] = self._row(fqn, {}, groups[-1]) if kept is None else kept
         rows = {number: row for number, row in rows.items() if row} | self._decoded("globals", live)
         return {"state": rows, "param_groups": groups}
 

@@ -1,0 +1,65 @@
+"""What the param groups of a saved optimizer and of the live one do not have in common."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, TAKE_SAVED, Difference, listed
+from shardkit.checkpoint.optimizers import parameters_by_name
+from shardkit.distributed.tensors import local_part
+
+
+def unmatched_parameters(
+    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
+) -> list[Difference]:
+    """Parameters of the saved groups or of this optimizer that the other lacks."""
+    mine = parameters_by_name(optimizer, names, section).keys()
+    theirs = {name for group in saved for name in group["params"]}
+    return [
+        *listed(section, "in the optimizer, not in the checkpoint", sorted(mine - theirs), KEEP),
+        *listed(section, "in the checkpoint, not in the optimizer", sorted(theirs - mine), LEAVE_OUT),
+    ]
+
+
+def unmatched_groups(
+    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
+) -> list[str]:
+    """Live groups whose parameters come from several saved groups: their settings would be ambiguous."""
+    owner = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    problems = []
+    for number, group in enumerate(optimizer.param_groups):
+        owners = {owner[name] for name in (names[id(p)] for p in group["params"]) if name in owner}
+        if len(owners) > 1:
+            text = "its parameters were saved in several groups; use the groups that were saved"
+            problems.append(f"{section}: param_groups[{number}]: {text}")
+    return problems
+
+
+def parted_groups(
+    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], section: str
+) -> list[Difference]:
+    """Live groups with different settings whose parameters were one group when they were saved: they would all get its
+    settings."""
+    first: dict[int, int] = {}
+    found = []
+    owner = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    for number, group in enumerate(optimizer.param_groups):
+        source = next((owner[names[id(p)]] for p in group["params"] if names[id(p)] in owner), None)
+        if source is None:
+            continue
+        other = optimizer.param_groups[first.setdefault(source, number)]
+        settings = saved[source]["settings"]
+        differ = [key for key in settings if key in group and key in other and not _is_same(group[key], other[key])]
+        if differ:
+            which = f"{section}: param_groups[{first[source]}] and [{number}]"
+            text = f"{which} were saved as one, and their settings differ ({', '.join(differ[:3])})"
+            found.append(Difference(text, f"use the groups that were saved, or {TAKE_SAVED}"))
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(local_part(one), local_part(other))
+    return bool(one == other)
