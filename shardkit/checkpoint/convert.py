@@ -9,22 +9,21 @@ weights-only unpickler, or refused. The notes list what the source does not cont
 """
 
 import re
-import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardkit.checkpoint import dcp, folder, locate, manifest, optimizers, tensors, values, write
+from shardkit.checkpoint import dcp, folder, foreign_files, locate, manifest, optimizers, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
 from shardkit.checkpoint.layout import Index, Mesh, TensorEntry
 from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Captured, section_name
 from shardkit.distributed import control, random_state
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointCorrupted, CheckpointError, ShardkitError
 
 RUN_ID = "converted"
 _NO_POSITION = (
@@ -64,23 +63,39 @@ def convert(
     Without `step`, the optimizer's step is used. `parameters` maps the model's parameter names, in order, to whether
     each is trained. It is needed only if the optimizer numbers its parameters, as after DDP.
     """
-    found = _find(source, weights_only)
-    named = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
-    if step is None:
-        step = _step(named)
-        if not step:
-            found.notes.append("its step is unknown; saved as step 0: set it with --step")
+    with _in_expected_form(source):
+        found = _find(source, weights_only)
+        named = [_by_name(state, found.models[0], parameters, source) for state in found.optimizers]
+        if step is None:
+            step = _step(named)
+            if not step:
+                found.notes.append("its step is unknown; saved as step 0: set it with --step")
+        captured = _captured(found, named, step, source)
     final = root / folder.step_name(step)
     if final.exists():
         advice = "give another --step, or another folder"
         raise CheckpointError(f"convert: {final}: exists already, and checkpoints are not overwritten; {advice}.")
-    captured = _captured(found, named, step, source)
     request = SaveRequest(final=final, step=step, run_id=RUN_ID, in_series=True)
     alone = control.ControlGroup()
     prepared = write.ready(lambda: captured, request, alone)
     assert prepared is not None, "unless_equal is not set"
     write.finish(prepared, alone)
     return Converted(final, step, len(found.models), len(named), found.notes)
+
+
+@contextmanager
+def _in_expected_form(source: Path) -> Iterator[None]:
+    """Turns what a value of another form raises, wherever it is met, into CheckpointCorrupted."""
+    try:
+        yield
+    except (ShardkitError, OSError):
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise CheckpointCorrupted(
+            f"convert: {source}: a value has another form than Accelerate and torch write ({reason}); it is damaged, "
+            "or of another program: copy it from its source again, or convert only the model with --weights-only."
+        ) from error
 
 
 def _is_own(source: Path) -> bool:
@@ -139,48 +154,11 @@ def _model(source: Path, number: int) -> dict[str, Any] | None:
     if dcp.is_dcp(sharded):
         whole = dcp.read(sharded)
         return _only_tensors(whole.get("model", whole), sharded)
-    for name in (f"pytorch_model_fsdp{tail}.bin", f"pytorch_model{tail}.bin"):
-        if (source / name).is_file():
-            return _only_tensors(_load(source / name), source / name)
-    for stem in (f"model{tail}", f"pytorch_model{tail}"):
-        files = sorted(source.glob(f"{stem}-*-of-*.safetensors")) + sorted(source.glob(f"{stem}-*-of-*.bin"))
-        files = files or [path for path in (source / f"{stem}.safetensors",) if path.is_file()]
-        if files:
-            weights = {name: tensor for path in files for name, tensor in _weights(path).items()}
-            return _only_tensors(weights, files[0] if len(files) == 1 else source)
+    for stem in (f"pytorch_model_fsdp{tail}", f"pytorch_model{tail}", f"model{tail}"):
+        if (found := foreign_files.weights_of(source, stem)) is not None:
+            where, weights = found
+            return _only_tensors(weights, where)
     return None
-
-
-def _weights(path: Path) -> dict[str, Any]:
-    if path.suffix == ".bin":
-        return _only_tensors(_load(path), path)
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, Any] = {}
-    try:
-        with safe_open(path, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                part = opened.get_slice(name)
-                dtype = tensors.TORCH_DTYPES.get(part.get_dtype(), part.get_dtype())
-                found[name] = LazyTensor(dtype, tuple(part.get_shape()), partial(_tensor, path, name))
-    except SafetensorError as error:
-        reason = str(error).rstrip(".")
-        raise CheckpointError(
-            f"convert: {path}: not a complete safetensors file ({reason}); copy it from its source again."
-        ) from None
-    return found
-
-
-def _tensor(path: Path, name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as opened:
-        return opened.get_tensor(name)
-
-
-def _load(path: Path) -> Any:
-    """The contents of a torch.save file, with memory-mapped tensors. Refused if the file holds more than weights."""
-    return dcp.load_plain(path, f"convert: {path}", mmap=zipfile.is_zipfile(path))
 
 
 def _only_tensors(state: Any, where: Path) -> dict[str, Any]:
@@ -222,7 +200,7 @@ def _optimizers(source: Path) -> list[dict[str, Any]]:
             whole = dcp.loaded(dcp.read(source / f"optimizer_{number}"))
             found.append(_plain_optimizer(whole.get("optimizer", whole), source / f"optimizer_{number}"))
         elif file.is_file():
-            found.append(_plain_optimizer(_load(file), file))
+            found.append(_plain_optimizer(foreign_files.load(file), file))
         else:
             return found
 
@@ -261,11 +239,11 @@ def _objects(source: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(source.iterdir()):
         if match := re.fullmatch(r"scheduler(?:_(\d+))?\.bin", path.name):
-            found[f"scheduler.{match[1] or 0}"] = _load(path)
+            found[f"scheduler.{match[1] or 0}"] = foreign_files.load(path)
         elif match := re.fullmatch(r"custom_checkpoint_(\d+)\.pkl", path.name):
-            found[f"registered.{match[1]}"] = _load(path)
+            found[f"registered.{match[1]}"] = foreign_files.load(path)
         elif path.name == "scaler.pt":
-            found["scaler"] = _load(path)
+            found["scaler"] = foreign_files.load(path)
     return found
 
 
@@ -311,7 +289,8 @@ def _misfits(name: str, row: Mapping[str, Any], model: Mapping[str, Any]) -> Ite
 def _step(states: Iterable[Mapping[str, Any]]) -> int:
     """The number of steps that the optimizers have made, from their states; 0 if they do not count steps."""
     steps = [row["step"] for state in states for row in state["state"].values() if "step" in row]
-    return max((int(step.to("cpu")) if hasattr(step, "to") else int(step) for step in steps), default=0)
+    found = max((int(step.to("cpu")) if hasattr(step, "to") else int(step) for step in steps), default=0)
+    return found if folder.STEP.fullmatch(folder.step_name(found)) else 0
 
 
 def _captured(found: _Found, states: Sequence[Mapping[str, Any]], step: int, source: Path) -> Captured:

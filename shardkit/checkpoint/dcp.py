@@ -130,11 +130,15 @@ def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, places: dict[
 
     def assemble() -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype, device="cpu")
+        is_read = torch.zeros(shape, dtype=torch.bool, device="cpu")
         for box in boxes:
             piece = _load(folder, places.get((name, box.offsets)), name)
             if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != box.sizes or piece.dtype != dtype:
                 raise CheckpointCorrupted(f"{folder}: {name}: a piece does not match the index; it is damaged.")
             tensors.narrow(whole, box).copy_(piece)
+            tensors.narrow(is_read, box).fill_(True)
+        if not is_read.all():
+            raise CheckpointCorrupted(f"{folder}: {name}: its pieces overlap; the checkpoint is damaged.")
         return whole
 
     return LazyTensor(dtype, shape, assemble)
