@@ -1,6 +1,7 @@
 """State that a model's own code saves and loads: extra state, state dict hooks, overridden methods."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from shardkit.checkpoint import manifest, save_model
 from shardkit.checkpoint.state import Live, whole_tensors
+from shardkit.cli.main import run
 from shardkit.distributed import control
 from shardkit.errors import CheckpointError, CheckpointSaveError, StateIncomplete
 from shardkit.sharding import weight_files
@@ -128,6 +130,16 @@ def test_the_methods_of_the_whole_model(tmp_path):
     checkpoints.save(Live([model]), tmp_path / "c")
     checkpoints.load(Live([found]), tmp_path / "c")
     assert found.count == 3 and torch.equal(found.layer.weight, model.layer.weight)
+
+
+def test_a_merge_says_which_values_it_leaves_out(tmp_path, capsys):
+    models = [trained(ExtraValues), trained(ExtraTensor)]
+    checkpoints.save(Live(models), tmp_path / "c")
+    assert run(["checkpoint", "merge", str(tmp_path / "c"), "-o", str(tmp_path / "m"), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["written"][0]["files"] == ["model.safetensors"]
+    assert "note: extra state that is no tensor was not exported (got model: 1._extra_state).\n" in told.err
+    assert load_file(tmp_path / "m/model_1/model.safetensors")["1._extra_state"].tolist() == [1, 1, 1]
 
 
 def save_on_ranks(folder, kind, way):

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import SGD
 
+from shardkit import Accelerator
 from shardkit.checkpoint import save_model
 from shardkit.checkpoint.state import Live, model_tensors
 from shardkit.distributed import control
@@ -14,6 +15,7 @@ from shardkit.errors import CheckpointError
 from shardkit.runtime import objects
 from shardkit.sharding.shared_memory import pairs_in_same_memory
 from tests import checkpoints
+from tests.ranks import log_lines
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
@@ -166,6 +168,19 @@ def test_tensors_without_memory_are_refused_by_name(tmp_path):
     checkpoints.save(Live([plain]), tmp_path / "p")
     with pytest.raises(CheckpointError, match=r"weight: is quantized in the model \(got a Composed\)"):
         checkpoints.load(Live([model]), tmp_path / "p")
+
+
+def prepare_quantized():
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(Composed(torch.ones(3, 3, dtype=torch.int8), torch.ones(3)), requires_grad=False)
+    with log_lines("shardkit.runtime.prepare") as lines:
+        Accelerator(config={"distributed_type": "NO", "use_cpu": True}).prepare(model)
+    return lines
+
+
+def test_quantized_weights_are_said_before_the_training(ranks):
+    ((line,),) = ranks.run(1, prepare_quantized)
+    assert "quantized weights cannot be saved (got weight), so save_state will be refused unless" in line
 
 
 # ---- modules and parameters that look like others ----

@@ -58,6 +58,17 @@ def of_hooks(checkpoint: Checkpoint) -> str:
     return first_few(sorted(checkpoint.manifest.additions), 4)
 
 
+def values_left_out(checkpoint: Checkpoint) -> str:
+    """Names of the values in the models' state dicts that are no tensors, shortened; empty without any. An export holds
+    tensors only."""
+    objects = checkpoint.common()["objects"]
+    names = []
+    for section in (name for name in checkpoint.index.sections if name.split("_")[0] == "model"):
+        kept = f"{section}.extra_state"
+        names += [f"{section}: {name}" for name in objects.get(kept, [kept] if kept in checkpoint.apart else [])]
+    return first_few(names, 4)
+
+
 def model_bytes(checkpoint: Checkpoint) -> int:
     """The number of bytes that `merge` reads."""
     return sum(file.bytes for name, file in checkpoint.manifest.files.items() if name.startswith("model"))

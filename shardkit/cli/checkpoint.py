@@ -244,7 +244,7 @@ def merge(
     """Export the model of a checkpoint as safetensors files for torch and Transformers. Verifies the digests."""
     from shardkit.checkpoint import export, locate
     from shardkit.checkpoint.merge import merge as merge_into
-    from shardkit.checkpoint.merge import model_bytes, of_hooks
+    from shardkit.checkpoint.merge import model_bytes, of_hooks, values_left_out
 
     found = locate.checkpoint(path)
     with _as_checkpoint_error(), Progress("merged", model_bytes(found)) as progress:
@@ -255,10 +255,12 @@ def merge(
     ]
     if as_json:
         print(json.dumps({"checkpoint": str(found.path), "step": found.manifest.step, "written": rows}, indent=2))
-        return 0
-    for row in rows:
-        held = f"{sizes.in_words(row['bytes'])} in {counted(len(row['files']), 'file')}"
-        print(f"{row['folder']}: {held}, step {found.manifest.step}")
+    else:
+        for row in rows:
+            held = f"{sizes.in_words(row['bytes'])} in {counted(len(row['files']), 'file')}"
+            print(f"{row['folder']}: {held}, step {found.manifest.step}")
+    if left_out := values_left_out(found):
+        print(f"note: extra state that is no tensor was not exported (got {left_out}).", file=sys.stderr)
     if added := of_hooks(found):
         print(
             f"note: files of the script's save hook were not exported (got {added} in {found.path}); if the hook saves "

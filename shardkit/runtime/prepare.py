@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shardkit.checkpoint.tensors import is_composed
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.distributed.tensors import is_dtensor, layers, unwrapped
@@ -21,6 +22,7 @@ from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.run import Run, Taken
 from shardkit.sharding import precision
 from shardkit.sharding.original_parameters import ReleasedParameter
+from shardkit.wording import first_few
 
 log = get_logger(__name__)
 
@@ -180,6 +182,7 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
     names = run.evaluated.pop(model, None)
     if names is None:
         names = _distributed(run, model, weights, moves)
+    _warn_of_composed(run, model)
     parallel = model if run.mesh is not None else replicate(model, run.config, run.process)
     if parallel not in run.watched:
         at_end_of_backward(parallel, partial(_note_backward, run, ref(parallel)))
@@ -187,6 +190,17 @@ def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) 
     run.models.append(parallel)
     run.taken.append(Taken(parallel, names, {id(p) for p in parallel.parameters()}))
     return parallel
+
+
+def _warn_of_composed(run: Run, model: nn.Module) -> None:
+    """Tells before the training what a save would refuse."""
+    composed = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_composed(one)]
+    if composed and run.process.is_main:
+        log.warning(
+            "checkpoint: quantized weights cannot be saved (got %s), so save_state will be refused unless a save hook "
+            "saves this model; save its adapters by save_model.",
+            first_few(composed, 3),
+        )
 
 
 def _note_backward(run: Run, reference: ReferenceType[nn.Module]) -> None:
