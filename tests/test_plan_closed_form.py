@@ -375,8 +375,8 @@ def test_the_notes_setting():
 def test_real_models_under_all_five_strategies(family):
     import transformers
 
+    from shardkit.model.facts import transformer_facts
     from shardkit.model.live import tree_of
-    from shardkit.model.probe import transformer_facts
 
     config, auto = {
         "gpt2": (transformers.GPT2Config(), transformers.AutoModelForCausalLM),

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shardkit.config.schema import Config, FsdpConfig
+from shardkit.model.facts import transformer_facts
 from shardkit.model.families import activation_gaps
-from shardkit.model.probe import transformer_facts
 from shardkit.plan import activations, worker
 from shardkit.plan.closed_form import Memory
 

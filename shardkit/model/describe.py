@@ -16,8 +16,10 @@ class TransformerFacts:
     without logits; `head_dim` None means hidden / heads. `keeps_function_input`: backward of the activation function
     needs its input. `normalizes_in_fp32`: norms compute in fp32 regardless of the compute dtype; with
     `normalizes_heads`, also those of queries and keys. `casts_once`: no two matmuls share an input, so autocast makes
-    one copy of each. A token uses `active_experts` of the `experts`; `window`: attention window, None for full
-    attention. `gaps`: activations that the closed form omits, as text; with any, its result is a lower bound.
+    one copy of each. A token uses `active_experts` of the `experts`, 0 if unknown. `attentions`: one per layer (None),
+    fewer where layers have none, more where a decoder's layer also attends to the encoder; `windowed` of them (None:
+    all) see no more than `window` tokens, if that is given. `gaps`: activations that the closed form omits, as text;
+    with any, its result is a lower bound.
     """
 
     layers: int
@@ -36,6 +38,8 @@ class TransformerFacts:
     experts: int = 0
     active_experts: int = 0
     window: int | None = None
+    attentions: int | None = None
+    windowed: int | None = None
     gaps: tuple[str, ...] = ()
 
 
@@ -44,7 +48,7 @@ class ModelDescription:
     """A model: its module tree, its source, and the facts that determine its memory.
 
     `has_class_names` is False where the tree was derived from names of weights: its class names are then invented and
-    must not be written into a configuration.
+    must not be written into a configuration. `longest`: the most tokens of a sequence, by the model's configuration.
     """
 
     spec: str
@@ -53,6 +57,7 @@ class ModelDescription:
     facts: TransformerFacts | None = None
     has_class_names: bool = True
     notes: tuple[str, ...] = ()
+    longest: int | None = None
 
     @property
     def numel(self) -> int:
@@ -94,6 +99,7 @@ def to_json(description: ModelDescription) -> dict[str, Any]:
         "facts": asdict(description.facts) if description.facts else None,
         "has_class_names": description.has_class_names,
         "notes": list(description.notes),
+        "longest": description.longest,
     }
 
 
@@ -106,6 +112,7 @@ def from_json(data: dict[str, Any]) -> ModelDescription:
         facts=TransformerFacts(**data["facts"] | {"gaps": tuple(data["facts"]["gaps"])}) if data["facts"] else None,
         has_class_names=data["has_class_names"],
         notes=tuple(data["notes"]),
+        longest=data["longest"],
     )
 
 
@@ -119,6 +126,7 @@ def _node_to_json(node: ModuleNode) -> list[Any]:
         [_parameter_to_json(b) for b in node.buffers],
         node.alias_of,
         node.has_statistics,
+        node.is_lookup,
     ]
 
 

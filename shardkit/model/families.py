@@ -13,6 +13,8 @@ PLAIN_FAMILIES = frozenset(
         *("qwen2", "qwen3", "roberta", "smollm3", "starcoder2", "vit"),
     }
 )
+# Families whose code in Transformers runs every expert on every token, and multiplies by 0 what is not chosen.
+RUNS_EVERY_EXPERT = frozenset({"llama4", "llama4_text"})
 # Activation functions that are a single operator, which saves its input; relu saves its output, which is saved anyway.
 FUSED_FUNCTIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"})
 _DROPOUTS = (

@@ -85,8 +85,8 @@ def tree(shape: GptShape) -> ModuleNode:
         "",
         "GPT",
         children=(
-            ModuleNode("tokens", "Embedding", (Parameter("weight", (shape.vocab, shape.hidden)),)),
-            ModuleNode("positions", "Embedding", (Parameter("weight", (shape.seq, shape.hidden)),)),
+            ModuleNode("tokens", "Embedding", (Parameter("weight", (shape.vocab, shape.hidden)),), is_lookup=True),
+            ModuleNode("positions", "Embedding", (Parameter("weight", (shape.seq, shape.hidden)),), is_lookup=True),
             ModuleNode("blocks", "ModuleList", children=blocks, is_container=True),
             _norm("norm", shape.hidden),
             ModuleNode("head", "Linear", (head,)),

@@ -32,6 +32,7 @@ def tree_of(model: nn.Module) -> ModuleNode:
             tuple(parameter(fqn, name, b) for name, b in module._buffers.items() if b is not None),
             None if first == fqn else first,
             isinstance(module, nn.modules.batchnorm._NormBase),
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag)),
         )
 
     return visit(model, "")

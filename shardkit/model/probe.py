@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.model.describe import ModelDescription, TransformerFacts, to_json
-from shardkit.model.families import activation_gaps
+from shardkit.model.describe import ModelDescription, to_json
+from shardkit.model.facts import longest_sequence, transformer_facts
 from shardkit.model.live import tree_of
 
 
@@ -36,8 +36,10 @@ def describe_factory(spec: str) -> ModelDescription:
     with torch.device("meta"):
         model = build_factory(spec)
     config = getattr(model, "config", None)
-    facts = transformer_facts(config, model) if config is not None and not isinstance(config, Mapping) else None
-    return ModelDescription(spec, type(model).__name__, tree_of(model), facts)
+    name, tree = type(model).__name__, tree_of(model)
+    if config is None or isinstance(config, Mapping):
+        return ModelDescription(spec, name, tree)
+    return ModelDescription(spec, name, tree, transformer_facts(config, model), longest=longest_sequence(config))
 
 
 def imported(spec: str) -> Any:
@@ -70,7 +72,12 @@ def describe_transformers(path: str) -> ModelDescription:
             "weights give --model module:function, a function that builds the quantized model."
         )
     return ModelDescription(
-        path, type(model).__name__, tree_of(model), transformer_facts(model.config, model), notes=tuple(notes)
+        path,
+        type(model).__name__,
+        tree_of(model),
+        transformer_facts(model.config, model),
+        notes=tuple(notes),
+        longest=longest_sequence(model.config),
     )
 
 
@@ -87,62 +94,6 @@ def build_transformers(path: str) -> nn.Module:
         if type(config) in auto._model_mapping:
             return auto.from_config(config, dtype=torch.float32)
     return transformers.AutoModel.from_config(config, dtype=torch.float32)
-
-
-def transformer_facts(config: Any, model: nn.Module | None = None) -> TransformerFacts | None:
-    """The facts in a Transformers configuration, with the names of any family; None if some are missing. Without the
-    model, logits over the vocabulary are assumed."""
-
-    def first(*names: str) -> int | None:
-        values = (getattr(config, name, None) for name in names)
-        return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-    layers = first("num_hidden_layers", "num_layers", "n_layer", "encoder_layers")
-    hidden = first("hidden_size", "d_model", "n_embd")
-    heads = first("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads")
-    if layers is None or hidden is None or heads is None:
-        return None
-    decoder_layers = first("num_decoder_layers", "decoder_layers") if _is_encoder_decoder(config) else None
-    return TransformerFacts(
-        layers=layers + (decoder_layers or 0),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=first("num_key_value_heads") or heads,
-        feed_forward=first("intermediate_size", "d_ff", "n_inner", "encoder_ffn_dim", "ffn_dim") or 4 * hidden,
-        vocabulary=first("vocab_size") if _has_logits(model) else None,
-        seq_len=first("max_position_embeddings", "n_positions") or _patches(config),
-        is_gated=bool(getattr(config, "is_gated_act", False)) or hasattr(config, "rms_norm_eps"),
-        head_dim=first("head_dim"),
-        keeps_function_input=getattr(config, "hidden_act", None) != "relu"
-        and getattr(config, "activation_function", None) != "relu",
-        normalizes_in_fp32=hasattr(config, "rms_norm_eps"),
-        normalizes_heads=str(getattr(config, "model_type", "")).startswith("qwen3"),
-        experts=first("num_local_experts", "num_experts", "n_routed_experts") or 0,
-        active_experts=first("num_experts_per_tok", "moe_topk", "num_experts_per_token") or 0,
-        window=first("sliding_window") if getattr(config, "use_sliding_window", True) else None,
-        gaps=activation_gaps(config),
-    )
-
-
-def _has_logits(model: nn.Module | None) -> bool:
-    """Whether the model computes logits over its vocabulary, by Transformers' output embeddings."""
-    try:
-        embeddings = getattr(model, "get_output_embeddings", None)
-        return embeddings is None or embeddings() is not None
-    except (AttributeError, NotImplementedError):
-        return False
-
-
-def _is_encoder_decoder(config: Any) -> bool:
-    return bool(getattr(config, "is_encoder_decoder", False))
-
-
-def _patches(config: Any) -> int | None:
-    """Sequence length of an image model: its patches and the class token."""
-    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if isinstance(image, int) and isinstance(patch, int) and patch > 0:
-        return (image // patch) ** 2 + 1
-    return None
 
 
 def error_text(error: BaseException) -> str:

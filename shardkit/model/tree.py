@@ -29,7 +29,7 @@ class ModuleNode:
     """One module. `fqn` is "" for the root; `is_container`: ModuleList, ModuleDict, without a forward.
 
     `alias_of` is the first fqn of the same module, if this is a later name; `has_statistics`: a norm with
-    running statistics.
+    running statistics; `is_lookup`: its parameters are tables from which rows are read, without arithmetic.
     """
 
     fqn: str
@@ -40,6 +40,7 @@ class ModuleNode:
     buffers: tuple[Parameter, ...] = field(default=())
     alias_of: str | None = None
     has_statistics: bool = False
+    is_lookup: bool = False
 
     def walk(self) -> Iterator["ModuleNode"]:
         """This module and all modules below it, parents first, in registration order."""

@@ -15,7 +15,7 @@ from shardkit.plan.activations import Loss
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Estimate, RankMemory, estimate, with_strategy
 from shardkit.plan.devices import Device
-from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time
+from shardkit.plan.roofline import LINK_EFFICIENCY, StepTime, step_time, unlike_published, why_unknown
 from shardkit.plan.unit_sizes import axes
 
 
@@ -155,20 +155,25 @@ def retries(device: Device, memory: RankMemory) -> bool | None:
 def check_seq_len(request: PlanRequest) -> str | None:
     """A note if sequences exceed the configured maximum; UsageError if the model has no positions for them."""
     facts, given = request.description.facts, request.seq_len
-    if facts is None or facts.seq_len is None or given is None or given <= facts.seq_len:
+    longest = (facts.seq_len if facts else None) or request.description.longest
+    if longest is None or given is None or given <= longest:
         return None
     tables = [
-        parameter.shape[0]
+        parameter
         for node in request.description.tree.walk()
         if node.parameters and ("pos" in node.fqn.rpartition(".")[2] or node.fqn.endswith("wpe"))
         for parameter in node.parameters
-        if len(parameter.shape) == 2 and facts.seq_len <= parameter.shape[0] < given
+        if len(parameter.shape) == 2 and longest <= parameter.shape[0] <= longest + _UNUSED_POSITIONS
     ]
     if tables:
         raise UsageError(
-            f"--seq-len: the model has positions for {facts.seq_len:,} tokens (got {given:,}); give at most as many."
+            f"--seq-len: the model has positions for {longest:,} tokens (got {given:,}); give at most as many."
         )
-    return f"--seq-len {given:,} exceeds the {facts.seq_len:,} tokens of the model's configuration."
+    return f"--seq-len {given:,} exceeds the {longest:,} tokens of the model's configuration."
+
+
+# Rows of a table of positions that no token uses: 2 in BART and OPT, one more than the padding index in RoBERTa.
+_UNUSED_POSITIONS = 8
 
 
 # Parts of a model below this share of its parameters get no note.
@@ -217,6 +222,20 @@ def notes_on(request: PlanRequest) -> Iterator[str]:
         yield _EIGHT_BITS
     if config.shardkit.ddp.comm_hook == "power_sgd":
         yield _POWER_SGD
+
+
+def note_on_time(request: PlanRequest) -> str | None:
+    """Why there is no estimate of the time, or why it may be too short."""
+    description, batch_size = request.description, request.batch_size
+    facts = description.facts
+    seq_len = request.seq_len or (facts.seq_len if facts else None)
+    if facts is None or not batch_size or not seq_len:
+        return None
+    if reason := why_unknown(description.tree, facts):
+        return f"No time is estimated: the model's code decides {reason}."
+    if not request.device.flops:
+        return None
+    return unlike_published(description.tree, facts, batch_size, seq_len, request.world_size)
 
 
 def possible_strategies(request: PlanRequest) -> list[ShardingStrategy]:

@@ -13,6 +13,7 @@ from shardkit.plan.answer import (
     Row,
     check_seq_len,
     configured_strategy,
+    note_on_time,
     notes_on,
     possible_strategies,
     row,
@@ -56,7 +57,12 @@ def answer(
     chosen = configured_strategy(request.config)
     is_too_large = next(row for row in rows if row.strategy is chosen).fits is False
     changed = changes(request) if is_too_large else ()
-    remarks = [note_on_units(request.description.tree, request.config.fsdp), beyond, undivided(request)]
+    remarks = [
+        note_on_units(request.description.tree, request.config.fsdp),
+        beyond,
+        undivided(request),
+        note_on_time(request),
+    ]
     return Answer(
         request=request,
         rows=tuple(rows),

@@ -27,8 +27,8 @@ class Efficiency:
     source: str
 
 
-# Dense Transformers of 0.35 to 70 billion parameters under FSDP, sequences of 512 to 65,536, bf16; the lowest and the
-# highest of the table, typical the median up to 8,192 tokens. Attention's masked scores count as computed there.
+# Dense Transformers under FSDP, sequences of 512 to 65,536, bf16; the lowest and the highest of the table, typical the
+# median up to 8,192 tokens. Attention's masked scores count as computed there.
 # https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md
 _PUBLISHED = "published: llm-foundry's benchmarks"
 EFFICIENCIES = {
@@ -37,6 +37,9 @@ EFFICIENCIES = {
     ("A100", False): Efficiency(0.43, 0.55, 0.64, f"{_PUBLISHED} on A100"),
     ("A100", True): Efficiency(0.48, 0.70, 0.79, f"{_PUBLISHED} on A100 with recomputation"),
 }
+# What those runs have in common: at least 0.76 billion parameters on H100 (0.125 on A100), at least 4,096 tokens in a
+# micro-batch, 8 to 64 ranks on H100, up to 128 on A100 (torchtitan's on 128 H100 are 3 % slower than on 8).
+PUBLISHED_NUMEL, PUBLISHED_TOKENS, PUBLISHED_SEQ_LEN, PUBLISHED_RANKS = 760_000_000, 4096, 65_536, 128
 ASSUMED = Efficiency(0.25, 0.40, 0.60, "assumed: no published value is used for it")
 
 
@@ -107,12 +110,22 @@ class Device:
 # GB200 NVL72: https://www.nvidia.com/en-us/data-center/gb200-nvl72/  for 72 devices bf16 360 PFLOPS with sparsity, so
 #   2,500 TFLOPS dense each, fp32 5,760 TFLOPS, 13.4 TB; NVLink 1.8 TB/s each, both directions together.
 # A10: https://www.nvidia.com/en-us/data-center/products/a10-gpu/  bf16 125 dense, fp32 31.2 TFLOPS, PCIe 4.0 x16.
+# A10G (AWS): https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
+#   bf16 70 dense, fp32 35 TFLOPS, PCIe 4.0 x16.
+# B300: https://www.nvidia.com/en-us/data-center/hgx/  for eight devices bf16 36 PFLOPS with sparsity, so 2,250 TFLOPS
+#   dense each, fp32 600 TFLOPS, NVLink 1.8 TB/s each, both directions together; DGX B300: eight 800 Gb/s adapters.
+# RTX 5090: https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+#   bf16 and fp16 209.5 (fp32 accumulation), fp32 104.8 TFLOPS, PCIe 5.0 x16.
 # V100 SXM2: https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
 #   fp16 125, fp32 15.7 TFLOPS, no bf16; NVLink 300 GB/s both directions together; DGX-1: four 100 Gb/s adapters.
 # RTX 3090: NVIDIA's whitepaper of GA102 (Ampere GA102 GPU Architecture, version 1), table 2:
 #   bf16 and fp16 71 (fp32 accumulation), fp32 35.6 TFLOPS, PCIe 4.0 x16.
 # MI300X: https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html  bf16 1,307 dense, fp32 163.4 TFLOPS,
 #   192 GB, Infinity Fabric 896 GB/s both directions together; eight 400 Gb/s adapters are assumed.
+# MI325X: https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html  256 GB, otherwise as MI300X.
+# MI350X: https://www.amd.com/en/products/accelerators/instinct/mi350/mi350x.html  bf16 2,300 dense, fp32 144.2 TFLOPS.
+# MI355X: https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html  bf16 2,500 dense, fp32 157.3 TFLOPS.
+#   Both: 288 GB, seven Infinity Fabric links of 153 GB/s, both directions together; adapters as of MI300X, assumed.
 # TPU v5p: https://cloud.google.com/tpu/docs/v5p  bf16 459 TFLOPS, 95 GB, 4,800 Gb/s between chips.
 # TPU v6e: https://cloud.google.com/tpu/docs/v6e  bf16 918 TFLOPS, 32 GB, 3,584 Gb/s between chips.
 #   Data centre network of both: as of v5e, an assumption.
@@ -124,12 +137,15 @@ class Device:
 # A100 PCIe: datasheet of A100: its arithmetic, PCIe 4.0 x16. V100 PCIe: datasheet of V100: fp16 112, fp32 14 TFLOPS,
 #   PCIe 3.0 x16. Both have boards of two sizes.
 # L40S: https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413  bf16 362 dense, fp32 91.6 TFLOPS, PCIe 4.0 x16.
+# L40: https://www.nvidia.com/en-us/data-center/l40/  bf16 181 dense, fp32 90.5 TFLOPS, PCIe 4.0 x16.
+# RTX 6000 Ada: https://images.nvidia.com/aem-dam/en-zz/Solutions/technologies/NVIDIA-ADA-GPU-PROVIZ-Architecture-Whitepaper_1.1.pdf
+#   bf16 364.2 dense, fp32 91.1 TFLOPS, PCIe 4.0 x16.
 # A40: https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf  bf16 149.7 dense, fp32 37.4
 #   TFLOPS, PCIe 4.0 x16.
 # RTX A6000: NVIDIA's whitepaper of GA102 (version 2)  bf16 154.8 dense, fp32 38.7 TFLOPS, PCIe 4.0 x16.
 # T4: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
 #   fp16 65, fp32 8.1 TFLOPS, no bf16; PCIe 3.0 x16 (32 GB/s both directions together).
-# Machines with A10, A40, A6000, 3090, L4, L40S, T4, 4090 or a board for PCIe: one 100 Gb/s adapter shared by eight
+# Machines with devices without NVLink (A10, L4, T4, RTX, boards for PCIe, ...): one 100 Gb/s adapter shared by eight
 #   devices, an assumption.
 # CPU: 0.1 TFLOPS a rank and 10 Gb/s between machines, round numbers to replace by your own.
 DEVICES = {
@@ -149,14 +165,24 @@ DEVICES = {
     "a40-48": Device("A40 48 GB", 46068 * MIB, {"bf16": 149.7e12, "fp16": 149.7e12, "fp32": 37.4e12}, 32e9, 1.5e9),
     "a6000-48": Device("RTX A6000", 49140 * MIB, {"bf16": 154.8e12, "fp16": 154.8e12, "fp32": 38.7e12}, 32e9, 1.5e9),
     "l40s-48": Device("L40S 48 GB", 46068 * MIB, {"bf16": 362e12, "fp16": 362e12, "fp32": 91.6e12}, 32e9, 1.5e9),
+    "6000-ada-48": Device(
+        "RTX 6000 Ada", 49140 * MIB, {"bf16": 364.2e12, "fp16": 364.2e12, "fp32": 91.1e12}, 32e9, 1.5e9
+    ),
+    "l40-48": Device("L40 48 GB", 46068 * MIB, {"bf16": 181e12, "fp16": 181e12, "fp32": 90.5e12}, 32e9, 1.5e9),
+    "a10g-24": Device("A10G 24 GB", 23028 * MIB, {"bf16": 70e12, "fp16": 70e12, "fp32": 35e12}, 32e9, 1.5e9),
     "a10-24": Device("A10 24 GB", 23028 * MIB, {"bf16": 125e12, "fp16": 125e12, "fp32": 31.2e12}, 32e9, 1.5e9),
     "3090-24": Device("RTX 3090", 24576 * MIB, {"bf16": 71e12, "fp16": 71e12, "fp32": 35.6e12}, 32e9, 1.5e9),
     "mi300x-192": Device("MI300X", 196608 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
+    "mi325x-256": Device("MI325X", 262144 * MIB, {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163.4e12}, 448e9, 50e9),
+    "mi350x-288": Device("MI350X", 294896 * MIB, {"bf16": 2300e12, "fp16": 2300e12, "fp32": 144.2e12}, 535e9, 50e9),
+    "mi355x-288": Device("MI355X", 294896 * MIB, {"bf16": 2500e12, "fp16": 2500e12, "fp32": 157.3e12}, 535e9, 50e9),
     "h200-nvl": Device("H200 NVL 141 GB", 143771 * MIB, {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}, 64e9, 1.5e9),
     "h200-141": Device("H200 141 GB", 143771 * MIB, {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 450e9, 50e9),
     "b200-180": Device("B200 180 GB", 183359 * MIB, {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}, 900e9, 50e9),
+    "b300-288": Device("B300", 275040 * MIB, {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}, 900e9, 100e9),
     "l4-24": Device("L4 24 GB", 23034 * MIB, {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}, 32e9, 1.5e9),
     "4090-24": Device("RTX 4090", 24564 * MIB, {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12}, 32e9, 1.5e9),
+    "5090-32": Device("RTX 5090", 32607 * MIB, {"bf16": 209.5e12, "fp16": 209.5e12, "fp32": 104.8e12}, 64e9, 1.5e9),
     "tpu-v5e": Device("TPU v5e", 16 * GIB, {"bf16": 197e12}, 100e9, 3.1e9),
     "tpu-v5p": Device("TPU v5p", 95 * GIB, {"bf16": 459e12}, 300e9, 3.1e9),
     "tpu-v6e": Device("TPU v6e", 32 * GIB, {"bf16": 918e12}, 224e9, 3.1e9),
@@ -165,16 +191,14 @@ DEVICES = {
 
 # https://developer.nvidia.com/cuda-gpus
 CAPABILITIES = {
-    **{"V100": 7.0, "T4": 7.5, "A100": 8.0, "A10": 8.6, "A40": 8.6, "RTX A6000": 8.6, "RTX 3090": 8.6},
-    **{"L4": 8.9, "L40S": 8.9, "RTX 4090": 8.9, "H100": 9.0, "GH200": 9.0, "H200": 9.0, "B200": 10.0, "GB200": 10.0},
+    **{"V100": 7.0, "T4": 7.5, "A100": 8.0, "A10": 8.6, "A10G": 8.6, "A40": 8.6, "RTX A6000": 8.6, "RTX 3090": 8.6},
+    **{"L4": 8.9, "L40": 8.9, "L40S": 8.9, "RTX 4090": 8.9, "RTX 6000 Ada": 8.9},
+    **{"H100": 9.0, "GH200": 9.0, "H200": 9.0, "B200": 10.0, "GB200": 10.0, "B300": 10.3, "RTX 5090": 12.0},
 }
 """NVIDIA's compute capability by the beginning of a device's name."""
 
 LESS = {"mig", "laptop"}
 """Words in names of GPUs of less than the peak, by an unknown part: parts of a GPU (MIG), GPUs for laptops."""
-
-BOARDS = {"pcie", "nvl"}
-"""Words in names of GPUs whose peak differs from that of the usual board."""
 
 _SIZES = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "m": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
 
@@ -199,12 +223,12 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
 def of_hardware(name: str, memory_bytes: int | None) -> Device:
     """The device with this driver name ("NVIDIA H100 80GB HBM3"), with the memory that the driver shows, if it does."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    named = [key for key in DEVICES if key.split("-")[0] in words]
-    found = [key for key in named if BOARDS & {*key.split("-")} == BOARDS & words] or [
-        key for key in named if BOARDS.isdisjoint(key.split("-"))
-    ]
-    if not found or words & LESS:
+    parts = {key: {part for part in key.split("-") if not part.isdigit() or part in words} for key in DEVICES}
+    named = [key for key in DEVICES if parts[key] <= words and key.split("-")[0] in words]
+    if not named or words & LESS:
         return Device(name, memory_bytes or None, {})
+    most = max(len(parts[key]) for key in named)  # "H100 PCIe" is a board of its own beside "H100"
+    found = [key for key in named if len(parts[key]) == most]
     closest = min(found, key=lambda key: abs((DEVICES[key].memory_bytes or 0) - (memory_bytes or 0)))
     return replace(DEVICES[closest], memory_bytes=memory_bytes or DEVICES[closest].memory_bytes)
 

@@ -60,7 +60,7 @@ def _headline(request: PlanRequest) -> str:
         load.append("EMA of the model" if request.ema is Ema.MODEL else "EMA of trained parameters")
     if config.fsdp.offload_params:
         load.append("offload to the host")
-    return f"{request.description.text}\n{_wrapped(load)}"
+    return f"{_wrapped(request.description.text.split(', '))}\n{_wrapped(load)}"
 
 
 def _by_operator(config: Config) -> bool:
@@ -85,12 +85,12 @@ def _memory_table(answer: Answer) -> str:
     limit = answer.request.device.memory_bytes
     of_device = f"; the device has {limit / GIB:,.1f} GiB" if limit else ""
     columns = [field.name for field in fields(Memory) if counted or field.name != "activations"]
-    head = f"  {'strategy':<20}" + "".join(f"{_HEADS[name]:>7}" for name in columns) + f"{'peak':>8}  fits"
-    lines = [f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})", head]
-    for row in answer.rows:
-        cells = "".join(f"{_number(getattr(row.memory.peak, name) / scale):>7}" for name in columns)
-        total = f"{_number(row.memory.peak.total / scale):>8}  {_yes_no(row.fits)}"
-        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}{total}")
+    table = [[_number(getattr(row.memory.peak, name) / scale) for name in [*columns, "total"]] for row in answer.rows]
+    head, *aligned = _aligned([_HEADS[name] for name in columns] + ["peak"], table, [7] * len(columns) + [8])
+    lines = [f"Memory of one rank at its peak, {unit} ({_method(answer)}{of_device})"]
+    lines.append(f"  {'strategy':<20}{head}  fits")
+    for row, cells in zip(answer.rows, aligned, strict=True):
+        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}  {_yes_no(row.fits)}")
         if row.memory.host.total:
             lines.append(f"  {'':<20}  and {_number(row.memory.host.total / scale)} in the host's memory")
     lines.append(f"  * configured; its peak is in {answer.chosen_row.memory.moment}")
@@ -98,6 +98,12 @@ def _memory_table(answer: Answer) -> str:
     if not known:
         lines += [f"  {line}" for line in wrap(_left_out(answer, counted), 78)]
     return "\n".join(lines)
+
+
+def _aligned(heads: list[str], table: list[list[str]], least: list[int]) -> list[str]:
+    """The heads and each row as one line; columns are at least so wide, and wider where a cell needs it."""
+    widths = [max(width, *(len(row[index]) + 1 for row in table)) for index, width in enumerate(least)]
+    return ["".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [heads, *table]]
 
 
 def _number(value: float) -> str:
@@ -145,7 +151,12 @@ def _left_out(answer: Answer, counted: bool) -> str:
     who = "" if len(unknown) == len(answer.rows) else f" ({', '.join(str(row.strategy.number) for row in unknown)})"
     if not counted:
         return f"Not counted{who}: {'; '.join(gaps)}. Without them the plan cannot say that a rank fits."
-    return f"Peaks are lower bounds{who}; not counted: {'; '.join(gaps)}. --simulate counts everything."
+    how = (
+        "--strategy all simulates every strategy"
+        if any(row.simulated for row in answer.rows)
+        else "--simulate counts everything"
+    )
+    return f"Peaks are lower bounds{who}; not counted: {'; '.join(gaps)}. {how}."
 
 
 def _unit(largest: int) -> tuple[int, str]:
@@ -172,25 +183,33 @@ def _traffic_table(answer: Answer) -> str:
     timed = any(row.time for row in answer.rows)
     several = answer.request.machines > 1
     lines = [f"What one rank sends in one step, {unit}" + ("; time of the step, an estimate" if timed else "")]
-    head = f"  {'strategy':<20}{'in its machine':>14}" + (f"{'to others':>11}" if several else "")
-    lines.append(head + (f"{'step':>21}{'MFU':>12}" if timed else ""))
+    columns = (
+        {"in its machine": 14} | ({"to others": 11} if several else {}) | ({"step": 21, "MFU": 12} if timed else {})
+    )
+    table = []
     for row in answer.rows:
         sent = row.estimate.traffic
-        cells = f"{_number(sent.inside_bytes / scale):>14}"
-        cells += f"{_number(sent.between_bytes / scale):>11}" if several else ""
-        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}{_time_cells(row)}")
+        sizes = [sent.inside_bytes, sent.between_bytes] if several else [sent.inside_bytes]
+        table.append([*(_number(size / scale) for size in sizes), *(_time_cells(row) if timed else [])])
+    head, *aligned = _aligned(list(columns), table, list(columns.values()))
+    lines.append(f"  {'strategy':<20}{head}")
+    for row, cells in zip(answer.rows, aligned, strict=True):
+        lines.append(f"{_mark(answer, row)}{_strategy(row):<20}{cells}".rstrip())
     return "\n".join(lines)
 
 
-def _time_cells(row: Row) -> str:
+def _time_cells(row: Row) -> list[str]:
+    """Time and MFU, from fastest to slowest."""
     if row.time is None:
-        return ""
+        return ["", ""]
     seconds = f"{_seconds(row.time.fastest_s)} - {_seconds(row.time.slowest_s)}"
-    return f"{seconds:>21}{f'{row.time.worst_mfu:.0%} - {row.time.best_mfu:.0%}':>12}"
+    return [seconds, f"{row.time.worst_mfu:.0%} - {row.time.best_mfu:.0%}"]
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
+    if seconds < 1:
+        return f"{seconds * 1000:,.1f} ms"
+    return f"{seconds:,.1f} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 def _suggestion(answer: Answer) -> str:

@@ -6,9 +6,17 @@ from dataclasses import dataclass
 
 from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
-from shardkit.model.describe import TransformerFacts
+from shardkit.model.blocks import repeated_classes
+from shardkit.model.describe import TransformerFacts, count_text
 from shardkit.model.tree import ModuleNode, Parameter
-from shardkit.plan.devices import Device, Efficiency
+from shardkit.plan.devices import (
+    PUBLISHED_NUMEL,
+    PUBLISHED_RANKS,
+    PUBLISHED_SEQ_LEN,
+    PUBLISHED_TOKENS,
+    Device,
+    Efficiency,
+)
 from shardkit.plan.traffic import Traffic
 from shardkit.plan.unit_sizes import compute_dtype
 
@@ -83,7 +91,7 @@ def step_time(
     seq_len = seq_len or (facts.seq_len if facts else None)
     compute = compute_dtype(tree, config)
     peak = device.flops.get(compute)
-    if facts is None or not batch_size or not seq_len or not peak:
+    if facts is None or not batch_size or not seq_len or not peak or why_unknown(tree, facts):
         return None
     if (traffic.inside_bytes and not device.link_bytes_per_s) or (
         traffic.between_bytes and not device.network_bytes_per_s
@@ -110,6 +118,31 @@ def step_time(
     )
 
 
+def unlike_published(
+    tree: ModuleNode, facts: TransformerFacts, batch_size: int, seq_len: int, world_size: int
+) -> str | None:
+    """A note on what lies outside the runs that the efficiencies come from, where steps take longer; None if nothing
+    does. Small products leave a device idle, and the latency of collectives and kernels is not in the estimate."""
+    beyond = []
+    if tree.numel < PUBLISHED_NUMEL:
+        beyond.append(f"{count_text(tree.numel)} parameters")
+    if facts.experts:
+        beyond.append("experts")
+    if batch_size * seq_len < PUBLISHED_TOKENS:
+        beyond.append(f"{batch_size * seq_len:,} tokens a micro-batch")
+    if seq_len > PUBLISHED_SEQ_LEN:
+        beyond.append(f"sequences of {seq_len:,} tokens")
+    if world_size > PUBLISHED_RANKS:
+        beyond.append(f"{world_size:,} ranks")
+    if not beyond:
+        return None
+    return (
+        f"Steps may take longer than estimated ({', '.join(beyond)}): published values are for dense models of "
+        f"{count_text(PUBLISHED_NUMEL)} parameters or more, at least {PUBLISHED_TOKENS:,} tokens a micro-batch, "
+        f"sequences up to {PUBLISHED_SEQ_LEN:,}, and {PUBLISHED_RANKS} ranks."
+    )
+
+
 def recomputed_part(config: Config) -> float:
     """Fraction of forward that is recomputed; with `recompute: operators`, half of the matrix products."""
     if not config.fsdp.activation_checkpointing:
@@ -121,9 +154,9 @@ def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> W
     """2 N forward, 2 N for the gradients of what goes in, 2 N for those of the parameters, and attention: 12 layers x
     width x sequence for all three (https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12 L H Q T).
 
-    N excludes embedding tables, unless tied to the head, and counts active experts only. A frozen parameter has no
-    gradient, and below the first trained one no input gradient is computed. Attention scores hidden by a causal mask
-    are counted, as in published efficiencies; those outside a sliding window are not.
+    N excludes tables of embeddings, and counts active experts only; a head tied to a table is a matrix of its own. A
+    frozen parameter has no gradient, and below the first trained one no input gradient is computed. Attention scores
+    hidden by a causal mask are counted, as in published efficiencies; those outside a sliding window are not.
     """
     forward = inputs = own = 0.0
     is_before = True
@@ -133,23 +166,44 @@ def work_per_token(tree: ModuleNode, facts: TransformerFacts, seq_len: int) -> W
         inputs += 0.0 if is_before else 2.0 * parameter.numel * share
         own += 2.0 * parameter.numel * share if parameter.trainable else 0.0
     width = facts.heads * (facts.head_dim or facts.hidden // facts.heads)
-    attention = 4.0 * facts.layers * width * min(seq_len, facts.window or seq_len)
+    attention = 4.0 * width * _tokens_seen(facts, seq_len)
     return Work(forward + attention, inputs + own + (0.0 if is_before else 2.0 * attention))
+
+
+def _tokens_seen(facts: TransformerFacts, seq_len: int) -> int:
+    """Tokens that one token attends to, summed over all attentions."""
+    attentions = facts.layers if facts.attentions is None else facts.attentions
+    windowed = 0 if facts.window is None else attentions if facts.windowed is None else facts.windowed
+    return windowed * min(seq_len, facts.window or seq_len) + (attentions - windowed) * seq_len
+
+
+# Modules that are used more than once may be this part of a model without changing its FLOPs by much.
+_SMALL = 0.01
+
+
+def why_unknown(tree: ModuleNode, facts: TransformerFacts) -> str | None:
+    """Why the FLOPs of a token do not follow from the parameters, as text; None where they do."""
+    if not (facts.experts and facts.active_experts) and any("experts" in node.fqn.split(".") for node in tree.walk()):
+        return "how many experts compute a token"
+    again = sum(node.numel_with_tied for node in tree.walk() if node.alias_of is not None and not node.is_lookup)
+    if again > _SMALL * tree.numel or (facts.layers > 1 and not repeated_classes(tree)):
+        return "how often a module that layers share is used"
+    return None
 
 
 def _matrices(tree: ModuleNode, facts: TransformerFacts) -> Iterator[tuple[Parameter, float]]:
     """Parameters of matrix products, and the fraction of each that one token uses."""
-    tied = {p.tied_to for node in tree.walk() for p in node.parameters if p.tied_to}
     among_experts = facts.active_experts / facts.experts if facts.experts and facts.active_experts else 1.0
     lists = [
         node.fqn
         for node in tree.walk()
         if facts.experts and node.is_container and len(node.children) == facts.experts and node.numel
     ]
+    looked_up = {node.name_of(p) for node in tree.walk() if node.is_lookup for p in node.parameters}
     for node in tree.walk():
         in_list = any(node.fqn.startswith(f"{fqn}.") for fqn in lists)
         for parameter in node.parameters:
-            is_looked_up = node.class_name == "Embedding" and f"{node.fqn}.{parameter.name}" not in tied
-            if parameter.tied_to is None and not is_looked_up:
+            is_first = parameter.tied_to is None or parameter.tied_to in looked_up
+            if is_first and not node.is_lookup:
                 stacked = facts.experts and len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
                 yield parameter, among_experts if in_list or stacked else 1.0
