@@ -231,6 +231,17 @@ def test_a_config_that_cannot_be_built_is_told_with_its_reason(tmp_path):
     assert "correct the file, or install a version of Transformers that knows this model" in text
 
 
+@pytest.mark.slow
+def test_code_beside_a_config_is_never_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(
+        ValueError, match=r"code beside the file \(auto_map\), which is not run here; .* module:function"
+    ):
+        build_transformers(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_file_of_another_kind_is_there_but_no_model(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"not a file that describes a model; give module:function"):

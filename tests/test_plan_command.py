@@ -672,6 +672,13 @@ def test_the_picture(capsys, suffix):
     assert len(set(paths)) == len(plot.CATEGORIES)  # tells them apart without colour
 
 
+def test_the_scale_of_a_picture_is_in_the_units_of_its_sizes():
+    assert [plot.ticks(maximum)[1] for maximum in (100, 100 * 2**10, 100 * 2**20, 100 * 2**30)] == [
+        *("KiB", "KiB", "MiB", "GiB")
+    ]
+    assert plot.ticks(100 * 2**10) == (20 * 2**10, "KiB", 2**10)
+
+
 @pytest.mark.slow
 def test_the_picture_as_png(capsys):
     plan(capsys, "--model", SMALL, "--world", "2", "--device", "l4", "--plot", "plan.png")

@@ -82,18 +82,27 @@ def describe_transformers(path: str) -> ModelDescription:
 
 
 def build_transformers(path: str) -> nn.Module:
-    """The architecture in the file; if it has none, the first Auto class that supports its model type."""
+    """The architecture in the file; if it has none, the first Auto class that supports its model type. Code that lies
+    beside the file (`auto_map`) is never run."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            "its model is code beside the file (auto_map), which is not run here; read that code, and give "
+            "--model module:function, a function of yours that builds the model"
+        ) from None
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)._from_config(config, dtype=torch.float32)
     for task in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"):
         auto = getattr(transformers, f"AutoModelFor{task}")
         if type(config) in auto._model_mapping:
-            return auto.from_config(config, dtype=torch.float32)
-    return transformers.AutoModel.from_config(config, dtype=torch.float32)
+            return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    return transformers.AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def error_text(error: BaseException) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 from shardkit.errors import MachineError, UsageError
 from shardkit.plan.answer import Answer
 from shardkit.plan.page import page
-from shardkit.plan.plot import save_png, svg, title
+from shardkit.plan.plot import svg, title
+from shardkit.plan.png import save_png
 
 
 def check(path: Path) -> None:

@@ -7,13 +7,10 @@ pattern of its own, and its name, so that the picture reads without colour.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from html import escape
-from pathlib import Path
-from textwrap import wrap
-from typing import Any
 
 from shardkit.plan.answer import Answer, Row
 from shardkit.plan.closed_form import Memory
-from shardkit.sizes import in_words
+from shardkit.sizes import UNITS, in_words
 
 GIB = 2**30
 CATEGORIES = [field.name for field in fields(Memory)]
@@ -36,7 +33,7 @@ _PATTERNS = [
     "M0 0L8 8",
     "M0 4H8M4 0V8",
 ]
-_HATCHES = ["", "--", "||", "//", "\\\\", "++"]
+
 _WIDTH, _LEFT, _RIGHT, _TOP = 960, 170, 30, 96
 _TIMELINE_HEIGHT = 250
 _BAR_HEIGHT, _BAR_GAP = 26, 12
@@ -65,7 +62,7 @@ def svg(answer: Answer) -> str:
         _definitions(),
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(20, 28, title(answer), size=17, weight="bold"),
-        _text(20, 48, _subtitle(answer)),
+        _text(20, 48, subtitle(answer)),
         *_legend(),
         *_timeline(answer, _TOP, _TIMELINE_HEIGHT),
         *_bars(answer, _TOP + _TIMELINE_HEIGHT + 84),
@@ -79,7 +76,7 @@ def title(answer: Answer) -> str:
     return f"{request.description.name} on {request.world_size:,} x {request.device.name}"
 
 
-def _subtitle(answer: Answer) -> str:
+def subtitle(answer: Answer) -> str:
     row = answer.chosen_row
     how = "simulated" if row.simulated else "closed form"
     text = f"Memory of one rank over one step, {row.strategy.value} ({how}); below, the peak of every strategy"
@@ -113,14 +110,14 @@ def _legend() -> list[str]:
     return parts
 
 
-def _maximum(answer: Answer) -> float:
+def maximum(answer: Answer) -> float:
     """The timeline's maximum: its peak, or the device's limit if that is not far above."""
     peak = answer.chosen_row.memory.peak.total
     limit = answer.request.device.memory_bytes or 0
     return 1.12 * max(peak, limit if limit < 4 * peak else 0, 1)
 
 
-def _bars_maximum(answer: Answer) -> float:
+def bars_maximum(answer: Answer) -> float:
     """The bars' end: the largest peak, but never so far that the limit and the chosen strategy become too small.
 
     Longer bars are cut off there, with a mark.
@@ -133,7 +130,7 @@ def _bars_maximum(answer: Answer) -> float:
 def _timeline(answer: Answer, top: float, height: float) -> list[str]:
     row = answer.chosen_row
     moments = row.memory.timeline
-    vertical = Axis(top + height, -height, _maximum(answer))
+    vertical = Axis(top + height, -height, maximum(answer))
     step = (_WIDTH - _LEFT - _RIGHT) / len(moments)
     parts = _ruler(vertical, top)
     base = [0.0] * len(moments)
@@ -167,7 +164,7 @@ def _area(low: Sequence[float], high: Sequence[float], step: float, vertical: Ax
 
 def _ruler(vertical: Axis, top: float) -> list[str]:
     """Ticks and their numbers on the left."""
-    tick, unit, scale = _ticks(vertical.maximum)
+    tick, unit, scale = ticks(vertical.maximum)
     parts = [_text(20, top + 10, f"{unit} a rank")]
     value = 0.0
     while value <= vertical.maximum:
@@ -178,29 +175,32 @@ def _ruler(vertical: Axis, top: float) -> list[str]:
     return parts
 
 
-def _ticks(maximum: float) -> tuple[float, str, int]:
+def ticks(maximum: float) -> tuple[float, str, int]:
     """Distance of ticks in bytes (about five of them, 1, 2 or 5 times a power of ten), unit, and the unit's bytes."""
-    scale, unit = (GIB, "GiB") if maximum >= GIB else (2**20, "MiB")
+    unit, scale = next(((unit, size) for unit, size in UNITS if maximum >= size), UNITS[-1])
     raw = maximum / scale / 5
     power = 10.0 ** len(str(int(raw))) / 10 if raw >= 1 else 0.1
     factor = next(f for f in (1, 2, 5, 10, 20, 50, 100) if f * power >= raw)
     return factor * power * scale, unit, scale
 
 
+def phases(answer: Answer) -> list[tuple[str, int, int]]:
+    """(name, start, end) of the phases of the chosen row's timeline, as indices of its moments."""
+    moments = answer.chosen_row.memory.timeline
+    starts = [i for i in range(len(moments)) if i == 0 or moments[i].phase != moments[i - 1].phase]
+    return [(moments[i].phase, i, end) for i, end in zip(starts, [*starts[1:], len(moments)], strict=True)]
+
+
 def _phases(answer: Answer, step: float, bottom: float) -> list[str]:
     """Names of the phases below the timeline, each in the middle of its moments."""
-    moments = answer.chosen_row.memory.timeline
     parts: list[str] = []
-    start = 0
-    for index in range(1, len(moments) + 1):
-        if index == len(moments) or moments[index].phase != moments[start].phase:
-            left, right = _LEFT + start * step, _LEFT + index * step
-            if right - left > 7 * len(moments[start].phase):
-                parts.append(_text((left + right) / 2, bottom + 18, moments[start].phase, anchor="middle"))
-            parts.append(
-                f'<line x1="{right:.1f}" x2="{right:.1f}" y1="{bottom:.1f}" y2="{bottom + 6:.1f}" stroke="black"/>'
-            )
-            start = index
+    for name, start, end in phases(answer):
+        left, right = _LEFT + start * step, _LEFT + end * step
+        if right - left > 7 * len(name):
+            parts.append(_text((left + right) / 2, bottom + 18, name, anchor="middle"))
+        parts.append(
+            f'<line x1="{right:.1f}" x2="{right:.1f}" y1="{bottom:.1f}" y2="{bottom + 6:.1f}" stroke="black"/>'
+        )
     return parts
 
 
@@ -234,7 +234,7 @@ def _over(text: str) -> str:
 
 
 def _bars(answer: Answer, top: float) -> list[str]:
-    horizontal = Axis(_LEFT, _WIDTH - _LEFT - _RIGHT - 150, _bars_maximum(answer))
+    horizontal = Axis(_LEFT, _WIDTH - _LEFT - _RIGHT - 150, bars_maximum(answer))
     parts: list[str] = []
     for index, row in enumerate(answer.rows):
         parts += _bar(row, horizontal, top + index * (_BAR_HEIGHT + _BAR_GAP))
@@ -289,63 +289,3 @@ def _cut_mark(x: float, y: float) -> str:
     """Two slanted white lines near the end of a bar that is longer than drawn."""
     strokes = "".join(f"M{x - back:.1f} {y + _BAR_HEIGHT + 3:.1f}l8 {-_BAR_HEIGHT - 6}" for back in (26, 16))
     return f'<path d="{strokes}" stroke="white" stroke-width="5"/>'
-
-
-def save_png(answer: Answer, path: Path) -> None:
-    """The same two panels by matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 8.5), layout="constrained")
-    over_time, side_by_side = figure.subplots(2, 1)
-    figure.suptitle(title(answer))
-    _draw_timeline(answer, over_time)
-    _draw_bars(answer, side_by_side)
-    figure.savefig(path, dpi=120)
-
-
-def _draw_timeline(answer: Answer, axes: Any) -> None:
-    row = answer.chosen_row
-    moments = [*row.memory.timeline, row.memory.timeline[-1]]
-    series = [[getattr(m.memory, name) / GIB for m in moments] for name in CATEGORIES]
-    areas = axes.stackplot(range(len(moments)), series, colors=COLOURS, step="post", labels=list(NAMES.values()))
-    for area, hatch in zip(areas, _HATCHES, strict=True):
-        area.set(hatch=hatch, edgecolor="white")
-    axes.set_title("\n".join(wrap(_subtitle(answer), 130)), fontsize="medium")
-    axes.set(ylabel="GiB a rank", xticks=[], xlim=(0, len(moments) - 1))
-    at = max(range(len(moments)), key=lambda index: moments[index].memory.total)
-    peak = row.memory.peak.total / GIB
-    axes.plot([at + 0.5], [peak], marker="v", color="black")
-    text = f"peak {in_words(row.memory.peak.total)}, {row.memory.moment}  "
-    axes.annotate(text, (at + 0.5, peak), va="bottom", ha="left" if at < len(moments) / 2 else "right")
-    axes.margins(y=0.12)
-    axes.set_ylim(0, _maximum(answer) / GIB)
-    limit = answer.request.device.memory_bytes
-    if limit and limit <= _maximum(answer):
-        axes.axhline(limit / GIB, color="black", linestyle="--")
-        name = f" {answer.request.device.name}: {in_words(limit)}"
-        axes.annotate(name, (0, limit / GIB), va="bottom", ha="left", fontweight="bold")
-    axes.figure.legend(loc="outside lower center", ncols=len(CATEGORIES), fontsize="small")
-
-
-def _draw_bars(answer: Answer, axes: Any) -> None:
-    names = [f"{row.strategy.number} {row.strategy.value}" for row in answer.rows]
-    most = _bars_maximum(answer) / GIB
-    left = [0.0] * len(names)
-    for name, colour, hatch in zip(CATEGORIES, COLOURS, _HATCHES, strict=True):
-        sizes = [getattr(row.memory.peak, name) / GIB for row in answer.rows]
-        sizes = [min(size, most - start) for size, start in zip(sizes, left, strict=True)]
-        axes.barh(names, sizes, left=left, color=colour, hatch=hatch, edgecolor="white")
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    limit = answer.request.device.memory_bytes
-    shows_limit = bool(limit and limit <= 1.25 * _bars_maximum(answer))
-    if limit and shows_limit:
-        axes.axvline(limit / GIB, color="black", linestyle="--")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * most)
-    for row in answer.rows:
-        end = min(row.memory.peak.total, _bars_maximum(answer)) / GIB
-        name = f"{row.strategy.number} {row.strategy.value}"
-        cut = " (cut off)" if row.memory.peak.total > _bars_maximum(answer) else ""
-        text = f"{in_words(row.memory.peak.total)}{cut}"
-        axes.annotate(text, (end, name), xytext=(6, 0), textcoords="offset points", va="center")
-    axes.set(xlabel=f"GiB a rank; dashed line: {answer.request.device.name}" if shows_limit else "GiB a rank")
