@@ -19,11 +19,13 @@ from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan import devices, plot, roofline
 from shardkit.plan.activations import Loss
 from shardkit.plan.answer import Answer, PlanRequest, check_seq_len, possible_strategies, row, to_json
+from shardkit.plan.answering import SimulationOptions, answer
 from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.report import render
 from shardkit.plan.search import Question, find
 from shardkit.plan.suggest import changes, suggest_from
 
+OWN_BATCH = SimulationOptions(every_strategy=False, is_exact=False, batch="my:batch", optimizer="adamw")
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=32"
 GIB = 2**30
 
@@ -256,6 +258,12 @@ def test_nothing_fits_is_said():
     assert "Not even one sequence per rank fits" in largest.text
 
 
+def test_a_search_says_where_it_ended():
+    found = find(Question.MAX_BATCH, make_request("gpt:layers=1,hidden=2,heads=1,vocab=2,seq=1"))
+    assert found.value == 65_536
+    assert "65,536 sequences per rank, the most that is tried (" in found.text
+
+
 def test_find_strategy():
     found = find(Question.STRATEGY, make_request(world_size=16))
     assert found.value in {strategy.value for strategy in ShardingStrategy}
@@ -312,8 +320,14 @@ def test_no_model_is_refused_with_the_forms(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--device", "h1000"), "--device: unknown (got 'h1000'); did you mean h100-80?"),
+        (("--device", "h1000"), "--device: unknown (got 'h1000'); did you mean h100?"),
         (("--device", "abacus"), "use one of a100-pcie, a100-40"),
+        (("--device", "b3"), "--device: unknown (got 'b3'); did you mean b300?"),
+        (("--optimizer", "muon"), "or add --simulate --optimizer module:function, a function that makes yours."),
+        (
+            ("--world", "1000000"),
+            "--world 1000000, in machines of 8: is too large (got '125000'); write 100000 or less.",
+        ),
         (("--memory", "much"), "--memory: not a size (got 'much'); write 80GiB."),
         (("--optimizer", "adamq"), "--optimizer: unknown (got 'adamq'); did you mean adam"),
         (("--optimizer", "lion8bit"), "only adam8bit, adamw8bit, adam4bit, adamw4bit, adamfp8, adamwfp8 are known by"),
@@ -327,6 +341,17 @@ def test_wrong_flags_say_what_to_do(capsys, arguments, text):
     code, err = refused(capsys, "--model", SMALL, "--world", "2", *arguments)
     assert code == 2
     assert text in err
+
+
+def test_a_batch_of_ones_own_is_named_and_has_no_other_size(monkeypatch):
+    asked = make_request(batch_size=7)
+    with pytest.raises(UsageError, match=r"--batch-size: the function of --batch gives the micro-batch \(got both\)"):
+        answer(replace(asked, description=replace(asked.description, facts=None)), None, OWN_BATCH)
+    monkeypatch.setattr("shardkit.plan.answering.refine", lambda request, rows, *_, **__: (rows, ()))
+    found = answer(asked, None, OWN_BATCH)
+    told = " ".join(render(found).split())
+    assert "micro-batch of my:batch, micro-batch 7 x 32 tokens a rank in the closed form" in told
+    assert to_json(found)["batch"] == "my:batch"
 
 
 def test_all_wrong_flags_are_reported_at_once_before_the_model_is_read(capsys):

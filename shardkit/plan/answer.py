@@ -24,8 +24,8 @@ class PlanRequest:
     """A model, a configuration, and the machines to plan for. `batch_size`: sequences per micro-batch and rank.
     `ranks_per_machine`: of a full machine; a world may have fewer ranks.
 
-    `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`: the script's, as
-    module:function, which a simulation runs in place of `optimizer`.
+    `is_on_tpu`: the configuration was translated from PyTorch/XLA (`tpu.as_planned`). `own_optimizer`, `own_batch`: the
+    script's, as module:function, which a simulation uses in place of `optimizer` and of `batch_size` x `seq_len`.
     """
 
     description: ModelDescription
@@ -40,6 +40,7 @@ class PlanRequest:
     ema: Ema = Ema.NO
     is_on_tpu: bool = False
     own_optimizer: str | None = None
+    own_batch: str | None = None
 
     def with_config(self, config: Config) -> "PlanRequest":
         return replace(self, config=config)
@@ -272,6 +273,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "optimizer": request.own_optimizer or request.optimizer,
         "loss": request.loss.value,
         "ema": request.ema.value,
+        "batch": request.own_batch,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len or (request.description.facts.seq_len if request.description.facts else None),
         "strategies": [_row_json(row, request.device) for row in answer.rows],

@@ -45,7 +45,8 @@ def answer(
     """
     if how is not None:
         _check_simulation(request, question, how)
-        request = replace(request, own_optimizer=how.optimizer if ":" in how.optimizer else None)
+        own_optimizer = how.optimizer if ":" in how.optimizer else None
+        request = replace(request, own_optimizer=own_optimizer, own_batch=how.batch)
     if question is not None:
         search.check(question, request)
     beyond = check_seq_len(request)
@@ -83,6 +84,11 @@ def answer(
 def _check_simulation(request: PlanRequest, question: search.Question | None, how: SimulationOptions) -> None:
     if request.is_on_tpu and request.config.downcast_bf16:
         raise UsageError("--simulate: downcast_bf16 is not simulated (got true); leave --simulate out.")
+    if how.batch is not None and request.description.facts is None:
+        sizes = {"--batch-size": request.batch_size, "--seq-len": request.seq_len}
+        if given := [flag for flag, size in sizes.items() if size is not None]:
+            listed = " and ".join(given)
+            raise UsageError(f"{listed}: the function of --batch gives the micro-batch (got both); leave {listed} out.")
     if question is search.Question.MAX_BATCH and how.batch is not None:
         raise UsageError("--find max-batch: --batch fixes the batch size (got both); leave --batch out.")
     if question not in (None, search.Question.MAX_BATCH) and request.batch_size is None and how.batch is None:

@@ -214,7 +214,7 @@ def find(name: str, memory_bytes: int | None = None) -> Device:
     elif (size := read_bytes(name)) is not None:
         device = Device(f"device of {name.strip()}", size, {})
     else:
-        near = get_close_matches(key, DEVICES, 1)
+        near = get_close_matches(key, [*DEVICES, *(known.rpartition("-")[0] for known in DEVICES)], 1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DEVICES)}, or its memory: 80GiB."
         raise UsageError(f"--device: unknown (got {name!r}); {hint}")
     return device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)

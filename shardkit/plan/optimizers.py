@@ -38,7 +38,8 @@ def _check(name: str) -> None:
             f"(got {name!r}); for others add --simulate --optimizer module:function, a function that makes yours."
         )
     near = get_close_matches(key, known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}."
+    own = "or add --simulate --optimizer module:function, a function that makes yours"
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}, {own}."
     raise UsageError(f"--optimizer: unknown (got {name!r}); {hint}")
 
 

@@ -46,8 +46,11 @@ def _headline(request: PlanRequest) -> str:
     load.append(request.own_optimizer or request.optimizer)
     facts = request.description.facts
     seq_len = request.seq_len or (facts.seq_len if facts else None)
+    if request.own_batch:
+        load.append(f"micro-batch of {request.own_batch}")
     if request.batch_size and seq_len:
-        load.append(f"micro-batch {request.batch_size} x {seq_len:,} tokens a rank")
+        by_formula = " in the closed form" if request.own_batch else ""
+        load.append(f"micro-batch {request.batch_size} x {seq_len:,} tokens a rank{by_formula}")
     if config.shardkit.gradient_accumulation_steps > 1:
         load.append(f"{config.shardkit.gradient_accumulation_steps} micro-batches a step")
     if config.fsdp.activation_checkpointing:
@@ -208,7 +211,7 @@ def _time_cells(row: Row) -> list[str]:
 
 def _seconds(seconds: float) -> str:
     if seconds < 1:
-        return f"{seconds * 1000:,.1f} ms"
+        return f"{seconds * 1000:,.1f} ms" if seconds >= 5e-5 else "<0.1 ms"
     return f"{seconds:,.1f} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 

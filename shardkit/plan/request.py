@@ -35,8 +35,8 @@ def configuration(
     if world is not None:
         ranks = min(per_machine or 8, world)
         machines = world // ranks if world % ranks == 0 else 1
-        counts = {"num_processes": str(world), "num_machines": str(machines)}
-        given = {**{name: FlagValue(count, "--world") for name, count in counts.items()}, **given}
+        counted = FlagValue(str(machines), f"--world {world}, in machines of {ranks}")
+        given = {"num_processes": FlagValue(str(world), "--world"), "num_machines": counted, **given}
         if machines > 1:
             given = {"main_process_ip": "machine-0", **given}
     if strategy is not None or path is None:

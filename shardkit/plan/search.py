@@ -61,7 +61,9 @@ def max_batch(request: PlanRequest, evaluate: Evaluate = row) -> Finding:
     where = f"{configured_strategy(request.config).value} on {request.world_size:,} x {request.device.name}"
     if largest == 0:
         return Finding("max-batch", None, f"Not even one sequence per rank fits: {where}.")
-    return Finding("max-batch", largest, f"Largest micro-batch: {counted(largest, 'sequence')} per rank ({where}).")
+    beyond = ", the most that is tried" if largest == LARGEST_BATCH else ""
+    text = f"Largest micro-batch: {largest:,} sequence{'' if largest == 1 else 's'} per rank{beyond} ({where})."
+    return Finding("max-batch", largest, text)
 
 
 def _check_known(question: str, found: Row) -> None:
