@@ -156,6 +156,12 @@ def test_what_the_parameters_do_not_tell_is_not_guessed(tree, reason):
     assert roofline.why_unknown(tree, FACTS) == reason
 
 
+def test_modules_that_share_a_parameter_each_multiply_with_it():
+    shared = ModuleNode("two", "Linear", (Parameter("weight", (8, 8), tied_to="one.weight"),))
+    tree = ModuleNode("", "Model", children=(linear("one"), shared))
+    assert roofline.work_per_token(tree, FACTS, 1).forward == 2 * 2 * 64 + 4 * 2 * 8
+
+
 def test_what_is_unlike_the_published_runs_is_said():
     tree = stack(*(ModuleNode(f"layers.{i}", "Block", (Parameter("w", (20_000, 20_000)),)) for i in range(2)))
     assert roofline.unlike_published(tree, FACTS, 2, 2048, 8) is None

@@ -192,18 +192,18 @@ def why_unknown(tree: ModuleNode, facts: TransformerFacts) -> str | None:
 
 
 def _matrices(tree: ModuleNode, facts: TransformerFacts) -> Iterator[tuple[Parameter, float]]:
-    """Parameters of matrix products, and the fraction of each that one token uses."""
+    """Parameters of matrix products, and the fraction of each that one token uses. Modules that share a parameter each
+    multiply with it, such as a head with a table of embeddings; a module with two names is one module."""
     among_experts = facts.active_experts / facts.experts if facts.experts and facts.active_experts else 1.0
     lists = [
         node.fqn
         for node in tree.walk()
         if facts.experts and node.is_container and len(node.children) == facts.experts and node.numel
     ]
-    looked_up = {node.name_of(p) for node in tree.walk() if node.is_lookup for p in node.parameters}
     for node in tree.walk():
+        if node.is_lookup or node.alias_of is not None:
+            continue
         in_list = any(node.fqn.startswith(f"{fqn}.") for fqn in lists)
         for parameter in node.parameters:
-            is_first = parameter.tied_to is None or parameter.tied_to in looked_up
-            if is_first and not node.is_lookup:
-                stacked = facts.experts and len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
-                yield parameter, among_experts if in_list or stacked else 1.0
+            stacked = facts.experts and len(parameter.shape) == 3 and parameter.shape[0] == facts.experts
+            yield parameter, among_experts if in_list or stacked else 1.0
