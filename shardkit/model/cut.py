@@ -107,12 +107,17 @@ def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:
 
 def as_trained(tree: ModuleNode, compute: Dtype | None) -> ModuleNode:
     """The tree with the parameters' dtypes in training; `compute` is the dtype of mixed precision."""
-    if compute is None:
-        return tree
+    changes = compute is not None and any(
+        trained_dtype(p.dtype, p.trainable) != p.dtype for node in tree.walk() for p in node.parameters
+    )
+    return _as_trained(tree) if changes else tree
+
+
+def _as_trained(tree: ModuleNode) -> ModuleNode:
     return replace(
         tree,
         parameters=tuple(replace(p, dtype=trained_dtype(p.dtype, p.trainable)) for p in tree.parameters),
-        children=tuple(as_trained(child, compute) for child in tree.children),
+        children=tuple(_as_trained(child) for child in tree.children),
     )
 
 

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from shardkit.digits import number_in
@@ -19,7 +20,7 @@ class Parameter:
     trainable: bool = True
     tied_to: str | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -61,7 +62,7 @@ class ModuleNode:
         """The full name of one of this module's own parameters."""
         return f"{self.fqn}.{parameter.name}" if self.fqn else parameter.name
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of parameters here and below, tied ones counted once."""
         return sum(parameter.numel for _, parameter in self.owned())
