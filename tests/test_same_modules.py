@@ -175,3 +175,25 @@ def test_a_first_step_without_any_gradient_is_told_once(ranks):
     for texts in ranks.run(2, first_step_without_gradients):
         assert len(texts) == 1
         assert texts[0].startswith("optimizer: no parameter had a gradient in the first step of SGD (6 parameters)")
+
+
+class Consuming(torch.optim.SGD):
+    """Drops the gradients in its step, to free their memory."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        super().zero_grad()
+
+
+def first_step_that_drops_gradients() -> list[str]:
+    with log_lines(level=logging.WARNING) as lines:
+        model = nn.Linear(3, 3)
+        accelerator = Accelerator(config=config(3))
+        model, optimizer = accelerator.prepare(model, Consuming(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+    return lines
+
+
+def test_an_optimizer_may_drop_the_gradients_in_its_step(ranks):
+    assert ranks.run(1, first_step_that_drops_gradients) == [[]]

@@ -100,14 +100,14 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self.make_gradients_final()
         self._accumulation.check_gradients()
         self.step_was_skipped = self._accumulation.loss_scale.overflowed(self.optimizer)
+        if not self._has_stepped and closure is None:
+            self._has_stepped = True
+            self._warn_without_gradients()  # before the step: some optimizers drop gradients in it
         result = None
         if not self.step_was_skipped:
             with self._accumulation.stepping():
                 result = self._stepper.step(None if closure is None else lambda: _mean(closure()))
             self.steps_taken += 1
-        if not self._has_stepped and closure is None:
-            self._has_stepped = True
-            self._warn_without_gradients()
         self._has_used_gradients, self._stepped_at = True, self._accumulation.gradient_moment
         self._final_at = NEVER
         self._accumulation.note_step(self.optimizer, self.step_was_skipped)
@@ -158,7 +158,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         parameters = self.parameters
         if parameters and all(parameter.grad is None for parameter in parameters):
             log.warning(
-                "optimizer: no parameter had a gradient in the first step of %s (%d parameters), so it changed "
+                "optimizer: no parameter had a gradient in the first step of %s (%d parameters), so it changes "
                 "nothing; compute the loss with the prepared model, and call backward() before step().",
                 type(self.optimizer).__name__,
                 len(parameters),
