@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+HOSTS = Path("/etc/netns")
+"""`ip netns exec` shows the files in the folder of a namespace as those of /etc (ip-netns(8))."""
 
 
 def run(*words: str) -> None:
@@ -31,6 +34,11 @@ class Network:
     def cut(self) -> None:
         """Take the link between them down."""
         run("ip", "-n", self.names[0], "link", "set", self.links[0], "down")
+
+    def name(self, machine: int, hosts: str) -> None:
+        """Give the machine an /etc/hosts of its own."""
+        (HOSTS / self.names[machine]).mkdir(parents=True, exist_ok=True)
+        (HOSTS / self.names[machine] / "hosts").write_text(hosts)
 
     def block(self, machine: int, port: int) -> None:
         """A firewall on a machine, made of routes: TCP leaves it by this port, or towards it, and by no other."""
@@ -57,6 +65,7 @@ def two_machines() -> Iterator[Network]:
         for name in network.names:
             with contextlib.suppress(OSError):
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=20)
+            shutil.rmtree(HOSTS / name, ignore_errors=True)
 
 
 def _make(network: Network) -> None:

@@ -30,6 +30,12 @@ def complaint(text: str) -> str:
             "3:15: machine_rank: is not one of the machines 0 to 1 (got 2); give it at launch: --machine-rank.",
         ),
         (
+            "main_process_ip: 10.0.0.1:29500\n",
+            "1:18: main_process_ip: is the host alone (got 10.0.0.1:29500); write 10.0.0.1, and its port",
+        ),
+        ("main_process_ip: http://node-a\n", "1:18: main_process_ip: is not a host (got 'http://node-a'); write its"),
+        ("main_process_ip: fd00::1:29500\n", "main_process_ip: is not an IPv6 address (got fd00::1:29500); write one"),
+        (
             "distributed_type: NO\nnum_processes: 2\n",
             "1:19: distributed_type: NO is one process (got num_processes 2); write FSDP, MULTI_GPU or MULTI_CPU, or",
         ),
@@ -153,3 +159,8 @@ def test_a_configuration_made_in_python_is_checked_when_settings_are_laid_over_i
 def test_numbers_of_gpus_say_nothing_about_ranks_on_the_cpu():
     for on_cpu in ("use_cpu: true", "distributed_type: MULTI_CPU"):
         files.read_text(f"{on_cpu}\nnum_processes: 2\ngpu_ids: 0\n")
+
+
+def test_an_ipv6_address_is_read_with_and_without_brackets():
+    for text in ("fd00::1", '"[fd00::1]"'):
+        assert files.read_text(f"main_process_ip: {text}\n").config.main_process_ip == "fd00::1"

@@ -99,3 +99,21 @@ def test_where_the_interface_is_chosen_the_ranks_store_is_still_tried(network, t
         store = rf"the ranks' store, on machine 0 \S+ at {ADDRESSES[0]}:\d+ \(Network is unreachable\)"
         assert re.search(rf"launch: machine 1 \S+ does not reach {store}", said), said
         assert "Traceback" not in said and "frame #" not in said
+
+
+@pytest.mark.slow
+def test_a_first_machine_whose_own_name_means_loopback_trains_with_the_others(network, tmp_path):
+    network.name(0, f"127.0.0.1 localhost\n127.0.1.1 first {socket.gethostname()}\n")  # as Debian writes it
+    network.name(1, f"127.0.0.1 localhost\n{ADDRESSES[0]} first\n127.0.1.1 {socket.gethostname()}\n")
+    flags = ["-n", "2", "--num-machines", "2", "--main", f"first:{PORT}", "--machine-rank"]
+    both: list[Running] = []
+    try:
+        for machine in (0, 1):
+            words = network.command(machine, *command(*flags, str(machine), script("world")))
+            both.append(Running(folder(tmp_path, machine), words=words))
+        codes = [one.end() for one in both]
+    finally:
+        for one in both:
+            one.close()
+    assert codes == [0, 0], both[0].text() + both[1].text()
+    assert "first resolves to 127.0.1.1, which other machines cannot reach" in both[0].text()

@@ -102,6 +102,8 @@ def test_addresses_and_settings():
     assert flags.main_settings("node-a:29501") == {"main_process_ip": "node-a", "main_process_port": "29501"}
     assert flags.main_settings("node-a") == {"main_process_ip": "node-a"}
     assert flags.main_settings(":29501") == {"main_process_port": "29501"}
+    assert flags.main_settings("[fd00::1]:29501") == {"main_process_ip": "fd00::1", "main_process_port": "29501"}
+    assert flags.main_settings("[fd00::1]") == flags.main_settings("fd00::1") == {"main_process_ip": "fd00::1"}
     with pytest.raises(UsageError, match="HOST:PORT"):
         flags.main_settings("node-a:port")
     assert settings_from(["a=1", "b=c=d"]) == {"a": "1", "b": "c=d"}

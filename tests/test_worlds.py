@@ -18,7 +18,7 @@ from shardkit.config import tasks
 from shardkit.config.schema import Config
 from shardkit.config.tasks import launch_problem, world_of
 from shardkit.errors import ConfigError
-from shardkit.launch import addresses, preflight, stores
+from shardkit.launch import addresses, connectivity, preflight, stores
 from tests.test_launch import free_port, script
 
 SRUN = {
@@ -264,6 +264,24 @@ def test_a_name_that_means_loopback_only_here_is_not_listened_on(monkeypatch):
     assert "gpu03 resolves to 127.0.1.1, which other machines cannot reach (see /etc/hosts)" in said[0]
     assert stores.listening_address("gpu03", "127.0.1.1", said.append) == "127.0.1.1"
     assert addresses.gloo_variables("gpu03") == {}
+
+
+def test_a_machine_whose_own_name_means_loopback_takes_part_by_the_way_to_the_others(monkeypatch):
+    monkeypatch.setattr(addresses, "resolve", {"gpu03": "127.0.1.1", "10.0.0.2": "10.0.0.2"}.get)
+    with connectivity.open_to_others("gpu03") as place:
+        assert place is not None and place[0] == "gpu03"  # the others know its address
+        assert addresses.answers("127.0.0.1", place[1], 1) is addresses.answers("127.0.0.2", place[1], 1) is None
+    monkeypatch.setattr(addresses, "towards", {"10.0.0.2": "10.0.0.1"}.get)
+    monkeypatch.setattr(addresses, "interface_of", {"10.0.0.1": "eth7"}.get)
+    assert addresses.gloo_variables("gpu03", "10.0.0.2") == {"GLOO_SOCKET_IFNAME": "eth7"}
+
+
+def test_the_interface_of_an_ipv6_address_is_known(monkeypatch, tmp_path):
+    rows = tmp_path / "if_inet6"
+    rows.write_text("00000000000000000000000000000001 01 80 10 80       lo\n")
+    monkeypatch.setattr(addresses, "IPV6_ADDRESSES", rows)
+    assert addresses.interface_of("::1") == "lo"
+    assert addresses.interface_of("fd00::1") is None
 
 
 def test_a_script_of_a_job_that_starts_one_process_is_told():

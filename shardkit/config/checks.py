@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardkit.config.host_port import problem_of_host
 from shardkit.config.meaning import dtypes, eight_bits, given_sizes, runs_on_cpu
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ConfigError
@@ -26,6 +27,7 @@ def problems(config: Config) -> list[Finding]:
     """Problems: the configuration cannot run."""
     rules = (
         _processes,
+        _addresses,
         _elastic,
         _type_and_processes,
         _mesh,
@@ -59,6 +61,16 @@ def _processes(config: Config) -> Iterator[Finding]:
     if config.machine_rank >= machines:
         what = f"is not one of the machines 0 to {machines - 1} (got {config.machine_rank})"
         yield Finding(("machine_rank", "num_machines"), f"{what}; give it at launch: --machine-rank.")
+
+
+def _addresses(config: Config) -> Iterator[Finding]:
+    addresses = {
+        "main_process_ip": config.main_process_ip,
+        "shardkit.launch.bind_address": config.shardkit.launch.bind_address,
+    }
+    for key, host in addresses.items():
+        if host is not None and (problem := problem_of_host(host)):
+            yield Finding((key,), problem)
 
 
 def _elastic(config: Config) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from shardkit.config.host_port import without_brackets
 from shardkit.digits import number_in
 
 MixedPrecision = Literal["no", "fp16", "bf16", "fp8", "mxfp8"]
@@ -173,6 +174,12 @@ def read_text(value: Any) -> Any:
     return (value.strip() or None) if isinstance(value, str) else value
 
 
+def read_host(value: Any) -> Any:
+    """As `read_text`; an IPv6 address also in brackets, as in URLs."""
+    text = read_text(value)
+    return without_brackets(text) if isinstance(text, str) else text
+
+
 def read_word(value: Any) -> Any:
     """A lower-case name with dashes, read in any case, with spaces or underscores for dashes."""
     return value.strip().lower().replace("_", "-").replace(" ", "-") if isinstance(value, str) else value
@@ -205,6 +212,7 @@ Seconds = Annotated[float, BeforeValidator(read_count), Field(le=_LONGEST_S)]
 Names = Annotated[list[str], BeforeValidator(read_names)]
 Lines = Annotated[list[str], BeforeValidator(read_lines)]
 Text = Annotated[str | None, BeforeValidator(read_text)]
+Host = Annotated[str | None, BeforeValidator(read_host)]
 
 
 class Section(BaseModel):
@@ -376,7 +384,7 @@ class LaunchConfig(Section):
     lost_timeout_s: Seconds = Field(30.0, gt=0)
     """Time without a sign of life after which a machine of an elastic run counts as lost, in seconds."""
 
-    bind_address: Text = None
+    bind_address: Host = None
     """Address that machine 0 listens on, if it differs from the one that others connect to; loopback on one machine."""
 
     threads_per_rank: Count = Field(0, ge=0)
@@ -535,7 +543,7 @@ class Config(Section):
     machine_rank: Count = Field(0, ge=0)
     """This machine's number, from 0; usually given at launch: --machine-rank."""
 
-    main_process_ip: Text = None
+    main_process_ip: Host = None
     """Address of machine 0."""
 
     main_process_port: Annotated[int | None, BeforeValidator(read_count)] = Field(None, ge=0, le=65535)

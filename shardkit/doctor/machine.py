@@ -150,7 +150,8 @@ def address(config: Config) -> list[Finding]:
         return [Finding("address", f"{host} is {resolved}, no address of this machine", Level.WARNING, change)]
     if addresses.is_loopback(resolved) and not addresses.means_loopback(host):
         change = "take the line with this name and 127.* out of /etc/hosts, or give the address itself"
-        return [Finding("address", f"{host} is {resolved} here, which no other reaches", Level.ERROR, change)]
+        level = Level.ERROR if config.machine_rank else Level.WARNING  # machine 0 then listens on all its interfaces
+        return [Finding("address", f"{host} is {resolved} here, which no other reaches", level, change)]
     return [Finding("address", text)]
 
 

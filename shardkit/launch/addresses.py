@@ -3,10 +3,13 @@
 import socket
 import struct
 import sys
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"
 LOOPBACK_INTERFACE = "lo" if sys.platform.startswith("linux") else "lo0"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # a line each: 32 digits, ..., the interface
 
 
 def resolve(host: str) -> str | None:
@@ -40,14 +43,17 @@ def means_loopback(host: str) -> bool:
     return host == "localhost" or is_loopback(host)
 
 
-def gloo_variables(host: str) -> dict[str, str]:
-    """The variable that makes gloo use only the interface by which `host` is reached; empty if that is unknown."""
+def gloo_variables(host: str, *others: str) -> dict[str, str]:
+    """The variable that makes gloo use only the interface by which `host` is reached, or the first of `others` for
+    which it is known; empty if none is."""
     if means_loopback(host):
         return {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
-    resolved = resolve(host)
-    ours = towards(resolved) if resolved and not is_loopback(resolved) else None
-    interface = interface_of(ours) if ours else None
-    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    for known in (host, *others):
+        resolved = resolve(known)
+        ours = towards(resolved) if resolved and not is_loopback(resolved) else None
+        if ours and (interface := interface_of(ours)):
+            return {"GLOO_SOCKET_IFNAME": interface}
+    return {}
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -65,9 +71,11 @@ def towards(address: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with an IPv4 address; None if unknown."""
-    if not sys.platform.startswith("linux") or ":" in address:
+    """The name of the interface with an address; None if unknown."""
+    if not sys.platform.startswith("linux"):
         return None
+    if ":" in address:
+        return _interface_of_ipv6(address)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -79,6 +87,15 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return LOOPBACK_INTERFACE if address.startswith("127.") else None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    try:
+        rows = [line.split() for line in IPV6_ADDRESSES.read_text().splitlines()]
+    except OSError:  # IPv6 is off
+        return None
+    return next((row[-1] for row in rows if row[0] == digits), None)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ this check, a firewall that only allows the port of `--main` would make ranks ha
 import contextlib
 from collections.abc import Iterator
 
+from shardkit.config.host_port import joined
 from shardkit.launch import addresses
 
 CONNECT_S = 3.0
@@ -14,18 +15,22 @@ CONNECT_S = 3.0
 
 @contextlib.contextmanager
 def open_to_others(main: str) -> Iterator[tuple[str, int] | None]:
-    """A context in which this machine listens; yields address and port, or None without a route to machine 0."""
+    """A context in which this machine listens; yields address and port, or None without a route to machine 0.
+
+    The address is `main` itself where only this machine takes that name for loopback: others know a better address.
+    """
     resolved = addresses.resolve(main)
     ours = addresses.towards(resolved) if resolved else None
+    is_misnamed = ours is not None and addresses.is_loopback(ours) and not addresses.means_loopback(main)
     try:
-        listener = addresses.listen(ours, 0) if ours else None
+        listener = addresses.listen(addresses.EVERYWHERE if is_misnamed else ours, 0) if ours else None
     except OSError:
         listener = None
     if listener is None or ours is None:
         yield None
         return
     with listener:
-        yield ours, listener.getsockname()[1]
+        yield main if is_misnamed else ours, listener.getsockname()[1]
 
 
 def problem_here(machine: int, places: dict[int, tuple[str, int] | None], names: dict[int, str]) -> str | None:
@@ -36,7 +41,7 @@ def problem_here(machine: int, places: dict[int, tuple[str, int] | None], names:
         problem = addresses.answers(*place, CONNECT_S) if place else None
         if place and problem:
             return (
-                f"{names[machine]} does not reach {names[other]} at {place[0]}:{place[1]} ({problem}); the ranks, gloo "
+                f"{names[machine]} does not reach {names[other]} at {joined(*place)} ({problem}); the ranks, gloo "
                 "and NCCL use arbitrary free ports: open all ports between the machines of the run"
             )
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit.config import document
+from shardkit.config import document, host_port
 from shardkit.config.layers import FlagValue
 from shardkit.config.scheduler import machine_range
 from shardkit.digits import number_in
@@ -175,7 +175,7 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
 
 def main_settings(address: str) -> dict[str, str]:
     """`--main HOST:PORT`, `--main HOST`, `--main :PORT`."""
-    host, _, port = address.rpartition(":") if ":" in address and not address.endswith("]") else (address, "", "")
+    host, port = host_port.split(address)
     number = number_in(port)
     if port and (number is None or number > 65535):
         raise UsageError(f"--main: is HOST:PORT with a port up to 65535 (got {address!r}).")

@@ -361,6 +361,7 @@ def generation_meeting(
             (roster.store.host, 0),
             line,
             [member.host for member in members],
+            others=[member.address for member in members if member.address and member is not members[place]],
             numbers=[member.number for member in members],
             wants_new_world=wants_new_world,
         )

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import Store
 
 from shardkit import env
+from shardkit.config.host_port import joined
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity, stores
 from shardkit.launch.spec import LaunchSpec
@@ -37,6 +38,8 @@ class Meeting:
     line: "StoreClient | None" = None
     hosts: list[str] = field(default_factory=list)
     places: dict[int, Any] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    """Addresses of the other machines, as far as they are known."""
     numbers: list[int] = field(default_factory=list)
     """The machines' own numbers, where some of a run's machines are not here."""
     port: int = 0
@@ -62,8 +65,8 @@ class Meeting:
         problems = self.gather(f"{name}-store", problem)
         texts = [
             f"launch: {self.name_of(machine)} does not reach the ranks' store, on {self.name_of(0)} at "
-            f"{address}:{self.port} ({problem}); it listens on a free port, another one for each start of the ranks: "
-            "let the machines of the run reach one another on all ports."
+            f"{joined(address, self.port)} ({problem}); it listens on a free port, another one for each start of the "
+            "ranks: let the machines of the run reach one another on all ports."
             for machine, problem in sorted(problems.items())
             if problem
         ]
@@ -159,6 +162,7 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     refuse_differences(line, found)
     meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
     meeting.places = {machine: found[machine]["place"] for machine in found}
+    meeting.others = [place[0] for machine, place in meeting.places.items() if place and machine != meeting.machine]
 
 
 def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:

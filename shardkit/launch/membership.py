@@ -25,6 +25,8 @@ class Member:
     arrival: int
     number: int
     host: str
+    address: str | None = None
+    """By which others reach it, where that is known."""
 
     def __str__(self) -> str:
         return f"machine {self.number} ({self.host})"

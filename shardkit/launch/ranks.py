@@ -103,7 +103,7 @@ def variables_of(spec: LaunchSpec, meeting: Meeting, folder: Path, restart: int,
     """torch elastic's variables of a rank."""
     rank = spec.first_rank + local_rank
     return {
-        **({} if env.get("GLOO_SOCKET_IFNAME") else addresses.gloo_variables(meeting.address)),
+        **({} if env.get("GLOO_SOCKET_IFNAME") else addresses.gloo_variables(meeting.address, *meeting.others)),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(spec.machine_rank),

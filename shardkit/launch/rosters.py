@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
+from shardkit.config.host_port import joined
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity
 from shardkit.launch.meeting import differences
@@ -97,7 +98,7 @@ class RosterServer:
             ) from self._thread.error
         with self._lock:
             here = [
-                Member(arrival, known.number, known.greeting["host"])
+                Member(arrival, known.number, known.greeting["host"], (known.greeting.get("place") or [None])[0])
                 for arrival, known in self._arrivals.items()
                 if known.number is not None and not known.is_gone
             ]
@@ -163,7 +164,7 @@ class RosterServer:
             self._refuse(arrival, "\n".join([*texts, advice]), is_config=True)
         elif problem:
             text = (
-                f"launch: machine 0 does not reach this machine at {place[0]}:{place[1]} ({problem}); the ranks meet "
+                f"launch: machine 0 does not reach this machine at {joined(*place)} ({problem}); the ranks meet "
                 "on any free port: let the machines of the run reach one another on all of them."
             )
             self._refuse(arrival, text, is_config=False)

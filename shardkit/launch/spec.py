@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shardkit.config import xla
+from shardkit.config import host_port, xla
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, LaunchConfig
 from shardkit.launch.environment import rank_variables
@@ -30,7 +30,7 @@ class Rendezvous:
 
     @property
     def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
+        return host_port.joined(self.host, self.port)
 
 
 @dataclass(frozen=True)

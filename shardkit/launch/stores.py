@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from shardkit.config.host_port import joined
 from shardkit.errors import MachineError
 from shardkit.launch import addresses
 
@@ -15,7 +16,6 @@ CONNECT_S = 2.0
 GREETING_S = 15.0
 """How long a store may take to answer after the connection."""
 STORE_TIMEOUT = timedelta(seconds=300)
-EVERYWHERE = "0.0.0.0"
 
 Say = Callable[[str], None]
 
@@ -27,7 +27,8 @@ def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPSt
         listener = addresses.listen(address, port)
     except OSError as error:
         raise MachineError(
-            f"launch: cannot listen on {address}:{port} ({error.strerror}); choose another port with --main HOST:PORT."
+            f"launch: cannot listen on {joined(address, port)} ({error.strerror}); choose another port with "
+            "--main HOST:PORT."
         ) from None
     with listener:
         return TCPStore(
@@ -57,7 +58,7 @@ def listening_address(host: str, bind_address: str | None, say: Say) -> str:
     else:
         return address
     say(f"warning: --main {host} {problem}; listening on all interfaces (to select one: shardkit.launch.bind_address).")
-    return EVERYWHERE
+    return addresses.EVERYWHERE
 
 
 def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: str, advice: str) -> TCPStore:
@@ -71,9 +72,10 @@ def reached(host: str, port: int, timeout_s: float, say: Say, who: str, whom: st
             return connected(address, port)
         if time.monotonic() > until:
             raise MachineError(
-                f"launch: {who} did not reach {whom} at {host}:{port} within {timeout_s:g} s ({problem}); {advice}."
+                f"launch: {who} did not reach {whom} at {joined(host, port)} within {timeout_s:g} s ({problem}); "
+                f"{advice}."
             )
-        announcement.make(f"waiting for {whom} at {host}:{port} ({problem})")
+        announcement.make(f"waiting for {whom} at {joined(host, port)} ({problem})")
         time.sleep(0.5)
 
 
@@ -93,7 +95,7 @@ def connected(address: str, port: int) -> TCPStore:
     thread.join(GREETING_S)
     if not found:
         raise MachineError(
-            f"launch: the program on {address}:{port} is not shardkit launch ({problems[0]}); check --main."
+            f"launch: the program on {joined(address, port)} is not shardkit launch ({problems[0]}); check --main."
         )
     return found[0]
 

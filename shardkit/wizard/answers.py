@@ -6,6 +6,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from shardkit.config import host_port
 from shardkit.config.keys import all_keys
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, ShardingStrategy
@@ -179,7 +180,7 @@ def _plain(value: Any) -> Any:
 def _address(host: str | None, port: int | None) -> str | None:
     if host is None or port is None:
         return host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port.joined(host, port)
 
 
 def _place(config: Config, s: Situation) -> str:

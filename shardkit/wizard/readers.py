@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from shardkit.config import host_port
 from shardkit.config.schema import read_count, read_names
 from shardkit.digits import number_in
 from shardkit.model import sources
@@ -87,7 +88,7 @@ def address(s: Situation, typed: str) -> str | None:
     if typed.lower() in NONE_WORDS:
         return None
     host, port = split_address(typed)
-    if not host or any(character.isspace() for character in host):
+    if host_port.problem_of_host(host):
         raise ValueError(f"not an address (got {typed!r}); give a name or IP, and a port if wanted: node-a:29500.")
     if port is not None and not 1 <= port <= 65535:
         raise ValueError(f"port out of range (got {port}); give 1 to 65535.")
@@ -96,13 +97,8 @@ def address(s: Situation, typed: str) -> str | None:
 
 def split_address(address: str) -> tuple[str, int | None]:
     """("node-a", 29500) from "node-a:29500"; the port may be None. IPv6 with a port is in brackets."""
-    if address.startswith("["):
-        host, _, rest = address[1:].partition("]")
-        return host, _port(rest[1:]) if rest.startswith(":") else None
-    if address.count(":") == 1:
-        host, _, port = address.partition(":")
-        return host, _port(port)
-    return address, None
+    host, port = host_port.split(address)
+    return host, _port(port) if port else None
 
 
 def _port(text: str) -> int:
