@@ -509,6 +509,7 @@ def test_a_pinned_checkpoint_outlives_prune_until_it_is_unpinned(project, tmp_pa
     assert called(capsys, "pin", oldest) == f"{oldest}: pinned\n"
     called(capsys, "prune", root, "--keep-last", 1)
     assert oldest.exists() and "pinned" in called(capsys, "list", root)
+    assert json.loads(called(capsys, "pin", oldest, "--json")) == {"checkpoint": str(oldest), "pinned": True}
     assert called(capsys, "pin", oldest, "--undo") == f"{oldest}: no longer pinned\n"
     called(capsys, "prune", root, "--keep-last", 1)
     assert not oldest.exists()

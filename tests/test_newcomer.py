@@ -1,5 +1,6 @@
 """What a newcomer meets in the wizard and in the commands; what they print: `test_printed_commands.py`."""
 
+import json
 import os
 import re
 import shlex
@@ -402,16 +403,62 @@ def completed(line: str) -> list[str]:
         ("shardkit plan --strategy HYBRID_SHARD_", "HYBRID_SHARD_ZERO2"),
         ("shardkit launch --set fsdp.off", "fsdp.offload_params="),
         ("shardkit config --template multi", "multi-node"),
+        ("shardkit config convert --to ", "accelerate"),
+        ("shardkit submit --to sl", "slurm"),
+        ("shardkit help su", "submit"),
     ],
 )
 def test_8_the_shell_completes(line, offered):
     assert completed(line) == [offered]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "env",
+        "config validate good.yaml",
+        "config validate bad.yaml",
+        "config validate none.yaml",
+        "config show --config good.yaml",
+        "config show --config bad.yaml",
+        "config show nothing",
+        "plan --model gpt-1t --world 512 --device h100-80",
+        "plan --model nothing",
+        "plan --model gpt-1t --world none",
+        "launch --dry-run --config good.yaml good.yaml",
+        "launch --dry-run --config bad.yaml good.yaml",
+        "launch good.yaml",
+        "checkpoint list none",
+        "checkpoint inspect none",
+        "checkpoint verify none",
+        "checkpoint diff none none",
+        "checkpoint merge none -o to",
+        "checkpoint pin none",
+        "checkpoint prune none --keep-last 1",
+        "checkpoint convert none -o to",
+        "doctor --set nothing=1",
+    ],
+)
+def test_json_is_alone_on_stdout_and_errors_leave_it_empty(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n")
+    (tmp_path / "bad.yaml").write_text("num_procesess: 2\n")
+    verb, *rest = line.split()
+    code = run([verb, "--json", *rest] if verb in {"launch"} else [*line.split(), "--json"])
+    out, err = capsys.readouterr()
+    answers = code == 0 or verb + rest[0] == "configvalidate" if rest else True
+    assert (json.loads(out) is not None) if answers else (code > 0 and not out and err)
+
+
 def test_8_every_shell_gets_a_script(capsys):
     for shell in ("bash", "zsh", "fish"):
         assert run(["completion", shell]) == 0
-        assert "verify" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "verify" in said
+        if shutil.which(shell):  # without a configuration of the user's: zsh has no completion before compinit
+            alone = {"bash": "--norc", "zsh": "-f", "fish": "--no-config"}[shell]
+            done = subprocess.run([shell, alone, "-c", said], capture_output=True, text=True, timeout=60, check=False)
+            assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

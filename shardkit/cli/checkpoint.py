@@ -274,13 +274,17 @@ def merge(
 def pin(
     path: Where,
     undo: Annotated[bool, typer.Option("--undo", help="Remove the protection.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Protect a checkpoint from retention and prune."""
     from shardkit.checkpoint import locate, retention
 
     chosen = locate.checkpoint(path).path
     retention.unpin(chosen) if undo else retention.pin(chosen)
-    print(f"{chosen}: {'no longer pinned' if undo else 'pinned'}")
+    if as_json:
+        print(json.dumps({"checkpoint": str(chosen), "pinned": not undo}, indent=2))
+    else:
+        print(f"{chosen}: {'no longer pinned' if undo else 'pinned'}")
     return 0
 
 

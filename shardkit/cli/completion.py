@@ -3,6 +3,7 @@
 The script contains all completions, so that pressing Tab does not start Python.
 """
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,7 +16,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 _BASH = """\
 _shardkit() {
     local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""
-    case "$before" in
+    case "${COMP_WORDS[1]} $before" in
 %(values)s
         *) case "${COMP_WORDS[1]} ${COMP_WORDS[2]}" in
 %(words)s
@@ -23,10 +24,15 @@ _shardkit() {
         esac ;;
     esac
     COMPREPLY=($(compgen -W "$words" -- "$word"))
+    # A value follows the = of a setting.
+    [[ "${COMPREPLY[0]}" != *= ]] || ! type compopt > /dev/null 2>&1 || compopt -o nospace
 }
 complete -o default -F _shardkit shardkit
 """
-_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U compinit && compinit }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 @app.command()
@@ -50,6 +56,7 @@ def _commands() -> dict[tuple[str, ...], list[str]]:
             found[verb, name] = _flags(one)
         found[verb,] = [*inner, *_flags(command)]
     found["completion",] += ["bash", "zsh", "fish"]
+    found["help",] = list(VERBS)
     return found
 
 
@@ -57,42 +64,48 @@ def _flags(command: Any) -> list[str]:
     return [name for option in command.params for name in option.opts if name.startswith("-")] + ["--help"]
 
 
-def _values() -> dict[str, list[str]]:
-    """{flag: its values}, for flags with a fixed set of values."""
+def _values() -> dict[tuple[str, str], list[str]]:
+    """{(verb, flag): the flag's values}, for flags with a fixed set of values; `*`: of every verb."""
     from shardkit import templates
     from shardkit.config.keys import all_keys
     from shardkit.config.schema import MixedPrecision, ShardingStrategy
     from shardkit.plan.devices import DEVICES
+    from shardkit.submit.engines import ENGINES
 
     return {
-        "--set": [f"{key.name}=" for key in all_keys().values()],
-        "--template": templates.names(),
-        "--strategy": [strategy.value for strategy in ShardingStrategy],
-        "--mixed-precision": list(get_args(MixedPrecision)),
-        "--device": list(DEVICES),
-        "--find": ["max-batch", "min-gpus", "strategy"],
-        "--to": ["accelerate"],
-        "--dtype": ["fp32", "bf16", "fp16"],
+        ("*", "--set"): [f"{key.name}=" for key in all_keys().values()],
+        ("*", "--template"): templates.names(),
+        ("*", "--strategy"): [strategy.value for strategy in ShardingStrategy],
+        ("*", "--mixed-precision"): list(get_args(MixedPrecision)),
+        ("*", "--device"): list(DEVICES),
+        ("*", "--find"): ["max-batch", "min-gpus", "strategy"],
+        ("config", "--to"): ["accelerate"],
+        ("submit", "--to"): list(ENGINES),
+        ("*", "--dtype"): ["fp32", "bf16", "fp16"],
     }
+
+
+def _verbs(words: Iterable[tuple[str, ...]]) -> list[str]:
+    return [path[0] for path in words if not path[1:]]
 
 
 def _bash() -> str:
     words = _commands()
-    values = [f'        {flag}) words="{" ".join(choices)}" ;;' for flag, choices in _values().items()]
+    values = [f'        {verb}" {flag}") words="{" ".join(choices)}" ;;' for (verb, flag), choices in _values().items()]
     two = [f'            "{" ".join(path)}") words="{" ".join(found)}" ;;' for path, found in words.items() if path[1:]]
     one = [f'            "{path[0]} "*) words="{" ".join(found)}" ;;' for path, found in words.items() if not path[1:]]
-    verbs = " ".join(path[0] for path in words if not path[1:])
+    verbs = " ".join(_verbs(words))
     return _BASH % {"values": "\n".join(values), "words": "\n".join([*two, *one]), "verbs": verbs}
 
 
 def _fish() -> str:
-    lines = ["complete -c shardkit -f"]
-    for path, found in _commands().items():
+    lines = ["complete -c shardkit -n __fish_use_subcommand -f"]  # a verb is no file; what follows it may be one
+    words = _commands()
+    lines += [f"complete -c shardkit -n __fish_use_subcommand -a {verb}" for verb in _verbs(words)]
+    for path, found in words.items():
         seen = " and ".join(f"__fish_seen_subcommand_from {name}" for name in path).replace(" and ", "; and ")
-        if not path[1:]:
-            lines.append(f"complete -c shardkit -n __fish_use_subcommand -a {path[0]}")
         lines.append(f"complete -c shardkit -n '{seen}' -a '{' '.join(found)}'")
-    for flag, choices in _values().items():
-        name = flag.removeprefix("--")
-        lines.append(f"complete -c shardkit -l {name} -x -a '{' '.join(choices)}'")
-    return "\n".join([*lines, "complete -c shardkit -n '__fish_seen_subcommand_from launch' -F"]) + "\n"
+    for (verb, flag), choices in _values().items():
+        of = "" if verb == "*" else f" -n '__fish_seen_subcommand_from {verb}'"
+        lines.append(f"complete -c shardkit{of} -l {flag.removeprefix('--')} -x -a '{' '.join(choices)}'")
+    return "\n".join(lines) + "\n"

@@ -113,7 +113,12 @@ def show(
     name = loaded.path or f"no file; defaults for this machine{_of_accelerate()}"
     print(f"configuration: {name}", file=sys.stderr)
     if diff is not None:
-        return _print_difference(loaded.config, read(diff).config)
+        found = _difference(loaded.config, read(diff).config)
+        if as_json:
+            print(json.dumps({name: {"here": here, "other": other} for name, here, other in found}, indent=2))
+        else:
+            _print_difference(found)
+        return 0
     names = _names_below(key)
     if as_json:
         print(json.dumps(_as_data(loaded, names, origin), indent=2))
@@ -348,12 +353,15 @@ def _as_data(loaded: "LoadedConfig", names: list[str], origin: bool) -> dict[str
     }
 
 
-def _print_difference(config: "Config", other: "Config") -> int:
+def _difference(config: "Config", other: "Config") -> list[tuple[str, object, object]]:
+    """(setting, value, the other's value) of the settings that differ."""
+    values = [(name, _value(config, name), _value(other, name)) for name in _names_below(None)]
+    return [row for row in values if row[1] != row[2]]
+
+
+def _print_difference(found: list[tuple[str, object, object]]) -> None:
     from shardkit.config.command import setting_text
 
-    for name in _names_below(None):
-        here, there = _value(config, name), _value(other, name)
-        if here != there:
-            path = tuple(name.split("."))
-            print(f"{name}: {setting_text(path, here)} -> {setting_text(path, there)}")
-    return 0
+    for name, here, other in found:
+        path = tuple(name.split("."))
+        print(f"{name}: {setting_text(path, here)} -> {setting_text(path, other)}")
