@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import RankFailure
-from shardkit.launch import forking, pod, preloaded, signals, start_methods
+from shardkit.launch import forking, names, pod, preloaded, signals, start_methods
 from shardkit.launch.monitor import Monitor
+from shardkit.launch.rank_files import read_errors
 
 SCRIPTS = Path(__file__).parent / "scripts"
 is_slow = pytest.mark.slow
@@ -234,3 +235,16 @@ def test_a_rank_that_has_just_started_is_told_once(tmp_path):
         watch.close()
         rank.send_signal(signal.SIGUSR1)
         assert rank.communicate(timeout=60)[0] == "" and watch.ranks[0].place.pid == rank.pid
+
+
+@pytest.mark.parametrize("end", ["raise RuntimeError('of the child')", "sys.exit('of the child')"])
+def test_the_end_of_a_process_that_the_script_has_forked_is_not_that_of_the_rank(tmp_path, end):
+    lines = ["import os, sys", "child = os.fork()", f"if not child: {end}"]
+    lines += ["sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 4)"]
+    (tmp_path / "forks.py").write_text("\n".join(lines))
+    variables = {names.PROGRESS_DIR: str(tmp_path), names.LOG_DIR: str(tmp_path), "RANK": "3"}
+    command = [sys.executable, "-m", "shardkit.launch.bootstrap", str(tmp_path / "forks.py")]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5 and "of the child" in done.stderr and "bootstrap.py" not in done.stderr, done.stderr
+    assert read_errors(tmp_path)[3].message == "the script called sys.exit(5)"
+    assert "of the child" not in names.log_path(tmp_path, 3).read_text()

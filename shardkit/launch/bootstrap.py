@@ -49,13 +49,17 @@ def main(arguments: list[str]) -> int:
     connect_output(folder)
     if rank:
         leave_input()
+    own_pid = os.getpid()
     with log_file:
         try:
             check_world()
             with around_script(log_dir):
                 run(arguments)
-            finish_on_device()
+            if os.getpid() == own_pid:
+                finish_on_device()
         except BaseException as error:
+            if os.getpid() != own_pid:
+                return end_of_fork(error)
             return report(folder, rank, error, log_file)
     return 0
 
@@ -184,6 +188,16 @@ def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) ->
     if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # let the other ranks report, too
         leave_together(folder, rank)
     return code
+
+
+def end_of_fork(error: BaseException) -> int:
+    """Prints the error that ends a process which the script has forked, as Python would: the rank, which goes on, did
+    not fail. Returns the exit code."""
+    if not isinstance(error, SystemExit):
+        print(failure.render(error, OWN_FILES), end="", file=sys.stderr)
+    elif isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+    return failure.exit_code_of(error)
 
 
 def call_own_hook(error: BaseException, log_file: BinaryIO) -> None:
