@@ -4,6 +4,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,7 +140,10 @@ def test_a_jobset_and_a_train_job(capsys):
     assert batch["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [75]
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
     assert jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert batch["podFailurePolicy"]["rules"][1]["onPodConditions"] == [{"type": "DisruptionTarget"}]
     assert batch["activeDeadlineSeconds"] == 4 * 3600
+    [_, of_time] = jobset["spec"]["failurePolicy"]["rules"]
+    assert (of_time["action"], of_time["onJobFailureReasons"]) == ("FailJobSet", ["DeadlineExceeded"])
     assert pod["terminationGracePeriodSeconds"] == 150 and pod["restartPolicy"] == "Never"
     [container] = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "memory": "500Gi"}
@@ -413,7 +417,7 @@ def ssh(tmp_path) -> str:
     program = tmp_path / "ssh here"
     program.write_text(
         '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\necho "$1" >> "$0.hosts"\n'
-        'cd / && exec setsid --wait env --default-signal=TERM,HUP,INT bash -c "$2"\n'
+        'cd / && exec setsid --wait env --default-signal=TERM,HUP,INT "${LOGIN_SHELL:-bash}" -c "$2"\n'
     )
     program.chmod(0o755)
     return shlex.join([str(program), "-o"])
@@ -483,7 +487,13 @@ def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_fails_ends_the_job_of_all_with_its_code(ssh):
+@pytest.mark.parametrize("shell", ["bash", "dash", "zsh", "fish", "tcsh"])
+def test_a_host_that_fails_ends_the_job_of_all_with_its_code(ssh, shell, tmp_path, monkeypatch):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not here")
+    monkeypatch.setenv("LOGIN_SHELL", shell)
+    (tmp_path / "it's a folder").mkdir()
+    monkeypatch.chdir(tmp_path / "it's a folder")
     Path("fails.py").write_text(
         "import os, sys, time\nprint(sys.argv[1:])\nsys.exit(7) if os.environ['RANK'] == '3' else time.sleep(600)\n"
     )

@@ -60,7 +60,8 @@ def command(job: Job) -> list[str]:
 
 
 def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
-    """The Job's spec: one pod per machine. Exit code 75 of a pod means that it was preempted and has saved."""
+    """The Job's spec: one pod per machine. Exit code 75 of a pod means that it was preempted and has saved; the
+    condition DisruptionTarget, that it was preempted, evicted or drained, and may not have saved in time."""
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": job.image,
@@ -97,7 +98,8 @@ def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
                 {
                     "action": "FailJob",
                     "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_PREEMPTED]},
-                }
+                },
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
             ]
         },
         "template": {"spec": pod},
@@ -105,17 +107,18 @@ def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def failure_policy(job: Job) -> dict[str, Any]:
-    """Restart all pods: always after a preemption, and `max_restarts` times after failures."""
-    return {
-        "maxRestarts": job.config.shardkit.launch.max_restarts,
-        "rules": [
-            {
-                "name": "preempted",
-                "action": "RestartJobSetAndIgnoreMaxRestarts",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-            }
-        ],
-    }
+    """Restart all pods: always after a preemption, `max_restarts` times after failures, and not after the end of their
+    time, which each restart would begin anew."""
+    rules = [
+        {
+            "name": "preempted",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
+    ]
+    if job.time_s is not None:
+        rules.append({"name": "time", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]})
+    return {"maxRestarts": job.config.shardkit.launch.max_restarts, "rules": rules}
 
 
 def metadata(job: Job) -> dict[str, Any]:

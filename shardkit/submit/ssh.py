@@ -39,27 +39,29 @@ hosts=({shlex.join(job.hosts)})
 main={shlex.quote(job.hosts[0].rpartition("@")[2])}
 port=$((20000 + RANDOM % 10000))
 folder={folder}
+there={shlex.quote(folder)} # quoted for a host's shell
 cd "$folder" || exit 1
 logs=runs/{job.name}-$(date +%Y%m%d-%H%M%S)-$$
 mkdir -p "$logs" && mkfifo "$logs/ended" && exec 3<> "$logs/ended" && rm "$logs/ended" || exit 1
 {configuration_file(job.configuration, '"$logs/shardkit.yaml"')}
 
-# The commands on a host. `exec` replaces the shell by the launcher, so the pid in the file is the launcher's.
-there=$(cat <<'END_OF_COMMAND'
+# What a host runs, as a file: its login shell may be one that reads nothing longer (fish, tcsh). `exec` replaces the
+# shell by the launcher, so the pid in the file is the launcher's.
+{{
+    printf 'cd %q || exit 1\nlogs=%q main=%q port=%q rank=$1\n' "$folder" "$logs" "$main" "$port"
+    cat <<'END_OF_COMMAND'
+if [ "$2" = stop ]; then kill -TERM "$(cat "$logs/$rank.pid")"; exit; fi
 echo $$ > "$logs/$rank.pid"
 {launch}
 END_OF_COMMAND
-)
-on_host() {{
-    known=$(printf 'cd %q || exit 1; rank=%q logs=%q main=%q port=%q' "$folder" "$1" "$logs" "$main" "$port")
-    "${{ssh[@]}}" "${{hosts[$1]}}" "$known; $2" < /dev/null
-}}
-stop() {{ for rank in "${{!hosts[@]}}"; do on_host "$rank" 'kill -TERM "$(cat "$logs/$rank.pid")"' & done; }}
+}} > "$logs/host.sh"
+on_host() {{ "${{ssh[@]}}" "${{hosts[$1]}}" "exec bash $there/$logs/host.sh $1 $2" < /dev/null; }}
+stop() {{ for rank in "${{!hosts[@]}}"; do on_host "$rank" stop & done; }}
 trap stop TERM HUP INT
 
 for rank in "${{!hosts[@]}}"; do
     # Ignore signals to the process group here, so that ssh keeps running and returns the launcher's exit code.
-    (trap '' TERM HUP INT; on_host "$rank" "$there"; echo "$rank $?" >&3) &
+    (trap '' TERM HUP INT; on_host "$rank" start; echo "$rank $?" >&3) &
 done
 code=0
 for ((left = ${{#hosts[@]}}; left > 0; )); do
