@@ -140,6 +140,10 @@ def test_addresses_and_settings():
             "--nnodes 1 --rdzv-id=7 --rdzv_conf timeout=9 --tee 3 -r 1 --monitor_interval 5 --mps t.py --tee 3",
             "--num-machines 1 t.py --tee 3",
         ),
+        (
+            "--local-addr 10.0.0.2 --start_method spawn --shutdown-timeout=9 --tpu_cluster t.py --no_python",
+            "--set shardkit.launch.stop_timeout_s=9 --set tpu_use_cluster=true t.py --no_python",
+        ),
     ],
 )
 def test_accelerates_flags_and_where_the_script_begins(given, read):
@@ -155,6 +159,15 @@ def test_accelerates_flags_and_where_the_script_begins(given, read):
         "--restarts",
     }
     assert " ".join(flags.in_our_words(given.split(), with_value)) == read
+
+
+@pytest.mark.parametrize(
+    "flag", ["--no_python", "--no-python", "--run-path", "--virtual_local_rank", "--numa-binding=node"]
+)
+def test_flags_that_change_what_runs_are_refused_with_what_to_do(flag, capsys):
+    assert command_line.run(["launch", flag, "train.py"]) == 2
+    name = flag.partition("=")[0].replace("_", "-")
+    assert re.match(rf"{name}: .*; \w+ .*\.$", capsys.readouterr().err)
 
 
 def test_keys_of_accelerates_files_are_settings_of_a_command_too():

@@ -256,6 +256,14 @@ def test_one_launch_a_machine():
     assert preflight.job_warning(Config(num_machines=2, num_processes=2), job) is None
 
 
+def test_a_launch_that_a_rank_starts_is_told():
+    rank = {"TORCHELASTIC_RUN_ID": "shardkit-0", "RANK": "3", "LOCAL_WORLD_SIZE": "2"}
+    assert str(preflight.rank_warning(rank)).startswith(
+        "warning: rank 3 of another launch starts this one; if all its 2"
+    )
+    assert preflight.rank_warning({**rank, "LOCAL_WORLD_SIZE": "1"}) is preflight.rank_warning({}) is None
+
+
 def test_a_name_that_means_loopback_only_here_is_not_listened_on(monkeypatch):
     said: list[str] = []
     assert stores.listening_address("localhost", None, said.append) == "127.0.0.1"

@@ -282,6 +282,7 @@ def checked(
         None if loaded.path else _other_file(),
         preflight.core_warning(loaded.config, machine),
         preflight.socket_warning(tempfile.gettempdir()),
+        preflight.rank_warning(variables),
         preflight.job_warning(loaded.config, found.scheduler),
         environment.cpu_note(loaded.config, device, source),
         *(_notes_on_schedules(command, is_module, switches) if loaded.config.num_processes > 1 else []),

@@ -19,7 +19,7 @@ STRATEGIES = ("hybrid_shard_zero2", "hybrid_shard", "full_shard", "shard_grad_op
 
 def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[str]:
     """A launch command line with the flags of `accelerate launch` and torchrun translated to shardkit's, up to the
-    script.
+    script. Raises UsageError for those that have no counterpart.
 
     `--` ends our flags after `-m module`, so that options of the module are not read as shardkit's. `with_value`: the
     flags of shardkit that take a value.
@@ -33,6 +33,8 @@ def in_our_words(arguments: Sequence[str], with_value: Collection[str]) -> list[
         name = name.replace("_", "-") if name.startswith("--") else name
         name = SAME.get(name, name)
         key = f"fsdp_config.fsdp_{name[7:].replace('-', '_')}" if name.startswith("--fsdp-") else KEYS.get(name)
+        if name in REFUSED:
+            raise UsageError(f"{name}: {REFUSED[name]}")
         if name in {RANKS_OF_EACH, "--num-machines"}:
             value = _value(is_joined, value, rest)
         if name == RANKS_OF_EACH:
@@ -269,16 +271,32 @@ SWITCHES = {
     "-q": "",
     "--standalone": "",
     "--mps": "",
+    "--tpu-cluster": "tpu_use_cluster=true",
+    "--no-tpu-cluster": "tpu_use_cluster=false",
+    "--tpu-use-sudo": "tpu_use_sudo=true",
 }
 """Flags without a value of Accelerate and torchrun, as settings; "": what it says is the default, or only changes what
 their launcher prints."""
 
 OF_OTHER_LAUNCHERS = {
     *("--rdzv-id", "--rdzv-conf", "--role", "--monitor-interval"),
-    *("--tee", "-t", "--redirects", "-r", "--log-line-prefix-template"),
+    *("--tee", "-t", "--redirects", "-r", "--log-line-prefix-template", "--local-ranks-filter", "--logs-specs"),
+    *("--duplicate-stdout-filters", "--duplicate-stderr-filters", "--event-log-handler"),
+    *("--local-addr", "--start-method", "--signals-to-handle"),
 }
 """Flags with a value that only say how torchrun's ranks meet, are watched and print; here each run has its own port,
 and every rank's lines are in its log."""
+
+REFUSED = {
+    "--no-python": (
+        "the ranks run Python; give the Python script that the program starts, -m MODULE, or the path of an installed "
+        "command that is a Python script: shardkit launch $(which tune)."
+    ),
+    "--run-path": "is not needed; give the script itself.",
+    "--virtual-local-rank": "each rank has its own LOCAL_RANK here; remove it, and choose devices by LOCAL_RANK.",
+    "--numa-binding": "is not supported by this name; write --set enable_cpu_affinity=true.",
+}
+"""Flags of torchrun and Accelerate that change what runs, with what to do instead."""
 
 BLOCKS = {
     "--dynamo-": "dynamo_config",
@@ -311,6 +329,7 @@ KEYS = {
     "--gradient-accumulation-steps": "shardkit.gradient_accumulation_steps",
     "--main-training-function": "main_training_function",
     "--timeout": "shardkit.launch.process_group_timeout_s",
+    "--shutdown-timeout": "shardkit.launch.stop_timeout_s",
 }
 """Flags with a value of Accelerate and torchrun, and the settings that they are; every --fsdp_KEY is one of
 fsdp_config."""

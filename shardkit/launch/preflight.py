@@ -14,6 +14,7 @@ from pathlib import Path
 from shardkit.config import tasks, xla
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
+from shardkit.digits import number_in
 from shardkit.errors import EXIT_CONFIG, EXIT_MACHINE, ConfigError, MachineError, ShardkitError
 from shardkit.launch import addresses, pod, ports, preloaded
 from shardkit.launch.spec import device_of, rendezvous_of, shown_ranks, world_size_of
@@ -228,6 +229,18 @@ def socket_warning(temporary: str) -> str | None:
     return (
         f"warning: TMPDIR is a path of {size} bytes; sockets need at most {SOCKET_FOLDER_BYTES}, and data loaders with "
         "num_workers, which use them, would wait for ever; set TMPDIR to a shorter path, such as /tmp."
+    )
+
+
+def rank_warning(variables: Mapping[str, str]) -> str | None:
+    """A warning if this is started by a rank of a launch, of ours or torchrun's, which has others on this machine; else
+    None."""
+    ranks = number_in(variables.get("LOCAL_WORLD_SIZE", "")) or 1
+    if not variables.get("TORCHELASTIC_RUN_ID") or ranks == 1:
+        return None
+    return (
+        f"warning: rank {variables.get('RANK')} of another launch starts this one; if all its {ranks} ranks here do, "
+        "each starts all ranks: start it on one rank, or give the outer launch the script itself."
     )
 
 
