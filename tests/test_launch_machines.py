@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from shardkit.config.schema import Config
 from shardkit.errors import MachineError
 from shardkit.launch import addresses, attempts, meeting, store_client
+from shardkit.launch.spec import launch_spec
 from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
 
 is_slow = pytest.mark.slow
@@ -194,6 +196,20 @@ def test_every_version_and_setting_that_differs_is_named():
         "launch: shardkit: 0.1.0 on machine 0 (a), 0.2.0 on machine 1 (b).",
         "launch: fsdp.offload_params: False on machine 0, True on machine 1.",
     ]
+
+
+def test_another_script_or_other_arguments_on_a_machine_are_told(tmp_path):
+    said = {}
+    for number, (text, argument) in enumerate([("a", "1"), ("a", "1"), ("b", "1"), ("a", "2"), ("b", "1")]):
+        (tmp_path / "train.py").write_text(text)
+        made = launch_spec(Config(), str(tmp_path / "train.py"), [argument])
+        said[number] = {**attempts.greeting(made), "host": f"n{number}"}
+    assert not meeting.remarks({0: said[0], 1: said[1]})
+    script, arguments = meeting.remarks(said)
+    assert script.startswith(
+        "warning: the script: another on machine 2 (n2), 4 (n4) than on machine 0 (n0); ranks that"
+    )
+    assert arguments.startswith("warning: the script's arguments: another on machine 3 (n3) than on machine 0 (n0); ")
 
 
 @is_slow

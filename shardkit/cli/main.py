@@ -107,6 +107,7 @@ def _answer(verb: str, arguments: list[str]) -> int:
     if verb not in VERBS:
         print(_unknown(verb), file=sys.stderr)
         return EXIT_CONFIG
+    os.getcwd()  # where it was deleted, an error here: native libraries of torch would end the process
     try:
         systems.check()
         return _call(verb, arguments)

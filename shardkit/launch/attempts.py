@@ -7,6 +7,7 @@ together(report, ..)  the result from the reports of all machines
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -142,7 +143,20 @@ def greeting(spec: LaunchSpec) -> dict[str, Any]:
         "num_machines": spec.num_machines,
         "num_processes": spec.world_size,
         "config": files.shared_values(spec.config),
+        "script": script_digest(spec),
+        "arguments": _digest(json.dumps(spec.arguments).encode()),  # not themselves: they may hold secrets
     }
+
+
+def script_digest(spec: LaunchSpec) -> str | None:
+    """A digest of the script; None where it is no file (a module, a folder), or cannot be read."""
+    with contextlib.suppress(OSError):
+        return None if spec.is_module else _digest(Path(spec.script).read_bytes())
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def run_attempt(
@@ -178,13 +192,19 @@ def attempted(
 
 
 def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path) -> dict[str, str]:
-    """The variables of the ranks, with those that are known only now; writes the resolved configuration."""
-    path = log_dir / ("config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml")
+    """The variables of the ranks, with those that are known only now; writes the resolved configuration.
+
+    Ranks read it in the launch's own folder: another launch may use the same log folder, with other settings.
+    """
+    name, text = (
+        "config.yaml" if spec.machine_rank == 0 else f"config-{spec.machine_rank}.yaml",
+        files.dump(spec.config),
+    )
     with folders.writable(log_dir):
-        folders.write(path, files.dump(spec.config))
-        folders.write(
-            path.with_suffix(".origins.json"), json.dumps(spec.origins, indent=1)
-        )  # for the table at the start
+        folders.write(log_dir / name, text)
+    path = folder / name
+    folders.write(path, text)
+    folders.write(path.with_suffix(".origins.json"), json.dumps(spec.origins))  # for the table at the start
     return {
         **spec.environment,
         names.RESOLVED_CONFIG: str(path.resolve()),

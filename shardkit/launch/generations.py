@@ -79,7 +79,7 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
         store = hosted_here(spec)
         roster: RosterServer | RosterClient
         if store is not None:
-            roster = RosterServer(store, greeting, spec.num_machines, lost_s)
+            roster = RosterServer(store, greeting, spec.num_machines, lost_s, say)
         else:
             who = f"machine {spec.machine_rank}" if spec.has_number else "this machine"
             advice = "start the same command there with --machine-rank 0, check --main, and let the port through"

@@ -22,6 +22,7 @@ from shardkit.launch import addresses, connectivity, stores
 from shardkit.launch.spec import LaunchSpec
 from shardkit.launch.store_client import POLL_S, Alarm, Lost, StoreClient
 from shardkit.launch.stores import Announcement, Say
+from shardkit.wording import first_few
 
 
 @dataclass
@@ -160,6 +161,8 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     line.enter(greeting)
     found = meeting.gather("greeting", greeting, waits)
     refuse_differences(line, found)
+    for remark in remarks(found):
+        say(remark)
     meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
     meeting.places = {machine: found[machine]["place"] for machine in found}
     meeting.others = [place[0] for machine, place in meeting.places.items() if place and machine != meeting.machine]
@@ -187,6 +190,20 @@ def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
     problems = [text for machine in known for text in differences(found[0], found[machine], machine)]
     if problems:
         line.refuse(ConfigError([*problems, "launch: the machines of a run must start the same; nothing was started."]))
+
+
+def remarks(found: dict[int, Any]) -> list[str]:
+    """Warnings of what usually is the same on all machines of a run, from their greetings."""
+    texts = []
+    for key, what in (("script", "the script"), ("arguments", "the script's arguments")):
+        others = [machine for machine in sorted(found) if found[machine].get(key) != found[0].get(key)]
+        if others:
+            names = first_few([f"{machine} ({found[machine]['host']})" for machine in others], 4)
+            texts.append(
+                f"warning: {what}: another on machine {names} than on machine 0 ({found[0]['host']}); ranks that run "
+                "different code may wait for one another, or train something else. Start the same on all machines."
+            )
+    return texts
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], machine: int) -> list[str]:

@@ -19,9 +19,10 @@ from torch.distributed import PrefixStore, TCPStore
 from shardkit.config.host_port import joined
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, connectivity
-from shardkit.launch.meeting import differences
+from shardkit.launch.meeting import differences, remarks
 from shardkit.launch.membership import Member
 from shardkit.launch.store_client import BEAT_S, GOODBYE_S, POLL_S, sealed, unsealed
+from shardkit.launch.stores import Say
 
 Decision = dict[str, Any]
 """A generation (`membership.Generation.as_json`), or the end of the run: {"over": text, "code": exit code}."""
@@ -79,10 +80,10 @@ class Arrival:
 class RosterServer:
     """Machine 0's side; machine 0 itself is arrival 0."""
 
-    def __init__(self, store: TCPStore, greeting: dict[str, Any], machines: int, lost_s: float) -> None:
+    def __init__(self, store: TCPStore, greeting: dict[str, Any], machines: int, lost_s: float, say: Say) -> None:
         self.store = store
         self._keys = PrefixStore("roster", store)
-        self._machines, self._lost_s = machines, lost_s
+        self._machines, self._lost_s, self._say = machines, lost_s, say
         self._arrivals: dict[int, Arrival] = {0: Arrival(0, greeting, number=0)}
         self._lock = threading.Lock()
         self._seen: set[int] = set()
@@ -169,6 +170,8 @@ class RosterServer:
             )
             self._refuse(arrival, text, is_config=False)
         else:
+            for remark in remarks({0: self._arrivals[0].greeting, said["wanted"] or arrival: known.greeting}):
+                self._say(remark)
             with self._lock:
                 known.holder_beats = {other: one.beats for other, one in self._arrivals.items()}
                 self._arrivals[arrival] = known
