@@ -291,6 +291,10 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
             ["--to", "slurm", "--option", "nodes=3", "train.py"],
             "--option nodes: is set by shardkit (from num_machines)",
         ),
+        (
+            ["--to", "slurm", "--time", "3m", "train.py"],
+            "--time: leaves no time to train (got 0-00:03:00): SIGTERM comes 150",
+        ),
         (["--to", "slurm", "--name", "a b", "train.py"], "--name: may only have letters, digits, dots and dashes"),
         (["--to", "jobset", "--name", "Train", "train.py"], "--name: may only have lower-case letters"),
         (["--to", "jobset", "train.py"], "--image: a container image with the script and shardkit is missing"),

@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from shardkit import env
 from shardkit.config import scheduler as schedulers
 from shardkit.config import tasks
 from shardkit.config.schema import Config
 from shardkit.config.tasks import launch_problem, world_of
+from shardkit.distributed.stores import _gloo_variables
 from shardkit.errors import ConfigError
 from shardkit.launch import addresses, connectivity, preflight, stores
 from tests.test_launch import free_port, script
@@ -300,3 +302,20 @@ def test_a_script_of_a_job_that_starts_one_process_is_told():
 
 def test_starters_are_told_apart():
     assert len({(one.rank, one.local_rank) for one in tasks.STARTERS}) == len(tasks.STARTERS)
+
+
+def test_a_rank_whose_machine_takes_its_own_name_for_loopback_learns_its_interface_from_others(monkeypatch):
+    store = HashStore()
+
+    def variables(rank: int, names: dict[str, str], routes: dict[str, str]) -> dict[str, str]:
+        monkeypatch.setattr(addresses, "resolve", lambda host: names.get(host, host))
+        monkeypatch.setattr(addresses, "towards", routes.get)
+        monkeypatch.setattr(addresses, "interface_of", {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}.get)
+        return _gloo_variables("gpu03", rank, 3, store)
+
+    store.set("1", "127.0.0.1")  # a rank beside rank 0
+    assert variables(2, {"gpu03": "10.0.0.1"}, {"10.0.0.1": "10.0.0.2"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    here = {"127.0.1.1": "127.0.0.1", "10.0.0.2": "10.0.0.1"}
+    assert variables(0, {"gpu03": "127.0.1.1"}, here) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    store.set("2", "127.0.0.1")
+    assert variables(0, {"gpu03": "127.0.1.1"}, here) == {}  # all on this machine

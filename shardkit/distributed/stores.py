@@ -46,11 +46,26 @@ def _of_all_ranks(rank: int, meet_timeout_s: float, timeout: timedelta) -> Store
             f"launch: RANK and WORLD_SIZE are set, but not the address of rank 0 (got MASTER_ADDR={host!r}, "
             f"MASTER_PORT={given!r}); set both for every rank, or start the script with shardkit launch."
         )
-    if not env.get("GLOO_SOCKET_IFNAME"):
-        env.update(addresses.gloo_variables(host))
     if rank == 0:
-        store = stores.hosted(stores.listening_address(host, None, log.warning), port, timeout)
+        store = stores.hosted(stores.listening_address(host, None, log.warning, "MASTER_ADDR"), port, timeout)
     else:
         advice = "check that rank 0 is running, that MASTER_ADDR is its machine, and that no firewall blocks the port"
         store = stores.reached(host, port, meet_timeout_s, log.warning, f"rank {rank}", "rank 0", advice)
+    if not env.get("GLOO_SOCKET_IFNAME"):
+        world_size = number_in(env.get("WORLD_SIZE") or "") or 1
+        env.update(_gloo_variables(host, rank, world_size, PrefixStore("addresses", store)))
     return store
+
+
+def _gloo_variables(host: str, rank: int, world_size: int, store: Store) -> dict[str, str]:
+    """The variable that makes gloo use the interface towards rank 0. Where `host` means this machine's loopback and is
+    known to others by another address, it is the interface towards a rank on another machine."""
+    resolved = addresses.resolve(host)
+    ours = addresses.towards(resolved) if resolved else None
+    store.set(str(rank), ours or "")
+    found = addresses.gloo_variables(host)
+    if found or ours is None or not addresses.is_loopback(ours):
+        return found
+    others = (store.get(str(other)).decode() for other in range(world_size) if other != rank)
+    elsewhere = next((address for address in others if address and not addresses.is_loopback(address)), None)
+    return addresses.gloo_variables(elsewhere) if elsewhere else {}

@@ -43,8 +43,9 @@ def hosted(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> TCPSt
         )
 
 
-def listening_address(host: str, bind_address: str | None, say: Say) -> str:
+def listening_address(host: str, bind_address: str | None, say: Say, given_by: str = "--main") -> str:
     """The address to listen on: the configured one, else that of `host`, by which others reach this machine.
+    `given_by`: the flag or variable with the host.
 
     All addresses if `host` cannot be used here: it is unknown, of a proxy, or loopback.
     """
@@ -57,7 +58,8 @@ def listening_address(host: str, bind_address: str | None, say: Say) -> str:
         problem = f"resolves to {address}, which other machines cannot reach (see /etc/hosts)"
     else:
         return address
-    say(f"warning: --main {host} {problem}; listening on all interfaces (to select one: shardkit.launch.bind_address).")
+    choice = " (to select one: shardkit.launch.bind_address)" if given_by == "--main" else ""
+    say(f"warning: {given_by} {host} {problem}; listening on all interfaces{choice}.")
     return addresses.EVERYWHERE
 
 

@@ -23,9 +23,18 @@ OURS = {
 }
 
 
+EARLIER_S = 60
+"""How much earlier than asked for SLURM may send the signal (sbatch(1), --signal)."""
+
+
 def problems(job: Job) -> list[str]:
-    """Options that sbatch would reject, or that shardkit sets."""
+    """Options that sbatch would reject, or that shardkit sets; a job that would be told to stop when it starts."""
     found = []
+    if job.time_s is not None and job.time_s <= job.grace_s + EARLIER_S:
+        found.append(
+            f"--time: leaves no time to train (got {time_text(job.time_s)}): SIGTERM comes {job.grace_s} s before the "
+            f"end, or up to {EARLIER_S} s earlier; give more, or less to save: --set shardkit.launch.stop_timeout_s=N."
+        )
     for key, value in job.options.items():
         if key in OURS:
             found.append(f"--option {key}: is set by shardkit (from {OURS[key]}); change that, and remove the option.")
