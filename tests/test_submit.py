@@ -295,6 +295,10 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
             ["--to", "slurm", "--time", "3m", "train.py"],
             "--time: leaves no time to train (got 0-00:03:00): SIGTERM comes 150",
         ),
+        (
+            ["--to", "slurm", "--resume", "never", "train.py"],
+            "--resume: a job resumes from the newest checkpoint, since",
+        ),
         (["--to", "slurm", "--name", "a b", "train.py"], "--name: may only have letters, digits, dots and dashes"),
         (["--to", "jobset", "--name", "Train", "train.py"], "--name: may only have lower-case letters"),
         (["--to", "jobset", "train.py"], "--image: a container image with the script and shardkit is missing"),

@@ -69,7 +69,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
     loaded = problems.of(_resolved, asked.config, asked.settings)
     config = loaded.config if loaded else None
     if loaded:
-        problems.lines += _missing(loaded.config, loaded.origins, loaded.path)
+        problems.lines += _missing(loaded.config, loaded.origins, loaded.path) + _problem_of_resume(loaded)
     words = problems.of(_words, "--ssh", asked.ssh)
     program = problems.of(_words, "--program", asked.program)
     time_s = problems.of(reading.seconds, asked.time) if asked.time else None
@@ -153,6 +153,18 @@ def _missing(config: Config, origins: dict[str, Origin], path: Path | None) -> l
             f"{where}: distributed_type: jobs are only supported for GPUs and CPUs (got XLA); use the TPU's tools."
         )
     return found
+
+
+def _problem_of_resume(loaded: files.LoadedConfig) -> list[str]:
+    """Why a job cannot start afresh every time, where a flag or variable asks for that: the engine starts it again."""
+    name = "shardkit.checkpoint.resume"
+    origin = loaded.origins[name]
+    if loaded.config.shardkit.checkpoint.resume != "never" or origin.kind not in ("flag", "environment"):
+        return []
+    return [
+        f"{origin.of(name)}: a job resumes from the newest checkpoint, since its engine starts it again after a "
+        "preemption (got never); leave it out, and save to a new folder to train from the beginning."
+    ]
 
 
 def _name(script: str, is_module: bool) -> str:
