@@ -92,3 +92,23 @@ def test_a_loaded_state_lies_as_its_parameter(tmp_path):
     row = found.optimizers[0].state[found.models[0]["weight"]]
     assert row["exp_avg"].stride() == found.models[0]["weight"].stride()
     torch.testing.assert_close(step(found, 4), step(live, 4))
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_parameters_may_be_laid_out_anew_between_steps(kind):
+    found = []
+    for chooses in (False, True):
+        model = nn.Conv2d(3, 4, 2, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(numbers(4, 3, 2, 2))
+        optimizer = kind(model.parameters(), lr=0.1, amsgrad=True)
+        if chooses:
+            choose_kernels(optimizer)
+        for number, layout in enumerate([torch.contiguous_format, torch.channels_last, torch.contiguous_format]):
+            model.to(memory_format=layout)
+            for seed in range(2):
+                model(numbers(2, 3, 4, 4, seed=10 * number + seed)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(model.weight.detach())
+    torch.testing.assert_close(*found)

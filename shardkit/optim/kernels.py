@@ -41,7 +41,7 @@ def choose_kernels(optimizer: torch.optim.Optimizer) -> None:
     if not getattr(optimizer, "_shardkit_chooses", False):
         optimizer.register_load_state_dict_post_hook(_choose_again)
         if kind_of(optimizer) in FUSED:
-            optimizer.register_step_pre_hook(_lay_out_gradients)
+            optimizer.register_step_pre_hook(_lay_out)
         optimizer._shardkit_chooses = True  # type: ignore[attr-defined]
 
 
@@ -87,14 +87,18 @@ def _fit_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tens
                 row[key] = laid_out_as(local, value)
 
 
-def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step on plain parameters; `local_step` does this for others."""
+def _lay_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step on plain parameters: gradients and state as the parameters. `local_step` does this for gradients of
+    others."""
     if "_shardkit_step" in vars(optimizer):
         return
     for group in optimizer.param_groups:
         if group.get("fused"):
             for parameter in group["params"]:
                 lay_out_gradient(parameter)
+                first = optimizer.state.get(parameter, {}).get("exp_avg")
+                if first is not None and first.stride() != parameter.stride():  # the script has changed its layout
+                    _fit_state(optimizer, [parameter])
 
 
 def lay_out_gradient(parameter: torch.Tensor) -> None:
