@@ -174,7 +174,7 @@ def test_what_a_run_deletes_meanwhile_is_not_damaged(project, tmp_path, capsys, 
 def test_what_may_not_be_read_is_told_with_what_to_do(project, capsys, monkeypatch):
     monkeypatch.setattr(manifest, "read", refusing("step-00000004", manifest.read))
     file = project / "checkpoints" / "step-00000004"
-    text = f"{file}: cannot be read (Permission denied); check its permissions."
+    text = f"{file}: cannot be read (Permission denied); check its permissions and those of the folders above it."
     assert text in called(capsys, "list", project)
     assert text in called(capsys, "verify", project, code=EXIT_CHECKPOINT)
 

@@ -9,9 +9,11 @@ import pytest
 
 from shardkit.checkpoint import disk, folder, locate, manifest
 from shardkit.checkpoint.lock import acquire
-from shardkit.errors import CheckpointSaveError
+from shardkit.cli.main import run
+from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError
 from tests import checkpoints
 
+pytestmark = pytest.mark.fault_row(47)
 SAVE_ID = "0" * 32
 DAY_S = 24 * 3600
 
@@ -131,3 +133,50 @@ def test_a_reader_of_a_read_only_folder_does_not_put_anything_back(tmp_path, mon
 
     monkeypatch.setattr(os, "rename", rename)
     assert [found.step for found in folder.steps(tmp_path)] == [1]
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_resumed(tmp_path):
+    """Somebody made room on the disk."""
+    root, other = tmp_path / "checkpoints", tmp_path / "other"
+    other.mkdir()
+    for step in (1, 2):
+        save(root / f"step-{step:08d}", step, in_series=True)
+        (root / f"step-{step:08d}").rename(other / str(step))
+        (root / f"step-{step:08d}").symlink_to(other / str(step))
+    assert checkpoints.load_newest(checkpoints.build("plain"), root).checkpoint.manifest.step == 2
+    save(root / "step-00000003", 3, in_series=True, keep_last=1)
+    assert [found.step for found in folder.steps(root)] == [3, 2, 1], "retention deletes no links"
+    (root / "step-00000003").rename(other / "3")
+    for path in other.iterdir():
+        path.rename(tmp_path / path.name)  # as a disk that is not mounted
+    with pytest.raises(
+        CheckpointError, match=r"every checkpoint in .* is damaged; nothing was loaded, and training does"
+    ):
+        checkpoints.load_newest(checkpoints.build("plain"), root)
+    found = run(["checkpoint", "list", str(root)])
+    assert found == 0
+
+
+def test_a_save_into_a_checkpoint_is_refused(tmp_path):
+    save(tmp_path / "a")
+    with pytest.raises(
+        CheckpointSaveError, match=r"a/best is inside the checkpoint .*/a, and would damage it; give ano"
+    ):
+        save(tmp_path / "a" / "best")
+    assert not folder.inspect(tmp_path / "a").additions
+
+
+def test_a_disk_that_fails_is_named_with_its_file(tmp_path, monkeypatch, capsys):
+    save(tmp_path / "a")
+    real = os.preadv
+
+    def preadv(descriptor, *rest):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("model/r00000-of-00001.safetensors"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(CheckpointError, match=r"Input/output error: '.*a/model/r00000-of-00001.safetensors'"):
+        checkpoints.load(checkpoints.build("plain"), tmp_path / "a")
+    assert run(["checkpoint", "verify", str(tmp_path / "a")]) == EXIT_CHECKPOINT
+    assert "r00000-of-00001.safetensors: cannot be read (Input/output error); look at that d" in capsys.readouterr().out

@@ -226,10 +226,17 @@ def read_into(source: Source, target: memoryview, offset: int, where: str) -> No
     """Fill the target with the bytes from an offset on. Raises CheckpointCorrupted if the file ends earlier."""
     while len(target):
         block = target[:BLOCK_BYTES]
-        done = os.preadv(source, [block], offset) if isinstance(source, int) else source.read_into(block, offset)
+        done = _preadv(source, block, offset, where) if isinstance(source, int) else source.read_into(block, offset)
         if not done:
             raise CheckpointCorrupted(f"{where}: ends at byte {offset}; it is truncated.")
         target, offset = target[done:], offset + done
+
+
+def _preadv(descriptor: int, block: memoryview, offset: int, where: str) -> int:
+    try:
+        return os.preadv(descriptor, [block], offset)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, where) from error
 
 
 def publish(temporary: Path, final: Path) -> None:

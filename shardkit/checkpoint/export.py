@@ -169,12 +169,10 @@ def _refuse_checkpoint(folder: Path) -> None:
     """An export into a checkpoint would replace the checkpoint's files, or add files that make it invalid."""
     if (folder / manifest.NAME).exists():
         raise CheckpointSaveError(f"{folder}: is a checkpoint, and an export would damage it; give another folder.")
-    for parent in folder.resolve().parents:
-        # Another program may use the name MANIFEST.json in a parent folder, so index.json is required, too.
-        if all(os.path.exists(parent / name) for name in (manifest.NAME, "index.json")):
-            raise CheckpointSaveError(
-                f"{folder}: is inside the checkpoint {parent}, and an export would damage it; give another folder."
-            )
+    if (around := folders.checkpoint_around(folder)) is not None:
+        raise CheckpointSaveError(
+            f"{folder}: is inside the checkpoint {around}, and an export would damage it; give another folder."
+        )
 
 
 def _make_files(opened: Opened) -> None:

@@ -66,7 +66,8 @@ def temporary_folder(final: PlaceKind, save_id: str) -> PlaceKind:
 
 
 def steps(root: Place) -> list[FoundCheckpoint]:
-    """Everything in a folder that is named step-*, highest step first. Links are ignored."""
+    """Everything in a folder that is named step-*, highest step first; also a link to a checkpoint that somebody moved
+    to another disk, and one that leads nowhere, which a resume must not take for no checkpoint."""
     try:
         paths = _in_store(root) if isinstance(root, Url) else _on_disk(root)
     except OSError as error:
@@ -78,7 +79,7 @@ def steps(root: Place) -> list[FoundCheckpoint]:
 
 
 def _on_disk(root: Path) -> list[Path]:
-    return [path for path in _entries(root) if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return [path for path in _entries(root) if STEP.fullmatch(path.name) and (path.is_symlink() or path.is_dir())]
 
 
 def _entries(root: Path) -> list[Path]:
@@ -144,6 +145,15 @@ def candidates(root: Place) -> list[FoundCheckpoint]:
     highest = committed[0][1].step if committed else -1
     above = [found for found in unreadable if found.step > highest]
     return [*above, *(found for _, found in committed), *(found for found in unreadable if found not in above)]
+
+
+def checkpoint_around(path: Path) -> Path | None:
+    """The checkpoint that this folder is in, or would be: files added there make it invalid. None if there is none."""
+    for parent in path.resolve().parents:
+        # Another program may use the name MANIFEST.json in a parent folder, so index.json is required, too.
+        if all(os.path.exists(parent / name) for name in (manifest.NAME, "index.json")):
+            return parent
+    return None
 
 
 def inspect(path: Place) -> Manifest:

@@ -122,14 +122,23 @@ def self_digest(folder: Place) -> str:
 
 def read(folder: Place) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointError with the reason if it is missing or invalid."""
-    where = str(folder / NAME)
-    if not is_here(folder):
-        if not (objects.is_there(folder) if isinstance(folder, Url) else folder.exists()):
-            raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint.")
-        raise CheckpointError(
-            f"{folder}: not a checkpoint, or an incomplete one ({NAME} is missing); use another checkpoint."
-        )
-    return from_bytes(disk.read_small(folder, NAME), where)
+    if isinstance(folder, Path) and not is_here(folder):
+        raise _missing(folder)
+    try:
+        text = disk.read_small(folder, NAME)
+    except CheckpointCorrupted:
+        if is_here(folder):
+            raise
+        raise _missing(folder) from None
+    return from_bytes(text, str(folder / NAME))
+
+
+def _missing(folder: Place) -> CheckpointError:
+    if not (objects.is_there(folder) if isinstance(folder, Url) else folder.exists()):
+        return CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint.")
+    return CheckpointError(
+        f"{folder}: not a checkpoint, or an incomplete one ({NAME} is missing); use another checkpoint."
+    )
 
 
 def is_here(folder: Place) -> bool:
@@ -233,7 +242,9 @@ def check_sizes(folder: Place, manifest: Manifest) -> list[str]:
             problems.append(f"{path}: not a regular file")
         elif seen.st_size != file.bytes:
             problems.append(_other_size(path, seen.st_size, file))
-    return problems + [f"{path}: not part of this checkpoint" for path in _strangers(folder, found, manifest)]
+    return problems + [
+        f"{path}: not part of this checkpoint (move it elsewhere)" for path in _strangers(folder, found, manifest)
+    ]
 
 
 def _check_objects(url: Url, manifest: Manifest) -> list[str]:
@@ -247,7 +258,9 @@ def _check_objects(url: Url, manifest: Manifest) -> list[str]:
             problems.append(f"{url / name}: missing")
         elif seen.bytes != file.bytes:
             problems.append(_other_size(url / name, seen.bytes, file))
-    return problems + [f"{url / name}: not part of this checkpoint" for name in _unknown(found, manifest)]
+    return problems + [
+        f"{url / name}: not part of this checkpoint (move it elsewhere)" for name in _unknown(found, manifest)
+    ]
 
 
 def _other_size(path: Place, size: int, file: File) -> str:

@@ -255,7 +255,9 @@ def _refuse_full(index: Index) -> None:
 
 
 def _refuse_taken(request: SaveRequest, final: Path) -> None:
-    """Raises FileExistsError if the name is taken and may not be replaced."""
+    """Raises FileExistsError if the name is taken and may not be replaced, CheckpointError if it is in a checkpoint."""
+    if (around := folder.checkpoint_around(final)) is not None:
+        raise CheckpointError(f"{final} is inside the checkpoint {around}, and would damage it; give another folder")
     if not is_taken(final):
         return
     if not request.replace:

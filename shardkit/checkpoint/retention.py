@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Hashable, Iterable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardkit.checkpoint import disk, folder, in_store, manifest, paths
@@ -51,8 +52,8 @@ def expendable(
     """Checkpoints that retention would delete, oldest first.
 
     Kept are: the newest `keep_last` complete ones, multiples of `keep_every` steps, pinned ones, those whose save_id is
-    in `protected`, and everything that is not a shardkit checkpoint or cannot be read. The newest is the one that was
-    committed last: higher steps can exist from before a run resumed from an earlier step.
+    in `protected`, links, and everything that is not a shardkit checkpoint or cannot be read. The newest is the one
+    that was committed last: higher steps can exist from before a run resumed from an earlier step.
 
     `is_good(path)` may check the contents of those that would count among the newest: one that is not good is kept, but
     not counted. It is not used after a commit, since reading whole checkpoints would delay training.
@@ -72,6 +73,7 @@ def expendable(
         if record.save_id not in protected
         and not (keep_every and found.step % keep_every == 0)
         and not is_pinned(found.path)
+        and not (isinstance(found.path, Path) and found.path.is_symlink())
         and _is_whole(found.path, record)
     ]
     return sorted(candidates, key=lambda found: found.step)

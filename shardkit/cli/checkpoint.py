@@ -1,6 +1,7 @@
 """`shardkit checkpoint`: list, inspect, verify and compare checkpoints; convert from and to files of other programs."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -104,7 +105,8 @@ def _in_words(error: CheckpointError | OSError, path: Place) -> str:
     """Why a checkpoint cannot be used."""
     if isinstance(error, CheckpointError):
         return str(error)
-    return f"{error.filename or path}: cannot be read ({error.strerror}); check its permissions."
+    advice = ADVICE.get(error.errno or 0, "check its permissions")
+    return f"{error.filename or path}: cannot be read ({error.strerror}); {advice}."
 
 
 def _is_gone(found: Place, given: Place) -> bool:
@@ -112,7 +114,7 @@ def _is_gone(found: Place, given: Place) -> bool:
     from shardkit.checkpoint import manifest
 
     try:
-        return found != given and not (manifest.is_here(found) if isinstance(found, Url) else found.exists())
+        return found != given and not (manifest.is_here(found) if isinstance(found, Url) else os.path.lexists(found))
     except OSError:
         return False
 
