@@ -127,9 +127,10 @@ def test_without_strict_the_state_of_a_parameter_that_was_not_saved_stays(tmp_pa
 
 def test_groups_with_settings_of_their_own_are_not_given_those_of_one_saved_group(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    checkpoints.save(checkpoints.state.Live([model], [torch.optim.SGD(model.parameters(), 0.1)]), tmp_path / "a")
+    checkpoints.save(checkpoints.state.Live([model], [torch.optim.SGD(model.named_parameters(), 0.1)]), tmp_path / "a")
     for rate in (0.5, 0.1):
-        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": rate}]
+        first, second = ([*model.named_parameters()][part] for part in (slice(2), slice(2, None)))
+        groups = [{"params": first}, {"params": second, "lr": rate}]
         live = checkpoints.state.Live([model], [torch.optim.SGD(groups, 0.1)])
         if rate == 0.5:
             text = r"param_groups\[0\] and \[1\] were saved as one, and their settings differ \(lr\); use the groups"

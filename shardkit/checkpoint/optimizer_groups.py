@@ -50,8 +50,10 @@ def parted_groups(
         if source is None:
             continue
         other = optimizer.param_groups[first.setdefault(source, number)]
-        settings = saved[source]["settings"]
-        differ = [key for key in settings if key in group and key in other and not _is_same(group[key], other[key])]
+        settings = saved[source]["settings"].keys() - {"param_names"}  # torch's list of each group's own names
+        differ = [
+            key for key in sorted(settings) if key in group and key in other and not _is_same(group[key], other[key])
+        ]
         if differ:
             which = f"{section}: param_groups[{first[source]}] and [{number}]"
             text = f"{which} were saved as one, and their settings differ ({', '.join(differ[:3])})"
