@@ -31,6 +31,7 @@ from shardkit.sharding import (
     pickled_parts,
     precision,
     random_values,
+    reductions,
 )
 from shardkit.sharding.gradient_sync import GradientMean, attach
 from shardkit.sharding.precision import Precision
@@ -124,7 +125,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
-    for behaviour in (random_values, numbers_of_tensors, copied_parts, pickled_parts):
+    for behaviour in (random_values, numbers_of_tensors, reductions, copied_parts, pickled_parts):
         behaviour.install()
     vars(model)["__deepcopy__"] = _refuse_copies
     vars(model)["__reduce_ex__"] = _refuse_pickling

@@ -26,6 +26,8 @@ def keep_plain(loss: torch.Tensor) -> None:
     if not is_dtensor(loss) or loss.grad_fn is None:
         return
     sharded = _sharded_nodes(loss.grad_fn)
+    for node in sharded:
+        _keep_placements(node)
     meeting = {node: plain for node in sharded if (plain := _plain_ones(node, sharded))}
     for following in chain.from_iterable(meeting.values()):
         following.register_prehook(_whole)
@@ -39,6 +41,19 @@ def keep_plain(loss: torch.Tensor) -> None:
                 "the forward of a module of the model that has these parameters, and call this module: "
                 "model.weigh(losses)."
             )
+
+
+def _keep_placements(node: Any) -> None:
+    """Where the node accumulates the gradient of a sharded parameter: it gets the parameter's placements. (Those of
+    `weight.sum()` or of a row are whole, and FSDP adds this rank's part of the other gradients to the local tensor.)"""
+    parameter = getattr(node, "variable", None)
+    if not is_dtensor(parameter) or node.metadata.get(_keep_placements):
+        return
+    from shardkit.sharding.settled import redistributed  # imports DTensor
+
+    placements = parameter.placements
+    node.register_prehook(lambda gradients: (redistributed(gradients[0], placements),))
+    node.metadata[_keep_placements] = True  # a parameter's node may outlive this graph
 
 
 _ACCUMULATES = "torch::autograd::AccumulateGrad"

@@ -1,17 +1,19 @@
 """Random values for sharded tensors on the CPU: each rank draws the whole tensor and keeps its part.
 
 torch supports random operators on DTensors only on accelerators. On the CPU, each rank would draw its part with the
-same seed, so all shards would have the same values. (Checked on torch 2.11 to 2.13.)
+same seed, so all shards would have the same values. Drawn values are never pending: ranks' would be added up. (Checked
+on torch 2.11 to 2.13.)
 """
 
 from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import local_part, local_slices, sharded_like, whole
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.settled import settle
 
 _aten = torch.ops.aten
 _IN_PLACE = (
@@ -39,7 +41,7 @@ def install() -> None:
 
 def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor, and keep this rank's part. Not collective: ranks must have equal generator states."""
-    like = args[0] if operator in _IN_PLACE else _settled(args[0])
+    like = args[0] if operator in _IN_PLACE else settle(args[0])
     if like.device.type != "cpu":
         return as_torch_does(operator, args, kwargs)
     drawn = operator(torch.empty(like.shape, dtype=like.dtype, device="cpu"), *args[1:], **kwargs)
@@ -52,7 +54,7 @@ def _drawn_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _drawn_by_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw by the whole values, and keep this rank's part. Collective; ranks must have equal generator states."""
-    like = _settled(next(value for value in args if isinstance(value, DTensor)))
+    like = settle(next(value for value in args if isinstance(value, DTensor)))
     if like.device.type != "cpu":
         return as_torch_does(operator, args, kwargs)
     drawn = operator(*(whole(value) if isinstance(value, DTensor) else value for value in args), **kwargs)
@@ -61,9 +63,3 @@ def _drawn_by_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return sharded_like(part.contiguous(), like)
     local_part(args[0]).copy_(part)
     return args[0]
-
-
-def _settled(tensor: DTensor) -> DTensor:
-    """The tensor, of which no value is pending: drawn values would be added up, too."""
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)

@@ -85,14 +85,14 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if _is_single(first):
             return _in_place_of_whole(function, first, args[1:], kwargs)
     elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or _is_uneven(first)):
-        copy = _settle(function(_replicated(first), *args[1:], **kwargs))
+        copy = settle(function(_replicated(first), *args[1:], **kwargs))
         copy.__class__ = CopiedPart  # writing to it would not reach the tensor
         vars(copy)["shardkit_rows"] = None
         return copy
     elif name in _OF_NOT_NOTHING and is_dtensor(first) and _has_empty_part(first):
         return function(_replicated(first), *args[1:], **kwargs)
     try:
-        return _settle(function(*args, **kwargs))
+        return settle(function(*args, **kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if not any(words in str(error) for words in _LACKING):
             raise
@@ -105,21 +105,21 @@ def _is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.startswith("__")) or name in _ASSIGNING
 
 
-def _settle(result: Any) -> Any:
+def settle(result: Any) -> Any:
     """The result, of which no value is pending. Collective where one was."""
     if is_dtensor(result) and not result.requires_grad:
         placements = [Replicate() if placement.is_partial() else placement for placement in result.placements]
-        return result if list(result.placements) == placements else _redistributed(result, placements)
+        return result if list(result.placements) == placements else redistributed(result, placements)
     if type(result) in (list, tuple):
-        return type(result)(map(_settle, result))
+        return type(result)(map(settle, result))
     return result
 
 
 def _replicated(tensor: DTensor) -> DTensor:
-    return _redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim)
+    return redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim)
 
 
-def _redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+def redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """The tensor with these placements, where it was: an offloaded one is copied to the mesh's device in between."""
     found = sharded_like(part_on_mesh(tensor), tensor).redistribute(placements=placements)
     return sharded_like(local_part(found).to(tensor.device), found)

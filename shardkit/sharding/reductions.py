@@ -1,0 +1,77 @@
+"""Reductions of sharded tensors, as in penalties and statistics of weights: `mse_loss(p, before)`, `(p > 9).any()`.
+
+torch's are those of whole tensors but for these: means of losses (of parts that differ in size it takes the mean of
+their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
+which torch itself takes in gradients, and any() and all() in further arithmetic. (Checked on torch 2.13.)
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial
+
+from shardkit.sharding.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.settled import settle
+
+_aten = torch.ops.aten
+_NONE, _MEAN = 0, 1  # the numbers of ATen's reductions
+_LOSSES = (
+    *(_aten.mse_loss, _aten.smooth_l1_loss, _aten.huber_loss, _aten.soft_margin_loss),
+    *(_aten.binary_cross_entropy, _aten.binary_cross_entropy_with_logits),
+)
+_GRADIENTS = (
+    *(_aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward),
+    *(_aten.soft_margin_loss_backward, _aten.binary_cross_entropy_backward),
+)
+_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim)
+_ANSWERS = (_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
+
+
+@cache
+def install() -> None:
+    """Makes them those of whole tensors. Has an effect once per process."""
+    handle((loss.default for loss in _LOSSES), _mean_loss)
+    handle((gradient.default for gradient in _GRADIENTS), _gradient_of_mean)
+    handle(_SUMS, _sum)
+    handle(_ANSWERS, _answer)
+
+
+def _mean_loss(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    arguments = _by_name(operator, args, kwargs)
+    if arguments["reduction"] != _MEAN:
+        return as_torch_does(operator, args, kwargs)
+    return as_torch_does(operator, (), {**arguments, "reduction": _NONE}).mean()
+
+
+def _gradient_of_mean(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    arguments = _by_name(operator, args, kwargs)
+    if arguments["reduction"] != _MEAN:
+        return as_torch_does(operator, args, kwargs)
+    each = (arguments["grad_output"] / arguments["self"].numel()).expand(arguments["self"].shape)
+    return as_torch_does(operator, (), {**arguments, "grad_output": each, "reduction": _NONE})
+
+
+def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *others = args
+    if any(one.is_partial() and not _adds_up(one) for one in tensor.placements):
+        tensor = settle(tensor)
+    if others and others[0] == []:
+        others[0] = list(range(tensor.dim()))
+    return as_torch_does(operator, (tensor, *others), kwargs)
+
+
+def _answer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return settle(as_torch_does(operator, args, kwargs))
+
+
+def _adds_up(placement: Any) -> bool:
+    """Whether the pending value is the sum or mean of all ranks' (a norm is the root of a sum)."""
+    return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+
+
+def _by_name(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by their names, with the operator's defaults."""
+    names = [argument.name for argument in operator._schema.arguments]
+    defaults = {one.name: one.default_value for one in operator._schema.arguments if one.has_default_value()}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

@@ -1,0 +1,60 @@
+"""Penalties on sharded weights, and numbers of them, are those of whole tensors: values and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from shardkit import Accelerator
+from tests import loops
+from tests.loops.net import Net, loss_of
+from tests.loops.run import RanksRun, Run, whole
+
+PENALTIES: dict[str, Any] = {
+    "mse": F.mse_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "soft margin": F.soft_margin_loss,
+    "cross entropy": lambda p, old: F.binary_cross_entropy(p.sigmoid(), old.sigmoid()),
+    "cross entropy of logits": lambda p, old: F.binary_cross_entropy_with_logits(p, old.sigmoid()),
+    "summed mse": lambda p, old: F.mse_loss(p, old, reduction="sum"),
+    "sum": lambda p, old: p.sum(),
+    "variance": lambda p, old: (p - old).var(),
+    "a row": lambda p, old: p[0].square().mean(),
+    "differences of rows": lambda p, old: p.diff(dim=0).abs().mean(),
+    "largest value": lambda p, old: (p - old).norm(float("inf")),
+    "sorted": lambda p, old: (p.sort(0).values * old).mean(),
+}
+NUMBERS: dict[str, Any] = {
+    "an answer": lambda p: (p > -9).any().float() + 1,
+    "answers of columns": lambda p: (p > 0).all(0).float().sum() + 1,
+    "mean of norms": lambda p: p.norm(dim=0).mean(),
+    "norms in one tensor": lambda p: torch.cat([p.norm().view(1), p.norm().view(1)]).sum(),
+}
+
+
+def results(run: Run) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = run.prepare(Net())
+    weight = run.unwrap(model).head.weight  # 11 rows: no number of ranks divides them
+    old = weight.detach().clone() * 0.9 + 0.01
+    found = {name: float(whole(number(weight))) for name, number in NUMBERS.items()}
+    for name, penalty in PENALTIES.items():
+        value = penalty(weight, old)
+        run.backward(loss_of(model, run.batch(0)) + value)
+        found[name] = [float(whole(value)), *whole(weight.grad).flatten().tolist()]
+        model.zero_grad()
+    return found
+
+
+def on_ranks(strategy: int) -> dict[str, Any]:
+    return results(RanksRun(accelerator=Accelerator(config=loops.config_of(strategy, loops.LOOPS["usual"]))))
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, 1), (3, 2), (4, 4)])
+def test_penalties_and_numbers_are_those_of_whole_tensors(ranks, world, strategy):
+    expected = results(Run())
+    for found in ranks.run(world, on_ranks, strategy):
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, abs=1e-5), name
