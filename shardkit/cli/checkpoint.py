@@ -96,17 +96,9 @@ def _row(path: Place) -> dict[str, Any]:
     try:
         record = folder.inspect(path)
     except (CheckpointError, OSError) as error:
-        return {**row, "problem": _in_words(error, path)}
+        return {**row, "problem": checkpoint_text.problem(error, path)}
     names = ("step", "kind", "world_size", "bytes", "created_utc", "epoch", "samples_seen", "save_id", "run_id")
     return row | {name: getattr(record, name) for name in names}
-
-
-def _in_words(error: CheckpointError | OSError, path: Place) -> str:
-    """Why a checkpoint cannot be used."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    advice = ADVICE.get(error.errno or 0, "check its permissions")
-    return f"{error.filename or path}: cannot be read ({error.strerror}); {advice}."
 
 
 def _is_gone(found: Place, given: Place) -> bool:
@@ -209,7 +201,7 @@ def _damages(path: Place) -> tuple[list[str], int]:
         with Progress("verified", found.manifest.bytes) as progress:
             return damages(found, progress.add), found.manifest.bytes
     except (CheckpointError, OSError) as error:
-        return [_in_words(error, path)], 0
+        return [checkpoint_text.problem(error, path)], 0
 
 
 @app.command()

@@ -3,6 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from shardkit import sizes
+from shardkit.cli.advice import ADVICE
+from shardkit.errors import CheckpointError
+from shardkit.storage.url import Place
 from shardkit.wording import counted
 
 if TYPE_CHECKING:
@@ -89,3 +92,11 @@ def magnitude(found: "Magnitude") -> str:
     if found.max_abs is None:
         return f"{text}, by non-finite amounts"
     return f"{text}, at most by {found.max_abs:.3g} (relative: {found.max_rel:.3g})"
+
+
+def problem(error: CheckpointError | OSError, path: Place) -> str:
+    """Why a checkpoint cannot be used."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    advice = ADVICE.get(error.errno or 0, "check its permissions")
+    return f"{error.filename or path}: cannot be read ({error.strerror}); {advice}."
