@@ -52,7 +52,12 @@ def _keep_placements(node: Any) -> None:
     from shardkit.sharding.settled import redistributed  # imports DTensor
 
     placements = parameter.placements
-    node.register_prehook(lambda gradients: (redistributed(gradients[0], placements),))
+
+    def redistribute(*_: Any) -> None:
+        if is_dtensor(parameter.grad) and parameter.grad.placements != placements:
+            parameter.grad = redistributed(parameter.grad, placements)
+
+    node.register_hook(redistribute)  # after it, since torch 2.11 accumulates a copy, which is whole for uneven parts
     node.metadata[_keep_placements] = True  # a parameter's node may outlive this graph
 
 

@@ -2,7 +2,8 @@
 
 torch's are those of whole tensors but for these: means of losses (of parts that differ in size it takes the mean of
 their means, and divides the gradient by the elements of a part), sums of norms that are pending, sums over the dims [],
-which torch itself takes in gradients, and any() and all() in further arithmetic. (Checked on torch 2.13.)
+which torch itself takes in gradients, any() and all() in further arithmetic, and quotients by sums that are pending.
+(Checked on torch 2.11, which alone is wrong in the last, 2.13 and 2.15.)
 """
 
 from functools import cache
@@ -25,6 +26,7 @@ _GRADIENTS = (
     *(_aten.soft_margin_loss_backward, _aten.binary_cross_entropy_backward),
 )
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim)
+_QUOTIENTS = (_aten.div.Tensor, _aten.div_.Tensor)
 _ANSWERS = (_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
 
 
@@ -34,6 +36,7 @@ def install() -> None:
     handle((loss.default for loss in _LOSSES), _mean_loss)
     handle((gradient.default for gradient in _GRADIENTS), _gradient_of_mean)
     handle(_SUMS, _sum)
+    handle(_QUOTIENTS, _quotient)
     handle(_ANSWERS, _answer)
 
 
@@ -59,6 +62,11 @@ def _sum(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if others and others[0] == []:
         others[0] = list(range(tensor.dim()))
     return as_torch_does(operator, (tensor, *others), kwargs)
+
+
+def _quotient(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dividend, divisor = args
+    return as_torch_does(operator, (dividend, settle(divisor)), kwargs)
 
 
 def _answer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
