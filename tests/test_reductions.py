@@ -30,6 +30,8 @@ PENALTIES: dict[str, Any] = {
 NUMBERS: dict[str, Any] = {
     "an answer": lambda p: (p > -9).any().float() + 1,
     "answers of columns": lambda p: (p > 0).all(0).float().sum() + 1,
+    "sum of numbers in a plain tensor": lambda p: torch.ones(()).add_(p.norm()).mul_(p.abs().sum()).sub_(p.sum()),
+    "number as text": lambda p: torch.tensor(float(f"{p.norm():.6f}")),
     "quotient by a sum": lambda p: p[0, 0] / p.abs().sum(),
     "mean of norms": lambda p: p.norm(dim=0).mean(),
     "norms in one tensor": lambda p: torch.cat([p.norm().view(1), p.norm().view(1)]).sum(),
