@@ -14,6 +14,7 @@ from shardkit.config import files
 from shardkit.config.command import settings_of
 from shardkit.config.descriptions import text_of
 from shardkit.config.edit import edited
+from shardkit.config.host_port import problem_of_host
 from shardkit.config.json_schema import json_schema
 from shardkit.config.keys import all_keys, sections
 from shardkit.config.schema import (
@@ -356,6 +357,7 @@ TEXTS = (
     | st.sampled_from(["no", "08", "1e8", "null", "~", "a: b", "# c", "it's", "é", "- x", "yes"])
     | (WORDS.map(str.strip).filter(bool))
 )
+HOSTS = TEXTS.filter(lambda text: text is None or problem_of_host(text) is None)
 CLASSES = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True), max_size=3)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 10**9) | st.floats(-1e3, 1e9) | st.sampled_from(["no", "a: b", "1"]),
@@ -370,7 +372,7 @@ CONFIGS = st.builds(
     distributed_type=st.sampled_from(["FSDP", "MULTI_GPU", "MULTI_CPU", "XLA"]),
     mixed_precision=st.sampled_from(["no", "fp16", "bf16"]),
     num_processes=st.integers(1, 64),
-    main_process_ip=TEXTS,
+    main_process_ip=HOSTS,
     main_process_port=st.none() | st.integers(0, 65535),
     rdzv_backend=st.sampled_from(["static", "c10d", "etcd-v2"]),
     same_network=st.booleans(),

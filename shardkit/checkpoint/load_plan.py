@@ -16,6 +16,7 @@ from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup
 from shardkit.distributed.custom_state import CustomState
+from shardkit.distributed.tensors import is_composed
 from shardkit.errors import CheckpointCorrupted
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
@@ -214,7 +215,7 @@ def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
         return f"shape {list(entry.shape)} in the checkpoint, {list(tensor.shape)} in the model"
     if entry.dtype != tensors.DTYPES.get(tensor.dtype):
         return f"dtype {entry.dtype} in the checkpoint, {tensors.DTYPES.get(tensor.dtype)} in the model"
-    if tensors.is_composed(tensor):
+    if is_composed(tensor):
         return f"is quantized in the model (got a {type(tensor).__name__}); load the checkpoint before quantizing"
     if not tensors.has_memory(tensor):
         return "has no values in the model yet (got a tensor on the meta device); prepare the model first"

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.checkpoint.layout import Box, Chunk, Index, Mesh, TensorEntry, chunks_of, local_box
-from shardkit.distributed.tensors import local_part
+from shardkit.distributed.tensors import is_composed, local_part
 from shardkit.errors import CheckpointError
 
 DTYPES = {
@@ -116,12 +116,6 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Whether values can be written into it."""
     local = local_part(tensor)
     return local.layout is torch.strided and not local.is_meta
-
-
-def is_composed(tensor: torch.Tensor) -> bool:
-    """Whether it is of a class that holds its values in other tensors, as torchao's quantized weights; it has no memory
-    of its own."""
-    return hasattr(type(local_part(tensor)), "__tensor_flatten__")
 
 
 def bytes_of(wanted: Sequence[tuple[torch.Tensor, int | None]]) -> list[torch.Tensor]:

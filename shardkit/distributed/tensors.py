@@ -73,6 +73,12 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
     return local._tensor if isinstance(local, kind) else local
 
 
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that holds its values in other tensors, as torchao's quantized weights; it has no memory
+    of its own."""
+    return hasattr(type(local_part(tensor)), "__tensor_flatten__")
+
+
 def whole(tensor: DTensor) -> torch.Tensor:
     """All ranks' parts of a sharded tensor together, on every rank, on the mesh's device. Collective."""
     return sharded_like(part_on_mesh(tensor), tensor).full_tensor()

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardkit.checkpoint.tensors import is_composed
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
-from shardkit.distributed.tensors import is_dtensor, layers, unwrapped
+from shardkit.distributed.tensors import is_composed, is_dtensor, layers, unwrapped
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
