@@ -94,9 +94,12 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
         dist.barrier()
         return result
     finally:
+        # A group that ends with the reducer of torch's DDP waits, holding the GIL, for threads that may need it.
+        groups = list(dist.distributed_c10d._world.pg_map)
         leave()
         # Models and their groups are in reference cycles, and a group's threads wake a hundred times a second.
         gc.collect()
+        del groups
 
 
 def leave() -> None:

@@ -1,7 +1,9 @@
 """What each rank holds, when it is gathered, and what the engine does with models that do not divide nicely."""
 
 import copy
+import gc
 import inspect
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -789,6 +791,28 @@ def sync_is_restored() -> list[bool]:
 
 def test_sync_is_restored_to_what_it_was(ranks):
     assert ranks.run(2, sync_is_restored) == [[True, True]] * 2
+
+
+def freed_soon_after_a_collective() -> None:
+    """Frees a model when its group has ended, while threads of the group wait for the GIL to free their last work."""
+    found = sys.getswitchinterval()
+    sys.setswitchinterval(5.0)  # for so long the main thread keeps the GIL
+    try:
+        model = parallel(models.Gpt(), config_for(2, strategy=3))
+        models.next_token_loss(model, tokens()).backward()
+        for work in [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(8)]:
+            work.wait()
+        process.leave()
+        del model
+        gc.collect()
+    finally:
+        sys.setswitchinterval(found)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_model_is_freed_after_its_group(ranks):
+    for _ in range(12):  # of those in another order one in three hung
+        ranks.run(2, freed_soon_after_a_collective)
 
 
 # Memory

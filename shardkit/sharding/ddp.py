@@ -51,9 +51,11 @@ class Replica(DistributedDataParallel):
         """Create torch's reducer for the currently trainable parameters. Collective."""
         takes_attributes = vars(self).pop("_takes_attributes", False)
         mine = {name: value for name, value in vars(self).items() if name in _OF_EVERY_MODULE}
-        for name in ("reducer", "logger"):  # destroying the old reducer removes its hooks
+        for name in ("reducer", "logger", "_group_after_reducer"):  # destroying the old reducer removes its hooks
             vars(self).pop(name, None)
         super().__init__(model, **self._settings)
+        # Freed last: a process group that ends with the reducer waits, holding the GIL, for threads that need it.
+        self._group_after_reducer = self.process_group
         self.broadcast_buffers = self._section.broadcast_buffers
         vars(self).update(mine)
         self._all = list(model.parameters())
