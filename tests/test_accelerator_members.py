@@ -1,5 +1,6 @@
 """Members that scripts for Accelerate use: each works as documented, or raises an error with an alternative."""
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -286,3 +287,17 @@ def test_a_sharded_model_is_not_pickled(alone):
     model = Accelerator(config=FSDP).prepare(Model())
     with pytest.raises(UsageError, match=r"torch.save: a sharded model cannot be pickled .* accelerator.save_model"):
         pickle.dumps(model)
+
+
+def pickles_of_a_replica():
+    accelerator = Accelerator(config=DDP)
+    model = accelerator.prepare(Model())
+    for taken in (pickle.dumps, copy.copy):
+        with pytest.raises(UsageError, match=r"torch.save: a model in DistributedDataParallel cannot be pickled"):
+            taken(model)
+    x = torch.ones(2, 6)
+    return torch.equal(pickle.loads(pickle.dumps(accelerator.unwrap_model(model)))(x), copy.deepcopy(model)(x))
+
+
+def test_a_replica_is_pickled_without_its_wrapper(ranks):
+    assert ranks.run(2, pickles_of_a_replica) == [True, True]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shardkit.config.schema import Config, DdpConfig
-from shardkit.errors import ModelError
+from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
 from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, attach, take_mean_, watch_backward
 from shardkit.sharding.parameters import refused_hooks
@@ -97,6 +97,13 @@ class Replica(DistributedDataParallel):
         if not any(p.requires_grad for p in copied.parameters()):
             return copied
         return Replica(copied, self._reduce_in, self._section, **self._settings)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "torch.save: a model in DistributedDataParallel cannot be pickled or copied by copy.copy (got a prepared "
+            "one); use the inner model: torch.save(accelerator.unwrap_model(model), path), or save its weights: "
+            "accelerator.save_model(model, folder)."
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kinds = self._present_kinds()
