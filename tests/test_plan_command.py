@@ -49,6 +49,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, capsys.readouterr().err
 
 
+def test_the_model_may_be_given_without_its_flag(capsys):
+    assert plan(capsys, SMALL, "--world", "2") == plan(capsys, "--model", SMALL, "--world", "2")
+    assert run(["plan", SMALL, "--model", "gpt-1t"]) == 2
+    assert f"plan: two models (got {SMALL} and --model gpt-1t); give one." in capsys.readouterr().err
+
+
 @pytest.mark.requirement("B5")
 def test_the_report_for_gpt_175b(capsys):
     out = plan(

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from shardkit import __version__, env, systems
+from shardkit.cli import habits
 from shardkit.cli.advice import ADVICE, FULL
 from shardkit.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MACHINE, ShardkitError
 from shardkit.fast_exit import exit_without_torch_teardown
@@ -149,6 +150,9 @@ def _call(verb: str, arguments: list[str]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except problem_with_the_flags as error:
+        if typed := getattr(error, "option_name", None):  # of an unknown option
+            takes_settings = any("--set" in option.opts for option in error.ctx.command.params)
+            error.possibilities = habits.meant(verb, typed, takes_settings) or error.possibilities
         error.show()
         return EXIT_CONFIG
     except typer.Abort:

@@ -20,6 +20,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 
 @app.command()
 def plan(
+    of: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)] = None,
     model: Annotated[
         str | None,
         typer.Option(help="module:function, config.json, .safetensors, gpt-175b, gpt-1t, gpt:layers=..,hidden=.."),
@@ -92,6 +93,8 @@ def plan(
 
     path = config or find_file(Path.cwd())
     problems = Problems()
+    if of is not None and model is not None:
+        problems.add(f"plan: two models (got {of} and --model {model}); give one.")
     simulation = problems.of(_simulation, simulate, exact, batch, closed_form, optimizer, strategy)
     question = None if find is None else problems.of(_member, "--find", find, Question)
     logits, averages = problems.of(_member, "--loss", loss, Loss), problems.of(_member, "--ema", ema, Ema)
@@ -99,7 +102,7 @@ def plan(
     found = None if measured is None else problems.of(measurement.read, measured)
     if plot is not None:
         problems.of(picture.check, plot)
-    name = problems.of(request.model_name, model, path)
+    name = problems.of(request.model_name, of or model, path)
     one_strategy = None if _is_every(strategy) else strategy
     resolved = problems.of(request.configuration, path, settings or [], one_strategy, world, per_machine, device)
     planned_device = problems.of(request.device_of, resolved or Config(), device, memory)

@@ -1,0 +1,51 @@
+"""Options that people type from other tools, and what they are called here."""
+
+from collections.abc import Mapping
+
+_RANKS = ("gpus", "num-gpus", "n-gpus", "ngpus", "nproc", "np", "devices", "num-devices", "ranks", "world-size")
+
+HABITS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "plan": {
+        "--world": (*_RANKS, "num-processes", "processes", "n"),
+        "--device": ("gpu", "gpu-type", "device-type", "hardware", "accelerator"),
+        "--memory": ("gpu-memory", "device-memory", "mem", "vram"),
+        "--per-machine": ("gpus-per-node", "gpus-per-machine", "nproc-per-node", "per-node"),
+        "--batch-size": ("bs", "micro-batch", "micro-batch-size", "per-device-train-batch-size"),
+        "--seq-len": ("seqlen", "seq", "seq-length", "sequence-length", "context", "context-length", "max-length"),
+        "--optimizer": ("optim", "opt"),
+        "--network": ("bandwidth", "nic"),
+    },
+    "launch": {
+        "--num-processes": (*_RANKS, "processes"),
+        "--num-machines": ("nodes", "num-nodes", "machines", "hosts"),
+        "--mixed-precision": ("precision", "dtype"),
+        "--logs": ("log", "log-folder", "output"),
+    },
+    "submit": {
+        "--num-processes": (*_RANKS, "processes"),
+        "--num-machines": ("nodes", "num-nodes", "machines", "nnodes"),
+        "--mixed-precision": ("precision", "dtype"),
+        "--name": ("job-name", "job"),
+        "--to": ("engine", "scheduler"),
+        "--time": ("time-limit", "walltime"),
+    },
+}
+"""By verb and option of shardkit: what else it is called, without leading dashes."""
+
+OF_ENGINES = ("partition", "account", "qos", "namespace", "queue")
+
+
+def meant(verb: str, typed: str, takes_settings: bool) -> list[str]:
+    """What an unknown option of this verb may mean: `--gpus` is `--world` of plan; a setting is given by `--set`."""
+    word = typed.lstrip("-").replace("_", "-").lower()
+    found = [option for option, words in HABITS.get(verb, {}).items() if word in words]
+    if found:
+        return found
+    if word in OF_ENGINES and verb == "submit":
+        return [f"--option {word}=VALUE"]
+    if not takes_settings:
+        return []
+    from shardkit.config.keys import whole_name
+
+    name = whole_name(word.replace("-", "_"))
+    return [f"--set {name}=VALUE"] if name else []
