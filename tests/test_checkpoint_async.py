@@ -1,14 +1,18 @@
 """Saving beside training: what is saved is the state at the call, whatever the loop does next."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 
+from shardkit import Accelerator
 from shardkit.checkpoint import async_save, write
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError
 from tests import checkpoints
+from tests.ranks import log_lines
 
 
 @pytest.fixture
@@ -117,3 +121,33 @@ def test_nothing_is_left_on_the_optimizer(live, background, tmp_path):
         background.wait(background.control)
         assert not live.optimizers[0]._optimizer_step_pre_hooks
     assert not [thread for thread in threading.enumerate() if thread.name == "shardkit-save"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_copies_are_freed_with_the_run(ends, alone, tmp_path):
+    """One process that trains many models one after the other, as a sweep does."""
+    accelerator = Accelerator(config={"distributed_type": "NO", "use_cpu": True})
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "saved", blocking=False)
+    background = weakref.ref(accelerator._run.saving.background)
+    background()._thread.join()
+    if ends:
+        accelerator.end_training()
+    del accelerator, model, optimizer
+    gc.collect()
+    assert background() is None
+
+
+def test_an_error_that_nobody_awaited_is_logged_at_exit(live, background, tmp_path, monkeypatch):
+    registered = []
+    monkeypatch.setattr(async_save.atexit, "register", registered.append)
+    monkeypatch.setenv("SHARDKIT_FAULT", "write:0:raise=ENOSPC")
+    begin(live, background, tmp_path / "saved")
+    background._thread.join()
+    (action,) = registered
+    with log_lines() as lines:
+        action()
+    assert len(lines) == 1 and "No space left on device" in lines[0]

@@ -8,9 +8,12 @@ thread    writes the copies, agrees with the other ranks, commits
 wait      before the next save and at the end of the run: raises if the save failed
 """
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch.optim import Optimizer
@@ -45,7 +48,6 @@ class AsyncSave:
     _is_copied: threading.Event = field(default_factory=threading.Event)
     _step_hooks: list[RemovableHandle] = field(default_factory=list)
     _problem: str | None = None
-    _is_awaited: bool = False
     _where: Place | None = None
     _buffers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
@@ -72,9 +74,8 @@ class AsyncSave:
             self._step_hooks = [item.register_step_pre_hook(lambda *_: self.wait_until_copied()) for item in optimizers]
         # Not a daemon: the interpreter waits for it, so a save that was begun is committed before the process ends.
         self._thread = threading.Thread(target=self._run, args=(prepared, uncopied, on_commit), name="shardkit-save")
-        if isinstance(self._where, Url) and not self._is_awaited:
-            self._is_awaited = True
-            _before_executors_end(self.join)
+        if isinstance(self._where, Url):
+            _await_before_executors_end(self._thread)
         self._thread.start()
 
     def _copy_first(self, prepared: PreparedSave, may_defer: bool) -> list[_Uncopied]:
@@ -102,6 +103,7 @@ class AsyncSave:
             on_commit()
         except Exception as error:  # the next `wait` raises it on all ranks
             self._problem = str(error) or repr(error)
+            atexit.register(self.last_words)  # not earlier: it keeps the copies
 
     def _copy_rest(self, prepared: PreparedSave, uncopied: list[_Uncopied]) -> None:
         try:
@@ -142,6 +144,7 @@ class AsyncSave:
             logger.info("checkpoint: waiting for the save of %s", self._where)
         self._thread.join()
         self._release_optimizers()
+        atexit.unregister(self.last_words)
         self._thread, problem, self._problem = None, self._problem, None
         try:
             problem_of_some = control.decide(problem, _first)
@@ -149,11 +152,6 @@ class AsyncSave:
             raise CheckpointSaveError(f"checkpoint: save of {self._where}: {error}; {problem or ''}") from error
         if problem_of_some is not None:
             raise CheckpointSaveError(problem_of_some)
-
-    def join(self) -> None:
-        """Wait until the running save has ended, without checking its result."""
-        if self._thread is not None:
-            self._thread.join()
 
     def last_words(self) -> None:
         """At the end of the process: wait without communicating, and log an error that `wait` has not yet raised."""
@@ -169,14 +167,28 @@ def _has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
-def _before_executors_end(action: Callable[[], None]) -> None:
-    """Register an action for interpreter exit that runs before concurrent.futures stops accepting work.
+_to_stores: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-    The packages behind s3:// and other stores need its executors during a save. Actions run in reverse order of
-    registration. There is no public API for this (since Python 3.9)."""
+
+def _await_before_executors_end(thread: threading.Thread) -> None:
+    """Await the thread at interpreter exit, before concurrent.futures stops accepting work.
+
+    The packages behind s3:// and other stores need its executors during a save."""
+    _register_wait()
+    _to_stores.add(thread)
+
+
+@cache
+def _register_wait() -> None:
+    """Actions run in reverse order of registration. There is no public API for this (since Python 3.9)."""
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
-        register(action)
+        register(_wait_for_all)
+
+
+def _wait_for_all() -> None:
+    for thread in list(_to_stores):
+        thread.join()
 
 
 def _first(problems: list[str | None]) -> str | None:

@@ -1,6 +1,7 @@
 """One writer per folder: a second run that saves into the same folder of checkpoints gets an error that names the
 first."""
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -42,13 +43,26 @@ class Lock:
         if self.is_released:
             return
         self.is_released = True
-        held = _held[_key(self.path)]
+        held = _held.get(_key(self.path))
+        if held is None:  # the process ends
+            return
         held.users -= 1
         if not held.users:
-            del _held[_key(self.path)]
-            with contextlib.suppress(OSError):
-                os.ftruncate(held.descriptor, 0)
-            os.close(held.descriptor)
+            _end(_key(self.path))
+
+
+@atexit.register
+def _end_all() -> None:
+    """For scripts that end without releasing."""
+    for path in list(_held):
+        _end(path)
+
+
+def _end(path: Path) -> None:
+    descriptor = _held.pop(path).descriptor
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
 
 
 def _key(path: Path) -> Path:

@@ -1,6 +1,5 @@
 """save_state and save_model of a run: its objects, its checkpoint folder, one save at a time."""
 
-import atexit
 import uuid
 from dataclasses import replace
 from functools import partial
@@ -154,7 +153,6 @@ def _save_beside(run: Run, session: SaveSession, request: SaveRequest, prepared:
     if session.background is None:
         beside = control.start_background(run.config.shardkit.checkpoint.timeout_s)
         session.background = AsyncSave(beside)
-        atexit.register(session.background.last_words)
     optimizers = [item.optimizer for item in run.optimizers]
     session.background.start(prepared, optimizers, lambda: _committed(session, request))
 
@@ -252,7 +250,6 @@ def _claim(session: SaveSession, root: Place) -> None:
         session.lock.release()
         session.lock = None
     session.lock = lock.acquire(root, session.run_id)
-    atexit.register(session.lock.release)  # for scripts that end without end_training()
 
 
 def mesh_of(run: Run) -> dict[str, Any]:
