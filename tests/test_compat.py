@@ -118,6 +118,13 @@ def test_a_refused_name_can_be_imported_compared_and_subclassed_but_not_used():
             use()
 
 
+def test_what_is_skipped_stays_where_it_is_at_any_depth():
+    send, x = import_module("shardkit.compat.utils").send_to_device, torch.ones(2)
+    moved = send({"a": [{"kept": x, "b": x}], "kept": x}, "meta", skip_keys="kept")
+    assert moved["kept"] is x and moved["a"][0]["kept"] is x and moved["a"][0]["b"].device.type == "meta"
+    assert send({"a": x}, "meta", skip_keys=["b"])["a"].device.type == "meta"
+
+
 def test_a_function_with_the_name_of_its_module_is_the_function():
     utils = import_module("shardkit.compat.utils")
     assert utils.tqdm is bars.tqdm

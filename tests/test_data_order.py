@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSam
 
 from shardkit.data.loader import prepare_loader
 from shardkit.data.permutation import SHORT, Permutation
-from shardkit.data.private_random import stream_seed
 from shardkit.data.sampler import COMPUTED, DRAWN_WHOLE
 from shardkit.data.skipping import skip_first_batches
+from shardkit.distributed.seed import stream_seed
 from shardkit.errors import CheckpointError
 from tests.golden import positions
 from tests.loaders import CPU, Chance, Numbers, Pairs, Reversed, distributed, flat, moved, prepared, run

@@ -10,7 +10,9 @@ import pytest
 from shardkit.cli import main as command_line
 from shardkit.config import files
 from shardkit.config.schema import Config
-from shardkit.doctor import findings, machine, ranks
+from shardkit.distributed import process
+from shardkit.doctor import findings, machine
+from shardkit.doctor import ranks as doctor_ranks
 from shardkit.doctor.findings import Finding, Level
 from shardkit.launch.preflight import Machine
 from tests.network import ADDRESSES, folder, two_machines
@@ -89,15 +91,15 @@ def test_the_health_of_a_gpu_is_read_from_nvidia_smi(line, level):
 
 
 def test_the_difference_of_two_clocks_is_the_least_that_fits():
-    assert ranks.skew([(10.0, 10.1, 10.0, 10.1)]) == 0.0
-    assert ranks.skew([(15.0, 15.1, 10.0, 10.1), (20.0, 20.3, 15.0, 15.2)]) == pytest.approx(4.9)
-    assert ranks.skew([(5.0, 5.1, 10.0, 10.1)]) == pytest.approx(-4.9)
+    assert doctor_ranks.skew([(10.0, 10.1, 10.0, 10.1)]) == 0.0
+    assert doctor_ranks.skew([(15.0, 15.1, 10.0, 10.1), (20.0, 20.3, 15.0, 15.2)]) == pytest.approx(4.9)
+    assert doctor_ranks.skew([(5.0, 5.1, 10.0, 10.1)]) == pytest.approx(-4.9)
 
 
 def test_groups_that_are_timed():
-    assert ranks.groups_of([0, 0]) == [("all ranks", None, [0, 1])]
-    assert ranks.groups_of([0, 1]) == [("one rank a machine", None, [0, 1])]
-    assert [members for _, _, members in ranks.groups_of([0, 0, 1, 1])] == [[0, 1, 2, 3], [0, 2], [0, 1], [2, 3]]
+    assert doctor_ranks.groups_of([0, 0]) == [("all ranks", None, [0, 1])]
+    assert doctor_ranks.groups_of([0, 1]) == [("one rank a machine", None, [0, 1])]
+    assert [members for _, _, members in doctor_ranks.groups_of([0, 0, 1, 1])] == [[0, 1, 2, 3], [0, 2], [0, 1], [2, 3]]
 
 
 def test_a_slow_link_and_a_slow_machine_are_found():
@@ -106,7 +108,7 @@ def test_a_slow_link_and_a_slow_machine_are_found():
         return {"kind": "all-reduce", "size_bytes": 1, "seconds": 1.0, "bytes_per_s": speed, **place}
 
     rows = [row(0, 1e9), row(1, 4e8), row(2, 1e9), row(None, 1e7)]
-    assert [ranks.judged(one, rows).level for one in rows] == [Level.OK, Level.WARNING, Level.OK, Level.WARNING]
+    assert [doctor_ranks.judged(one, rows).level for one in rows] == [Level.OK, Level.WARNING, Level.OK, Level.WARNING]
 
 
 def test_a_run_that_would_not_start_fails_before_any_rank(capsys, tmp_path, monkeypatch):
@@ -163,6 +165,21 @@ def examined(path: Path, is_blocked: bool) -> list[tuple[int, str]]:
         finally:
             for one in both:
                 one.close()
+
+
+def folder_of(folders):
+    place = process.start(Config(num_processes=2, use_cpu=True))
+    return doctor_ranks.shared_folder(place, folders[place.rank], [0, 1])
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_shared_folder_that_a_machine_cannot_use_is_a_finding(ranks, tmp_path, missing):
+    folders = [tmp_path, tmp_path]
+    folders[missing] = tmp_path / "nowhere"
+    for (found,) in ranks.run(2, folder_of, folders):
+        assert (found.level, found.machine) == (Level.WARNING, missing)
+        assert ("No such file or directory" if missing == 0 else "is another one there") in found.found
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

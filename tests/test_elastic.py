@@ -44,6 +44,18 @@ def test_the_range_is_read_as_torchrun_writes_it():
 
 
 @pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (KeyboardInterrupt(), {"over": "Ctrl-C", "code": 130}),
+        (UsageError("launch: wrong"), {"over": "launch: wrong", "code": 2}),
+        (KeyError("a mistake"), {"over": "KeyError('a mistake')", "code": 70}),
+    ],
+)
+def test_the_other_machines_learn_how_the_run_ended_on_machine_0(error, end):
+    assert generations._end_by(error) == end
+
+
+@pytest.mark.parametrize(
     ("text", "machines", "sizes"),
     [
         ("", 4, [1, 2, 4]),

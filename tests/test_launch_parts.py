@@ -354,6 +354,15 @@ def test_a_port_in_use_names_its_owner():
         assert not preflight.port_problems(on_another)
 
 
+def test_a_process_that_ends_while_it_is_looked_up_is_named_by_its_number(tmp_path):
+    (tmp_path / "net").mkdir()
+    columns = ["0:", "0100007F:1F90", "00000000:0000", ports.LISTENING, "0:0", "0:0", "0", "0", "0", "77"]
+    (tmp_path / "net" / "tcp").write_text(f"head\n{' '.join(columns)}\n")
+    (tmp_path / "812" / "fd").mkdir(parents=True)
+    (tmp_path / "812" / "fd" / "3").symlink_to("socket:[77]")
+    assert ports.owner(0x1F90, tmp_path) == "pid 812"
+
+
 def test_a_machine_without_loopback_is_told_before_the_start(monkeypatch):
     """torch's store tried to connect for five minutes."""
 

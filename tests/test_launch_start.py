@@ -190,6 +190,13 @@ def test_a_signal_while_the_commands_of_a_pod_start_ends_them(monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.parametrize(("ends", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
+def test_the_machine_of_a_pod_that_failed_is_named_not_one_that_was_ended(ends, code):
+    with pytest.raises(RankFailure, match=rf"machine 1 failed \(got exit code {code}\)") as failed:
+        pod.run([["sleep", "60"], ["sh", "-c", ends]])
+    assert failed.value.exit_code == code
+
+
 @is_slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_ranks_are_forked_is_for_them(tmp_path, number):

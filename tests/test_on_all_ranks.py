@@ -21,6 +21,7 @@ from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.runtime import batch_size, notebook
 from tests import forked
 from tests.printed import ROOT
+from tests.ranks import log_lines
 from tests.test_accelerator import Model, Points
 
 DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
@@ -92,6 +93,24 @@ def test_a_rank_that_runs_out_of_memory_alone_says_so():
     assert waiting.error is not None, "it ends with the other"
 
 
+@pytest.mark.parametrize("takes_the_size", [True, False])
+def test_the_next_size_is_asked_for_once(takes_the_size):
+    """Accelerate calls the function without an argument."""
+    sizes = iter([64, 32, 16])
+    tried = []
+
+    def train(batch_size):
+        tried.append(batch_size)
+        if batch_size > 32:
+            raise MemoryError
+
+    reduce = (lambda size: next(sizes)) if takes_the_size else (lambda: next(sizes))
+    with log_lines(level=logging.INFO) as lines:
+        find_executable_batch_size(train, 128, reduce)()
+    assert tried == [128, 64, 32]
+    assert [line.partition("; ")[2] for line in lines] == ["going on with 64.", "going on with 32."]
+
+
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +130,7 @@ def logs() -> tuple[list[tuple[str, str]], list[bool]]:
         logger.debug("quiet", main_process_only=False)
         for _ in range(3):
             logger.warning_once("once")
+            logger.warning_once("once in %d", 3)
     finally:
         logging.getLogger("tests.ranks").removeHandler(kept)
         logging.getLogger().setLevel(logging.WARNING)
@@ -120,7 +140,7 @@ def logs() -> tuple[list[tuple[str, str]], list[bool]]:
 
 def test_logs_and_bars_know_the_ranks(ranks):
     (first, bars), (second, other_bars) = ranks.run(2, logs)
-    assert first == [("one 1", "logs"), ("all", "logs"), ("in order", "logs"), ("once", "logs")]
+    assert first == [("one 1", "logs"), ("all", "logs"), ("in order", "logs"), ("once", "logs"), ("once in 3", "logs")]
     assert second == [("all", "logs"), ("in order", "logs")]
     assert bars == [False, False] and other_bars == [True, False]
     with pytest.raises(UsageError, match=r"unknown level \(got 'loud'\)"):

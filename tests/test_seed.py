@@ -8,6 +8,7 @@ import torch
 
 from shardkit.distributed import random_state
 from shardkit.distributed.seed import set_seed
+from tests.ranks import log_lines
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,17 @@ def test_issue_9_3_the_largest_seed_may_still_differ_by_rank(monkeypatch):
     monkeypatch.setattr("shardkit.distributed.seed.rank", lambda: 3)
     set_seed(2**64 - 1, device_specific=True)
     assert torch.initial_seed() == 2
+
+
+def test_another_bit_generator_of_numpy_is_told_and_not_saved():
+    found = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        with log_lines() as lines:
+            assert "numpy" not in random_state.capture(0)
+    finally:
+        numpy.random.set_bit_generator(found)
+    assert len(lines) == 1 and "has another generator than its own (got PCG64)" in lines[0]
 
 
 def seed_by_rank():

@@ -3,6 +3,8 @@
 import argparse
 import importlib.util
 import json
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,53 @@ def test_records_of_any_names_and_order(tmp_path):
         tracker.rewind(2, frozenset({"b"}))
         assert [record["step"] for record in tracker.records()] == [1, None]
         assert tracker.records()[0]["text"] == 'say "so", twice\nover'
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_record_that_was_cut_off_does_not_spoil_the_next(kind, tmp_path):
+    tracker = kind(tmp_path, lambda: True)
+    for step in (1, 2):
+        tracker.log({"loss": 0.5}, step=step)
+    tracker.path.write_bytes(tracker.path.read_bytes()[:-2])  # by a loss of power
+    resumed = kind(tmp_path, lambda: True)
+    resumed.rewind(2, frozenset({"loss"}))
+    for step in (2, 3):
+        resumed.log({"loss": 0.25}, step=step)
+    assert [(record["step"], float(record["loss"])) for record in resumed.records()] == [(1, 0.5), (2, 0.25), (3, 0.25)]
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_full_disk_leaves_no_half_record(kind, tmp_path):
+    tracker = kind(tmp_path, lambda: True)
+    tracker.log({"loss": 0.5}, step=1)
+    size, allowed = tracker.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 3, allowed[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tracker.log({"loss": 0.25}, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert tracker.path.stat().st_size == size
+
+
+def test_speeds_begin_anew_after_a_load(tmp_path):
+    accelerator = Accelerator(config=ALONE | {"shardkit": {"log_speed": True}}, project_dir=tmp_path)
+    model, optimizer, loader, _ = parts(16, 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.init_trackers("run")
+    for number, batch in enumerate(loader):
+        accelerator.backward(model(batch["x"]).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            accelerator.save_state(tmp_path / "saved")
+    for _ in range(2):
+        accelerator.load_state(tmp_path / "saved")
+        accelerator.log({"after a load": 1})
+    accelerator.end_training()
+    assert not [name for line in lines_of(tmp_path / "run" / "metrics.jsonl") for name in line if "speed" in name]
 
 
 def test_what_cannot_be_tracked_is_said(tmp_path):

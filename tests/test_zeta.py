@@ -89,9 +89,15 @@ def test_strategies_and_precisions_on_two_ranks(ranks):
 
 
 def test_unknown_words_are_refused_together():
+    class Unfinished(nn.Module):
+        def __init__(self):
+            pass
+
+    model = Unfinished()
     with pytest.raises(UsageError) as caught:
-        fsdp(nn.Linear(2, 2), mp="bf61", shard_strat="FULL_SHRAD")
+        fsdp(model, mp="bf61", shard_strat="FULL_SHRAD")
     assert str(caught.value).splitlines() == [
         "fsdp: mp: not known (got 'bf61'); did you mean BF16?",
         "fsdp: shard_strat: not known (got 'FULL_SHRAD'); did you mean FULL_SHARD?",
     ]
+    assert not vars(model), "the model was changed"

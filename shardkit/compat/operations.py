@@ -95,12 +95,8 @@ def recursively_apply(
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """The structure with its tensors on the device, except those under `skip_keys`."""
-    skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or [])
-    if isinstance(tensor, Mapping) and skipped:
-        moved = {key: value if key in skipped else to_device(value, _device(device)) for key, value in tensor.items()}
-        return type(tensor)(moved)  # type: ignore[call-arg]
-    return to_device(tensor, _device(device))
+    """The structure with its tensors on the device, except those under `skip_keys` in any of its mappings."""
+    return to_device(tensor, _device(device), [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or []))
 
 
 def _device(device: Any) -> torch.device:

@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, Subset
 
 from shardkit.data import hugging_face
 from shardkit.data.first_items import COMPARED, are_different, fields_of
-from shardkit.data.private_random import stream_seed
 from shardkit.data.shares import uneven_text
 from shardkit.data.sources import Source, batch_sampler_of
 from shardkit.distributed import control
+from shardkit.distributed.seed import stream_seed
 from shardkit.errors import UsageError
 
 

@@ -1,6 +1,6 @@
 """Moves batches to the device."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from copy import copy
 from inspect import signature
 from typing import Any
@@ -10,9 +10,9 @@ import torch
 from shardkit.distributed import xla
 
 
-def to_device(value: Any, device: torch.device | None) -> Any:
+def to_device(value: Any, device: torch.device | None, kept: Collection[str] = ()) -> Any:
     """The same nesting of dicts, lists, tuples and objects with `.to`, every tensor on the device: on XLA
-    devices each with its part of the batch."""
+    devices each with its part of the batch. What dicts hold under the names in `kept` stays as it is."""
     if device is None:
         return value
     if isinstance(value, torch.Tensor):
@@ -23,11 +23,11 @@ def to_device(value: Any, device: torch.device | None) -> Any:
         moved = value.to(device, **_without_waiting(value))
         return value if moved is None else moved  # a batch class may move itself and return nothing
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
+        return type(value)(*(to_device(item, device, kept) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(to_device(item, device, kept) for item in value)
     if isinstance(value, Mapping):
-        return _like(value, {key: to_device(item, device) for key, item in value.items()})
+        return _like(value, {k: item if k in kept else to_device(item, device, kept) for k, item in value.items()})
     return value
 
 

@@ -1,17 +1,10 @@
 """Random generators of the data alone: drawing an order or reading a stream does not touch the script's generators."""
 
-import hashlib
 import random
 import sys
 from typing import Any
 
 import torch
-
-
-def stream_seed(seed: int, part: int | str) -> int:
-    """A 63-bit seed that depends on both, uncorrelated between neighbouring parts. `part`: an epoch, a rank, a
-    position."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{part}".encode()).digest()[:8], "big") >> 1
 
 
 class PrivateRandom:

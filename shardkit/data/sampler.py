@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from shardkit.data.permutation import Permutation
-from shardkit.data.private_random import PrivateRandom, stream_seed
+from shardkit.data.private_random import PrivateRandom
+from shardkit.distributed.seed import stream_seed
 from shardkit.errors import ShardkitError
 
 COMPUTED, DRAWN_WHOLE = "feistel-1", "randperm"

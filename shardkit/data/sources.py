@@ -22,11 +22,11 @@ from torch.utils.data import (
 from shardkit.data import hugging_face, sampler, shares
 from shardkit.data.first_items import COMPARED, fields_of
 from shardkit.data.position import EPOCH_IS_OVER, Position
-from shardkit.data.private_random import stream_seed
 from shardkit.data.sampler import Drawn
 from shardkit.data.shares import BatchLayout, Share, number_of_batches, with_last
 from shardkit.data.stream import CountingCollate, Stream, end_together, split_of
 from shardkit.data.workers import Indices, StartWorker, batches_of
+from shardkit.distributed.seed import stream_seed
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 

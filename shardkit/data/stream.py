@@ -14,11 +14,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.data import hugging_face
 from shardkit.data.first_items import fields_of
-from shardkit.data.private_random import PrivateRandom, stream_seed
+from shardkit.data.private_random import PrivateRandom
 from shardkit.data.sampler import items_of
 from shardkit.data.shares import BatchLayout, split
 from shardkit.distributed import control
-from shardkit.distributed.seed import set_seed
+from shardkit.distributed.seed import set_seed, stream_seed
 from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
 

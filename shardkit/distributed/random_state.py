@@ -1,15 +1,19 @@
 """The random generator states of one rank as JSON values: Python, numpy (if imported), torch on CPU and device."""
 
 import base64
-import hashlib
 import random
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 
-from shardkit.distributed import accelerators, xla
+from shardkit.distributed import accelerators
+from shardkit.distributed.seed import set_seed, stream_seed
+from shardkit.log import get_logger
+
+log = get_logger(__name__)
 
 
 def capture(rank: int) -> dict[str, Any]:
@@ -27,9 +31,24 @@ def capture(rank: int) -> dict[str, Any]:
         state[kind] = [_text(stands)]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [str(name), _packed(keys), int(position), int(has_gauss), float(cached)]
+        found = numpy.random.get_state(legacy=False)
+        kind, inner = found["bit_generator"], found["state"]
+        if kind == "MT19937":
+            has_gauss, cached = int(found["has_gauss"]), float(found["gauss"])
+            state["numpy"] = [kind, _packed(inner["key"]), int(inner["pos"]), has_gauss, cached]
+        else:
+            _tell_of_other_generator(kind)
     return state
+
+
+@cache
+def _tell_of_other_generator(name: str) -> None:
+    log.warning(
+        "random state: numpy.random has another generator than its own (got %s), whose state is not saved: a resumed "
+        "run draws other numbers from it. Leave numpy.random.set_bit_generator out, or draw from a Generator of your "
+        "own in an object given to register_for_checkpointing.",
+        name,
+    )
 
 
 def _packed(numbers: Iterable[int]) -> str:
@@ -87,10 +106,4 @@ def _of_numpy(state: Any) -> tuple[Any, ...]:
 
 def derive(seed: int, step: int, rank: int) -> None:
     """Seeds the generators from (seed, step, rank): for a resume on a different number of ranks."""
-    number = int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:8], "big") >> 1
-    random.seed(number)
-    torch.manual_seed(number)
-    xla.seed(number)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(number % 2**32)
+    set_seed(stream_seed(seed, f"{step}:{rank}"))

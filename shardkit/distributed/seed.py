@@ -1,5 +1,6 @@
 """Seeds all random generators. (Their states: `distributed/random_state.py`.)"""
 
+import hashlib
 import random
 import sys
 from typing import Any
@@ -8,6 +9,12 @@ import torch
 
 from shardkit.distributed import xla
 from shardkit.distributed.collectives import rank
+
+
+def stream_seed(seed: int, part: int | str) -> int:
+    """A 63-bit seed that depends on both, uncorrelated between neighbouring parts. `part`: an epoch, a rank, a
+    position."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{part}".encode()).digest()[:8], "big") >> 1
 
 
 def set_seed(seed: int, device_specific: bool = False) -> None:

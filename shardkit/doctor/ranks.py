@@ -3,6 +3,7 @@
 python -m shardkit.doctor.ranks        under `shardkit launch`'s machinery, on every rank
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -134,18 +135,36 @@ def shared_folder(place: Process, folder: Path, machines: list[int]) -> list[Fin
         return []
     mark = folder / f".shardkit-doctor-{place.control.share(secrets.token_hex(8))}"
     try:
-        if place.rank == 0:
-            mark.touch()
-        place.control.exchange(None)
-        sees = place.control.exchange(mark.name in os.listdir(folder))  # a listing asks the file server anew
+        problems = place.control.exchange(_problem_of(mark.touch) if place.rank == 0 else None)
+        if problems[0] is not None:
+            return [Finding("shared folder", problems[0], Level.WARNING, "name another one with --folder", machines[0])]
+        seen = place.control.exchange(_sees(mark))
     finally:
         if place.rank == 0:
-            mark.unlink(missing_ok=True)
-    blind = sorted({number for number, seen in zip(machines, sees, strict=True) if not seen})
+            with contextlib.suppress(OSError):
+                mark.unlink(missing_ok=True)
+    blind = sorted({number for number, sees in zip(machines, seen, strict=True) if not sees})
     if not blind:
         return [Finding("shared folder", f"all machines see {folder}")]
     change = "checkpoints need a folder that all machines share: name it with --folder"
     return [Finding("shared folder", f"{folder} is another one there", Level.WARNING, change, m) for m in blind]
+
+
+def _problem_of(action: Callable[[], None]) -> str | None:
+    """What the system says against it."""
+    try:
+        action()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _sees(mark: Path) -> bool:
+    """Whether the folder lists it: a listing asks the file server anew."""
+    try:
+        return mark.name in os.listdir(mark.parent)
+    except OSError:
+        return False
 
 
 def bandwidths(place: Process, machines: list[int]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardkit.errors import MachineError, Preempted, RankFailure, ShardkitError
+from shardkit.errors import EXIT_BUG, EXIT_INTERRUPTED, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import addresses, attempts, connectivity, diagnosis, membership, signals
 from shardkit.launch.attempts import LostMachines, say
 from shardkit.launch.membership import Generation, Member
@@ -127,8 +127,7 @@ class Leader:
             while self._goes_on(self._generation()):
                 self._number += 1
         except BaseException as error:
-            code = error.exit_code if isinstance(error, ShardkitError) else 130
-            self._roster.publish({"over": str(error) or "Ctrl-C", "code": code})
+            self._roster.publish(_end_by(error))
             raise
         self._roster.publish({"over": "", "code": 0})
 
@@ -298,6 +297,15 @@ def next_decision(roster: "RosterClient", index: int, training: int) -> "Decisio
             say(f"launch: {now}")
         time.sleep(POLL_S)
     return decision
+
+
+def _end_by(error: BaseException) -> "Decision":
+    """The end of the run by this error of machine 0."""
+    if isinstance(error, ShardkitError):
+        return {"over": str(error), "code": error.exit_code}
+    if isinstance(error, KeyboardInterrupt):
+        return {"over": "Ctrl-C", "code": EXIT_INTERRUPTED}
+    return {"over": repr(error), "code": EXIT_BUG}
 
 
 def end(decision: "Decision", error: ShardkitError | None) -> None:

@@ -117,11 +117,12 @@ def run(lines: Sequence[Sequence[str]]) -> None:
                     running.append(subprocess.Popen(line))
             while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
                 time.sleep(POLL_S)
+            failed = [(number, one.returncode) for number, one in enumerate(running) if one.returncode]
         finally:
             end(running)
-    failed = [(number, one.returncode) for number, one in enumerate(running) if one.returncode]
     if failed:
-        number, code = next(((n, c) for n, c in failed if c > 0), failed[0])
+        number, code = failed[0]
+        code = code if code > 0 else 128 - code  # by a signal
         raise RankFailure(
-            f"launch: the command of machine {number} failed (got exit code {code}); see its output.", abs(code)
+            f"launch: the command of machine {number} failed (got exit code {code}); see its output.", code
         )

@@ -26,8 +26,16 @@ def owner(port: int, proc: Path = Path("/proc")) -> str:
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for process in proc.glob("[0-9]*"):
         if wanted and _holds(process, wanted):
-            return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
+            return f"pid {process.name}{_command(process)}"
     return "another process"
+
+
+def _command(process: Path) -> str:
+    """` (jupyter)`; nothing where it has just ended."""
+    try:
+        return f" ({(process / 'comm').read_text().strip()})"
+    except OSError:
+        return ""
 
 
 def _listening(table: Path, port: int) -> list[str]:

@@ -20,6 +20,7 @@ batch.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         log_with: Any = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse_arguments(others)
+        unsupported.refuse_arguments(others, list(signature(Accelerator.__init__).parameters)[1:-1])
         objects_given = {
             "fsdp_plugin": fsdp_plugin,
             "dataloader_config": dataloader_config,

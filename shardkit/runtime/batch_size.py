@@ -32,12 +32,13 @@ OUT_OF_MEMORY_SIGNS = (
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[int], int] | None = None,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
     """A wrapper of the function that supplies its first parameter, the batch size: `starting_batch_size`, then smaller
     ones as long as a rank runs out of memory. Also usable as a decorator.
 
-    `reduce_batch_size_fn(size)` gives the next size; by default 90 % of it. After each call all ranks agree: if one ran
+    `reduce_batch_size_fn(size)` gives the next size, once for each that did not fit; by default 90 % of it. One without
+    parameters is called without the size, as Accelerate does. After each call all ranks agree: if one ran
     out of memory, all call the function again, and the results of the others are discarded. So build model, optimizer
     and loaders inside the function, and call `accelerator.free_memory()` first. Use batches of equal size on all ranks:
     a rank that runs out of memory alone, between two collectives of a step, leaves the others waiting in the next one
@@ -52,7 +53,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    reduce = reduce_batch_size_fn or _smaller
+    reduce = _of_size(reduce_batch_size_fn or _smaller)
     if not signature(function).parameters:
         raise UsageError(
             f"find_executable_batch_size: {function.__name__} takes no batch size (got no parameters); make the batch "
@@ -67,8 +68,9 @@ def find_executable_batch_size(
             result, did_fit = _attempt(function, size, arguments, settings)
             if did_fit:
                 return result
-            log.info("find_executable_batch_size: a batch of %d does not fit; going on with %d.", size, reduce(size))
-            size = reduce(size)
+            too_large, size = size, reduce(size)
+            if size > 0:
+                log.info("find_executable_batch_size: a batch of %d does not fit; going on with %d.", too_large, size)
         raise MachineError(
             f"find_executable_batch_size: {function.__name__} runs out of memory with every batch size (got "
             f"{starting_batch_size} to start with); shard more, or recompute activations."
@@ -112,6 +114,11 @@ class _NotAll(MachineError):
 
 def _smaller(size: int) -> int:
     return size * 9 // 10
+
+
+def _of_size(reduce: Callable[..., int]) -> Callable[[int], int]:
+    """The function, called with the size where it has a parameter."""
+    return reduce if signature(reduce).parameters else lambda size: reduce()
 
 
 def _attempt(

@@ -17,14 +17,7 @@ from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.parallelize import parallelize
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-STRATEGIES = {
-    "FULL_SHARD": ShardingStrategy.FULL_SHARD,
-    "SHARD_GRAD": ShardingStrategy.SHARD_GRAD_OP,
-    "SHARD_GRAD_OP": ShardingStrategy.SHARD_GRAD_OP,
-    "NO_SHARD": ShardingStrategy.NO_SHARD,
-    "HYBRID_SHARD": ShardingStrategy.HYBRID_SHARD,
-    "HYBRID_SHARD_ZERO2": ShardingStrategy.HYBRID_SHARD_ZERO2,
-}
+STRATEGIES = {"SHARD_GRAD": ShardingStrategy.SHARD_GRAD_OP, **ShardingStrategy.__members__}
 
 log = get_logger(__name__)
 
@@ -43,8 +36,8 @@ def fsdp(
     SHARD_GRAD, FULL_SHARD, or a hybrid strategy. Build the optimizer from the parameters of the returned model.
     Collective: every rank must call it.
     """
-    _finish_modules(model)
     config = _config(auto_wrap, mp, shard_strat, TransformerBlock)
+    _finish_modules(model)
     process = start(config)
     config = precision.supported(config, process.device)
     precision.autocast_forward(model, config, process.device)

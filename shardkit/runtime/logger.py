@@ -39,9 +39,9 @@ class RankLogger(logging.LoggerAdapter):
         return msg, kwargs
 
     @cache  # noqa: B019  a logger lives as long as the process
-    def warning_once(self, msg: str, **kwargs: Any) -> None:
-        """Logs this warning once per process."""
-        self.warning(msg, **{"stacklevel": 2, **kwargs})
+    def warning_once(self, msg: str, *args: Any, **kwargs: Any) -> None:
+        """Logs this warning once per process, for each set of arguments, which must be hashable."""
+        self.warning(msg, *args, **{"stacklevel": 2, **kwargs})
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:

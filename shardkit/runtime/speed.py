@@ -22,13 +22,14 @@ class Speed:
         self._run = run
         self._tokens = 0
         self._at: tuple[float, int, int, int] | None = None
+        self._loads = run.loads
         run.events.on_batch = self._note_batch
         run.events.on_step = self._note_step
 
     def values(self) -> dict[str, float]:
         """Means since the last call: seconds per step, samples and tokens per second over all ranks, MFU where the
         device's peak is known; and this rank's peak memory so far. Empty before the second step."""
-        if self._at is None:
+        if self._at is None or self._loads != self._run.loads:
             return {}
         now = self._now()
         seconds, steps, samples, tokens = (new - old for new, old in zip(now, self._at, strict=True))
@@ -49,8 +50,8 @@ class Speed:
         return found
 
     def _note_step(self) -> None:
-        if self._at is None:
-            self._at = self._now()
+        if self._at is None or self._loads != self._run.loads:  # a load may set the counters back
+            self._at, self._loads = self._now(), self._run.loads
 
     def _note_batch(self) -> None:
         """Counts the tokens of the current batch: elements of its largest two-dimensional integer tensor, times the

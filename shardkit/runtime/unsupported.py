@@ -1,10 +1,10 @@
 """Arguments and attributes of Accelerate that shardkit does not support, each with what to do instead."""
 
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
 from shardkit.errors import UsageError
-from shardkit.runtime import settings_objects
 
 ARGUMENTS = {
     "deepspeed_plugin": "shardkit does not run DeepSpeed; strategies 1 to 5 are in shardkit.yaml under fsdp_config",
@@ -23,21 +23,20 @@ ATTRIBUTES = {
 }
 
 
-def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Raises UsageError with every unsupported argument of Accelerator; an empty default is accepted."""
+def refuse_arguments(arguments: dict[str, Any], known: Collection[str]) -> None:
+    """Raises UsageError with every unsupported argument of Accelerator, which takes the known ones; an empty default is
+    accepted."""
     found = [(name, value) for name, value in arguments.items() if (value and value != "no") or name not in ARGUMENTS]
-    problems = [_argument_text(name, value) for name, value in found]
+    problems = [_argument_text(name, value, known) for name, value in found]
     if problems:
         raise UsageError("\n".join(problems))
 
 
-def _argument_text(name: str, value: Any) -> str:
+def _argument_text(name: str, value: Any, known: Collection[str]) -> str:
     if name in ARGUMENTS:
         return f"Accelerator({name}=...): not supported (got {value!r}); {ARGUMENTS[name]}."
-    own = ["mixed_precision", "gradient_accumulation_steps", "cpu", "project_dir", "project_config", "config"]
-    own += ["step_scheduler_with_optimizer", "split_batches", "even_batches"]
-    near = get_close_matches(name, [*own, *settings_objects.ARGUMENTS, "kwargs_handlers", "log_with"], 1)
-    hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(own)}."
+    near = get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}."
     return f"Accelerator({name}=...): unknown argument (got {value!r}); {hint}"
 
 

@@ -47,10 +47,9 @@ class _File(Tracker):
     def rewind(self, step: int, names: frozenset[str]) -> None:
         if not self.path.exists():
             return
-        records = self.records()
-        kept = [record for record in records if not _comes_again(record, step, names)]
-        if len(kept) < len(records):
-            _replace(self.path, self._text(kept))
+        text = self._text([record for record in self.records() if not _comes_again(record, step, names)])
+        if text != self.path.read_text():  # also where the last line is incomplete: the next would continue it
+            _replace(self.path, text)
 
     def _open(self) -> None:
         if self._is_open:
@@ -64,11 +63,19 @@ class _File(Tracker):
             _replace(self.path.with_name("config.json"), text)
 
     def _append(self, text: str) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            os.write(descriptor, text.encode())
-        finally:
-            os.close(descriptor)
+        with open(self.path, "ab", buffering=0) as file:
+            size, left = file.seek(0, os.SEEK_END), memoryview(text.encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:  # a full disk: the next line must not continue half of this one
+                file.truncate(size)
+                raise
+
+    def _complete(self) -> str:
+        """The file's text without an incomplete last line."""
+        text = self.path.read_text()
+        return text[: text.rfind("\n") + 1]
 
     def records(self) -> list[Record]:
         """The file's records, without an incomplete last line."""
@@ -89,7 +96,7 @@ class JsonLines(_File):
 
     def records(self) -> list[Record]:
         found = []
-        for line in self.path.read_text().splitlines():
+        for line in self._complete().splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:
@@ -122,8 +129,7 @@ class Csv(_File):
             self._append(self._rows([record]))
 
     def records(self) -> list[Record]:
-        with open(self.path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
+        rows = [row for row in csv.DictReader(io.StringIO(self._complete())) if None not in (*row, *row.values())]
         return [row | {"step": _step(row["step"])} for row in rows]
 
     def _columns_there(self) -> list[str]:
