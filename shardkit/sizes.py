@@ -1,6 +1,13 @@
-"""Byte sizes as text, in binary units."""
+"""Byte sizes: as text, and read from text."""
 
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+import re
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+
+_READ = {"k": KIB, "m": MIB, "g": GIB, "t": 2**40, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
+_READ |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgt]i?b?)\s*", re.IGNORECASE)
 
 
 def in_words(size_bytes: int) -> str:
@@ -9,3 +16,10 @@ def in_words(size_bytes: int) -> str:
         if size_bytes >= size:
             return f"{size_bytes / size:,.1f} {unit}"
     return f"{size_bytes} bytes"
+
+
+def read_bytes(text: str) -> int | None:
+    """The bytes of a size with its unit: 80GiB and 80g (2^30), 24 GB (10^9), 512MiB; None if it is none, or is 0."""
+    match = _SIZE.fullmatch(text)
+    factor = _READ.get(match[2].lower()) if match else None
+    return int(float(match[1]) * factor) or None if match and factor else None

@@ -1,6 +1,6 @@
-"""Counts and lists in messages: `1 rank`, `3 ranks`; `a, b and 4 more`."""
+"""Counts, lists, ranks and errors in messages: `1 rank`, `3 ranks`; `a, b and 4 more`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -12,3 +12,15 @@ def first_few(names: Iterable[object], most: int) -> str:
     """The names with commas; `a, b and 4 more` where there are more than `most`."""
     texts = [str(name) for name in names]
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1, 2, 5`; at most eight are listed."""
+    return ("rank " if len(numbers) == 1 else "ranks ") + first_few(numbers, 8)
+
+
+def words(error: Exception) -> str:
+    """The text of an error; for an OSError, the reason and the path."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error) or repr(error)

@@ -24,6 +24,7 @@ from shardkit.plan.closed_form import Memory, Moment, RankMemory
 from shardkit.plan.report import render
 from shardkit.plan.search import Question, find
 from shardkit.plan.suggest import changes, suggest_from
+from shardkit.sizes import read_bytes
 
 OWN_BATCH = SimulationOptions(every_strategy=False, is_exact=False, batch="my:batch", optimizer="adamw")
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=500,seq=32"
@@ -515,7 +516,7 @@ def test_the_page_names_every_device():
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * GIB), ("24 gb", 24 * 10**9), ("1.5g", GIB * 3 // 2)])
 def test_sizes(text, size):
-    assert devices.read_bytes(text) == size
+    assert read_bytes(text) == size
 
 
 def test_another_network(capsys):

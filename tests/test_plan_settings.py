@@ -232,6 +232,7 @@ WITHOUT_EFFECT = {
 OF_THE_SCRIPT = {"model", "batch_size", "seq_len", "optimizer", "loss", "ema", "batch"}
 OF_THE_MACHINES = {"world", "per_machine", "device", "memory", "network"}
 OF_THE_COMMAND = {
+    "of",
     "strategy",
     "simulate",
     "exact",

@@ -7,9 +7,10 @@ from typing import Any
 
 from shardkit.checkpoint import folder, manifest
 from shardkit.checkpoint.save_request import SaveRequest
-from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result, words
+from shardkit.distributed.control import Attempt, ControlGroup, LostRank, Result
 from shardkit.errors import CheckpointError, CheckpointSaveError
 from shardkit.storage.url import Url
+from shardkit.wording import words
 
 
 def together(

@@ -20,10 +20,10 @@ from shardkit.checkpoint.additions import PROBE
 from shardkit.checkpoint.layout import Index
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
-from shardkit.distributed.control import words
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place, Url
+from shardkit.wording import words
 
 logger = get_logger(__name__)
 

@@ -23,15 +23,14 @@ from shardkit import sizes
 from shardkit.checkpoint import disk, faults, layout, manifest
 from shardkit.checkpoint import folder as folders
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
+from shardkit.digits import number_in
 from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.model.tree import by_numbers
 
 TEMPORARY = ".tmp-export-"
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 # Dtype names of the safetensors format by the names that users give.
 _DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16", "bf16": "BF16", "bfloat16": "BF16"}
 _DTYPES |= {"fp64": "F64", "float64": "F64"}
-_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,8 @@ class Opened:
 
 def size_in_bytes(size: str | int) -> int:
     """The bytes of a size such as 5GB (10^9 bytes), 512MiB (2^20) or a number of bytes; UsageError for other text."""
-    match = _SIZE.fullmatch(str(size))
-    bytes_ = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
-    if bytes_ < 1:
+    bytes_ = number_in(str(size).strip()) or sizes.read_bytes(str(size))
+    if not bytes_:
         raise UsageError(f"max_shard_size: not a size (got {size!r}); write 5GB, 500MB, 2GiB or a number of bytes.")
     return bytes_
 

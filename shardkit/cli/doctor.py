@@ -70,8 +70,7 @@ def examine(config: "Config", config_name: str, folder: Path, as_json: bool) -> 
     from shardkit.errors import EXIT_MACHINE
     from shardkit.launch.preflight import Machine
 
-    found = hardware.detect()
-    here = Machine(tuple(device.name for device in found.devices), found.cores, found.memory_bytes, found.installed)
+    here = Machine.of(hardware.detect())
     say("testing this machine")
     with nullcontext() if config.num_machines > 1 else left_as_it_was(folder):
         own = [

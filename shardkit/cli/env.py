@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardkit.cli import HELP
+from shardkit.sizes import in_words
 from shardkit.wording import counted
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _facts() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "devices": _devices(hardware),
         "cores": hardware.cores,
-        "memory": _gib(hardware.memory_bytes),
+        "memory": in_words(hardware.memory_bytes),
         "backends": _backends(),
         "versions": _versions(),
         "scheduler": _scheduler(hardware),
@@ -53,7 +54,7 @@ def _facts() -> dict[str, Any]:
 
 def _devices(hardware: "Hardware") -> list[str]:
     return [
-        f"{device.name} ({_gib(device.memory_bytes)})" if device.memory_bytes else device.name
+        f"{device.name} ({in_words(device.memory_bytes)})" if device.memory_bytes else device.name
         for device in hardware.devices
     ]
 
@@ -105,10 +106,6 @@ def _configuration() -> str | None:
     except ConfigError as error:
         return f"{path} (has {counted(len(error.problems), 'problem')})"
     return f"{path} (valid)"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
 
 
 def _in_words(value: Any) -> str:

@@ -250,6 +250,7 @@ def checked(
 ) -> tuple[Any, Any]:
     """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes."""
     import tempfile
+    from dataclasses import replace
 
     from shardkit import env
     from shardkit.config import files, hardware
@@ -268,8 +269,9 @@ def checked(
         raise
     variables = env.copy()
     found = hardware.detect()
-    memory = None if switches.force else found.memory_bytes
-    machine = Machine(tuple(device.name for device in found.devices), found.cores, memory, found.installed)
+    machine = Machine.of(found)
+    if switches.force:
+        machine = replace(machine, memory_bytes=None)
     found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
     if preflight.is_on_pod(loaded.config):
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))

@@ -47,22 +47,22 @@ def runs_on_cpu(config: Config) -> bool:
     return config.use_cpu or config.distributed_type is DistributedType.MULTI_CPU
 
 
-def mesh_sizes(config: Config, world_size: int, ranks_per_node: int) -> MeshSizes:
+def mesh_sizes(config: Config, world_size: int, ranks_per_machine: int) -> MeshSizes:
     """The mesh sizes, in any mode. ConfigError where given sizes do not match the world size.
 
-    Hybrid strategies shard within a node and replicate across nodes, unless `shardkit.mesh` is set.
+    Hybrid strategies shard within a machine and replicate across machines, unless `shardkit.mesh` is set.
     """
     if config.mode != "fsdp":
         return MeshSizes(world_size, 1)
     if not config.fsdp.sharding_strategy.is_hybrid:
         return MeshSizes(1, world_size)
-    return given_sizes(config.shardkit.mesh, world_size, ranks_per_node)
+    return given_sizes(config.shardkit.mesh, world_size, ranks_per_machine)
 
 
-def given_sizes(given: MeshConfig, world_size: int, ranks_per_node: int) -> MeshSizes:
+def given_sizes(given: MeshConfig, world_size: int, ranks_per_machine: int) -> MeshSizes:
     """The sizes of a hybrid strategy; an unset size follows from the other, or from the machines."""
-    per_node = min(ranks_per_node, world_size)
-    shard = given.shard_size or (world_size // given.replicate_size if given.replicate_size else per_node)
+    per_machine = min(ranks_per_machine, world_size)
+    shard = given.shard_size or (world_size // given.replicate_size if given.replicate_size else per_machine)
     replicate = given.replicate_size or world_size // max(1, shard)
     if replicate * shard != world_size:
         if given.replicate_size and given.shard_size:

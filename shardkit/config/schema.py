@@ -276,7 +276,7 @@ class FsdpConfig(Section):
     """FSDP2 always keeps the original parameters; false is accepted with a note."""
 
     activation_checkpointing: Bool = Field(False, alias="fsdp_activation_checkpointing")
-    """Recompute each unit's activations in backward instead of keeping them."""
+    """Recompute the activations of each repeated block in backward instead of keeping them."""
 
     limit_all_gathers: Bool = Field(True, alias="fsdp_limit_all_gathers")
     """FSDP2 always limits how many all-gathers run at once; false is accepted with a note."""
@@ -504,7 +504,7 @@ class ShardkitConfig(Section):
     """Keep what blocks save for backward in the host's memory; with activation checkpointing, the blocks' inputs."""
 
     compile: Bool = False
-    """torch.compile each unit."""
+    """torch.compile each repeated block."""
 
     seed: int | None = Field(None, ge=0, lt=2**64)
     """Seed of every random generator and of the data order; None: the script decides."""
@@ -519,7 +519,7 @@ class ShardkitConfig(Section):
     """`accelerator.log` adds seconds per step, samples and tokens per second, MFU on known GPUs, and peak memory."""
 
     ddp_find_unused_parameters: Bool = False
-    """For NO_SHARD: search for parameters without a gradient in every step (slower)."""
+    """Ranks may use different parameters in a step (slower). Under FSDP it needs torch 2.13."""
 
 
 class Config(Section):

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, ShardkitError
-from shardkit.wording import first_few
+from shardkit.wording import ranks_text, words
 
 Result = TypeVar("Result")
 
@@ -283,11 +283,6 @@ def unlike_rank_0(answers: list[Any]) -> list[int]:
     return [rank for rank, answer in enumerate(answers) if answer != answers[0]]
 
 
-def ranks_text(numbers: list[int]) -> str:
-    """ "rank 1", "ranks 1, 2, 5"; at most eight are listed."""
-    return ("rank " if len(numbers) == 1 else "ranks ") + first_few(numbers, 8)
-
-
 def _verdict(answers: list[list[Any]], judge: Callable[[list[Any]], Any]) -> tuple[str, Any]:
     """(the failure, the result of `judge` if there was none)."""
     failure = _failure([answer[1:] for answer in answers])
@@ -310,10 +305,3 @@ def _failure(answers: list[list[Any]]) -> str:
         also = f" and {len(those) - 1} more" if len(those) > 1 else ""
         said.append(text if len(those) == len(answers) else f"{those[0]}{also}: {text}")
     return "; ".join(said[:3]) + (f" (and {len(said) - 3} more)" if len(said) > 3 else "")
-
-
-def words(error: Exception) -> str:
-    """The text of an error; for an OSError, the reason and the path."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error) or repr(error)

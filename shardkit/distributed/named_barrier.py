@@ -1,6 +1,6 @@
 """A barrier before collective operations that names the ranks that do not arrive.
 
-    meeting.meet("save_state", timeout_s, UsageError)
+    named_barrier.meet("save_state", timeout_s, UsageError)
 
 A call that only some ranks make (inside `if accelerator.is_main_process`, or in one rank's `except`) would be matched
 with another collective of the other ranks: an error at an unrelated line, or a hang. Here a rank counts itself in the
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardkit.distributed.control import is_simulated, ranks_text
+from shardkit.distributed.control import is_simulated
 from shardkit.errors import ShardkitError
 from shardkit.log import get_logger
+from shardkit.wording import ranks_text
 
 logger = get_logger(__name__)
 

@@ -5,9 +5,10 @@ from typing import Any
 from shardkit import env
 from shardkit.config import files
 from shardkit.config.schema import Config
-from shardkit.distributed.control import ControlGroup, ranks_text
+from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError
 from shardkit.launch import names
+from shardkit.wording import ranks_text
 
 
 def compare(config: Config, control: ControlGroup) -> None:

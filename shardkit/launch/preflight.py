@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shardkit.config import tasks, xla
+from shardkit.config.hardware import Hardware
 from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.digits import number_in
@@ -50,6 +51,12 @@ class Machine:
     memory_bytes: int | None = None
     installed: int = 0
     """GPUs of the machine, with those that variables hide."""
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> "Machine":
+        """This one, as its hardware was detected."""
+        names = tuple(device.name for device in hardware.devices)
+        return cls(names, hardware.cores, hardware.memory_bytes, hardware.installed)
 
 
 def raise_all(problems: list[Problem]) -> None:

@@ -24,12 +24,8 @@ def clip_grad_norm_(
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = _global_norm(gradients, float(norm_type))
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    by_device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        local = local_part(gradient)
-        by_device[local.device, local.dtype].append(local)
-    for (device, dtype), locals_ in by_device.items():
-        torch._foreach_mul_(locals_, factor.to(device=device, dtype=dtype))
+    for same in _by_kind(map(local_part, gradients)):
+        torch._foreach_mul_(same, factor.to(same[0]))
     return total
 
 
@@ -48,7 +44,8 @@ def _global_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tenso
             device = replicated[-1].device
         else:
             sharded[group].append(local_part(gradient))
-            devices[group] = _mesh_device(gradient)
+            # Not the gradient's own device: an offloaded one is on the CPU, where NCCL does not work.
+            devices[group] = accelerators.current(gradient.device_mesh.device_type)  # type: ignore[attr-defined]
     parts = [_power_sum(replicated, norm_type, device, dtype)] if replicated else []
     for group, locals_ in sharded.items():
         mine = _power_sum(locals_, norm_type, devices[group], dtype)
@@ -66,15 +63,20 @@ def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.devi
     if not tensors:
         return torch.zeros((), device=device, dtype=dtype)
     norms: list[torch.Tensor] = []
-    by_device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_device[tensor.device, tensor.dtype].append(tensor)
-    for same in by_device.values():
+    for same in _by_kind(tensors):
         if same[0].is_complex():
             same = [tensor.abs() for tensor in same]
         norms += torch._foreach_norm(same, norm_type, dtype=dtype)
     stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Lists of tensors of one device and dtype, as torch's foreach operators need them."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.device, tensor.dtype].append(tensor)
+    return found.values()
 
 
 def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
@@ -84,11 +86,6 @@ def _shard_group(gradient: torch.Tensor) -> dist.ProcessGroup | None:
             if placement.is_shard():
                 return gradient.device_mesh.get_group(axis)
     return None
-
-
-def _mesh_device(gradient: torch.Tensor) -> torch.device:
-    """The device for collectives on this gradient: an offloaded gradient is on the CPU, where NCCL does not work."""
-    return accelerators.current(gradient.device_mesh.device_type if is_dtensor(gradient) else gradient.device.type)
 
 
 def multiply_gradients_(parameters: Sequence[torch.Tensor], factor: float) -> None:

@@ -11,7 +11,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-MIB = 2**20
+from shardkit.sizes import MIB
+
 _ROUND = 512
 _SMALL = 1 * MIB
 _SMALL_SEGMENT = 2 * MIB

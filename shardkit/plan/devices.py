@@ -6,9 +6,7 @@ from difflib import get_close_matches
 
 from shardkit.config.hardware import multiplies_in
 from shardkit.errors import UsageError
-
-GIB = 2**30
-MIB = 2**20
+from shardkit.sizes import GIB, MIB, read_bytes
 
 # Memory of a CUDA process in addition to tensors: context, NCCL's buffers, cuBLAS workspaces. An assumption, printed
 # with every plan: a context takes around 0.5 GiB, and NCCL allocates a few hundred MiB per communicator.
@@ -200,8 +198,6 @@ CAPABILITIES = {
 LESS = {"mig", "laptop"}
 """Words in names of GPUs of less than the peak, by an unknown part: parts of a GPU (MIG), GPUs for laptops."""
 
-_SIZES = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "m": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
-
 
 def find(name: str, memory_bytes: int | None = None) -> Device:
     """The device of that name, or one given by its memory: 80GiB. A name without a size (h100) means the last match in
@@ -231,11 +227,3 @@ def of_hardware(name: str, memory_bytes: int | None) -> Device:
     found = [key for key in named if len(parts[key]) == most]
     closest = min(found, key=lambda key: abs((DEVICES[key].memory_bytes or 0) - (memory_bytes or 0)))
     return replace(DEVICES[closest], memory_bytes=memory_bytes or DEVICES[closest].memory_bytes)
-
-
-def read_bytes(text: str) -> int | None:
-    """80GiB, 80g, 24 GB, 512MiB as bytes; None if it is not a size, or is 0."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
-    if not match or match[2] not in _SIZES:
-        return None
-    return int(float(match[1]) * _SIZES[match[2]]) or None

@@ -11,8 +11,8 @@ from shardkit.model import comment
 from shardkit.plan import request
 from shardkit.plan.answer import Answer, Row
 from shardkit.plan.answering import answer
+from shardkit.sizes import MIB
 
-MIB = 2**20
 _ADVICE = "give the log folder of a run that was started with shardkit launch --measure and finished."
 
 

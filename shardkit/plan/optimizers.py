@@ -15,8 +15,7 @@ def state_bytes(name: str, shape: Shape, itemsize: int) -> int:
 
     The step counters, 4 bytes a parameter, are left out. UsageError where the name is unknown.
     """
-    _check(name)
-    name = name.strip().lower()
+    name = check(name)
     if (kind := QUANTIZED.get(name)) is not None:
         return 2 * moment_bytes(kind, prod(shape), itemsize)
     return STATE[name](shape) * itemsize
@@ -24,14 +23,9 @@ def state_bytes(name: str, shape: Shape, itemsize: int) -> int:
 
 def check(name: str) -> str:
     """The name in lower case; UsageError where it is neither in `STATE` nor in `QUANTIZED`."""
-    _check(name)
-    return name.strip().lower()
-
-
-def _check(name: str) -> None:
     key, known = name.strip().lower(), [*STATE, *QUANTIZED]
     if key in known:
-        return
+        return key
     if any(bits in key for bits in ("8bit", "8-bit", "4bit", "4-bit")):
         raise UsageError(
             f"--optimizer: of optimizers with states of 8 or 4 bits only {', '.join(QUANTIZED)} are known by name "

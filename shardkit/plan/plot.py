@@ -12,7 +12,6 @@ from shardkit.plan.answer import Answer, Row
 from shardkit.plan.closed_form import Memory
 from shardkit.sizes import UNITS, in_words
 
-GIB = 2**30
 CATEGORIES = [field.name for field in fields(Memory)]
 NAMES = {
     "parameters": "parameters",
@@ -271,17 +270,21 @@ def _bar(row: Row, horizontal: Axis, y: float) -> list[str]:
     return parts
 
 
+def fits_mark(row: Row) -> str:
+    """What stands behind the peak."""
+    return "" if row.fits is None else ", fits" if row.fits else ", too big"
+
+
 def _bar_labels(answer: Answer, row: Row, horizontal: Axis, y: float) -> list[str]:
     """The strategy's name on the left of its bar, the peak on the right, over everything else."""
     peak = row.memory.peak.total
-    mark = "" if row.fits is None else ", fits" if row.fits else ", too big"
     weight = "bold" if row.strategy is answer.chosen else "normal"
     middle = y + _BAR_HEIGHT / 2 + 5
     name = f"{row.strategy.number} {row.strategy.value}"
     end = horizontal.at(min(peak, horizontal.maximum))
     return [
         _text(_LEFT - 8, middle, name, size=11, anchor="end", weight=weight),
-        _over(_text(end + 8, middle, f"{in_words(peak)}{mark}", weight=weight)),
+        _over(_text(end + 8, middle, f"{in_words(peak)}{fits_mark(row)}", weight=weight)),
     ]
 
 

@@ -5,7 +5,18 @@ from textwrap import wrap
 from typing import Any
 
 from shardkit.plan.answer import Answer
-from shardkit.plan.plot import CATEGORIES, COLOURS, NAMES, bars_maximum, maximum, phases, subtitle, ticks, title
+from shardkit.plan.plot import (
+    CATEGORIES,
+    COLOURS,
+    NAMES,
+    bars_maximum,
+    fits_mark,
+    maximum,
+    phases,
+    subtitle,
+    ticks,
+    title,
+)
 from shardkit.sizes import in_words
 
 _HATCHES = ["", "--", "||", "//", "\\\\", "++"]
@@ -70,8 +81,7 @@ def _draw_bars(answer: Answer, axes: Any) -> None:
     for row, name in zip(answer.rows, names, strict=True):
         end = min(row.memory.peak.total / scale, most)
         cut = " (cut off)" if row.memory.peak.total > bars_maximum(answer) else ""
-        mark = "" if row.fits is None else ", fits" if row.fits else ", too big"
-        _write(axes, f"{in_words(row.memory.peak.total)}{cut}{mark}", (end, name), (6, 0), va="center")
+        _write(axes, f"{in_words(row.memory.peak.total)}{cut}{fits_mark(row)}", (end, name), (6, 0), va="center")
     axes.set(xlabel=f"{unit} a rank; dashed line: {answer.request.device.name}" if shows_limit else f"{unit} a rank")
 
 

@@ -11,8 +11,8 @@ from shardkit.plan.answer import Answer, PlanRequest, Row, retries
 from shardkit.plan.averages import Ema
 from shardkit.plan.closed_form import Memory
 from shardkit.plan.roofline import COMPILE_SPEEDUP, LINK_EFFICIENCY
+from shardkit.sizes import GIB, MIB
 
-GIB = 2**30
 _HEADS = {
     "parameters": "param",
     "gradients": "grad",
@@ -163,7 +163,7 @@ def _left_out(answer: Answer, counted: bool) -> str:
 
 
 def _unit(largest: int) -> tuple[int, str]:
-    return (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
 
 
 def _strategy(row: Row) -> str:

@@ -1,1 +1,1 @@
-"""What runs inside a rank: process, mesh, parallel, precision, data, collectives; `accelerator` is its face."""
+"""A run of a script on one rank: prepare, loops, saves, stops. `accelerator` is its face, `run` its state."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardkit.distributed import control, named_barrier
-from shardkit.distributed.control import ranks_text
 from shardkit.errors import MachineError, UsageError
 from shardkit.log import get_logger
 from shardkit.runtime.step_boundary import collect_garbage
+from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
 

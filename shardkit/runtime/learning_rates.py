@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardkit.distributed.control import ranks_text
 from shardkit.log import get_logger
 from shardkit.runtime.optimizer import AcceleratedOptimizer
+from shardkit.wording import ranks_text
 
 CONSEQUENCE = (
     "so each rank's optimizer makes other steps; set learning rates alike on all ranks, and give a schedule a metric "

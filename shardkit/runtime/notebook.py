@@ -13,11 +13,11 @@ from shardkit import env
 from shardkit.config import hardware
 from shardkit.config.schema import read_precision
 from shardkit.distributed import accelerators
-from shardkit.distributed.control import ranks_text
 from shardkit.errors import MachineError, UsageError
 from shardkit.launch import forking
 from shardkit.launch.addresses import listen
 from shardkit.log import get_logger
+from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
 

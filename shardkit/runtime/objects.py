@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shardkit.checkpoint import paths
-from shardkit.distributed.control import words
 from shardkit.distributed.tensors import is_dtensor, whole
 from shardkit.errors import CheckpointSaveError, UsageError
+from shardkit.wording import words
 
 
 def prepared(value: Any) -> Any:

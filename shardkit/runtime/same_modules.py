@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardkit.distributed.control import ControlGroup, ranks_text, unlike_rank_0
+from shardkit.distributed.control import ControlGroup, unlike_rank_0
 from shardkit.errors import ModelError
 from shardkit.sharding.ddp import Replica
 from shardkit.sharding.trace import trace_of
+from shardkit.wording import ranks_text
 
 # This many steps are checked before the optimizer steps; later ones are compared in the background
 # (`distributed/background_agreement.py`).

@@ -8,8 +8,8 @@ from shardkit.distributed import accelerators
 from shardkit.plan import devices
 from shardkit.runtime import measure
 from shardkit.runtime.run import Run
+from shardkit.sizes import GIB
 
-GIB = 2**30
 # Forward and backward take 6 operations per parameter and token: 2 and 4. PaLM (arXiv:2204.02311), appendix B,
 # without its term for attention.
 FLOPS_PER_PARAMETER_AND_TOKEN = 6

@@ -4,6 +4,7 @@ from typing import Any
 
 from shardkit.config.schema import FsdpConfig, StateDictType, read_name
 from shardkit.errors import ConfigError
+from shardkit.runtime import settings
 from shardkit.runtime.run import Run
 from shardkit.runtime.topology import Topology
 
@@ -42,9 +43,7 @@ class FsdpPlugin:
                 f"set_state_dict_type: unknown kind (got {state_dict_type!r}); "
                 f"use {' or '.join(kind.value for kind in StateDictType)}."
             ) from None
-        config = self._run.config
-        section = config.fsdp.model_copy(update={"state_dict_type": kind})
-        self._run.config = config.model_copy(update={"fsdp": section})
+        self._run.config = settings.with_value(self._run.config, "fsdp.state_dict_type", kind)
 
 
 class State(Topology):

@@ -28,10 +28,10 @@ def build_mesh(config: Config, process: Process) -> DeviceMesh | None:
         return None
     if not config.fsdp.sharding_strategy.is_hybrid:
         return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=(SHARD,))
-    per_node, world_size = process.local_world_size, process.world_size
-    if per_node == world_size and world_size % config.num_machines == 0:  # several machines, simulated on one
-        per_node = world_size // config.num_machines
-    sizes = mesh_sizes(config, world_size, per_node)
+    per_machine, world_size = process.local_world_size, process.world_size
+    if per_machine == world_size and world_size % config.num_machines == 0:  # several machines, simulated on one
+        per_machine = world_size // config.num_machines
+    sizes = mesh_sizes(config, world_size, per_machine)
     mesh = init_device_mesh(process.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=(REPLICATE, SHARD))
     if not control.is_simulated():
         _set_timeout(mesh, timedelta(seconds=config.shardkit.launch.process_group_timeout_s))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardkit.digits import number_in
 from shardkit.errors import UsageError
-from shardkit.plan.devices import read_bytes
+from shardkit.sizes import read_bytes
 from shardkit.submit.job import Volume
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

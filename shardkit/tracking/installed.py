@@ -110,10 +110,8 @@ class TensorBoard(_Begun):
         self._own.close()
 
 
-class WeightsAndBiases(_Begun):
-    """A Weights & Biases run; a resumed run continues it."""
-
-    name = "wandb"
+class _Run(_Begun):
+    """A tracker whose native object is a run that takes all values of a step at once."""
 
     @property
     def run(self) -> Any:
@@ -122,6 +120,12 @@ class WeightsAndBiases(_Begun):
 
     def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
         self.tracker.log({name: _or_itself(value) for name, value in values.items()}, step=step, **arguments)
+
+
+class WeightsAndBiases(_Run):
+    """A Weights & Biases run; a resumed run continues it."""
+
+    name = "wandb"
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
         """Lists of images by name."""
@@ -164,18 +168,10 @@ class WeightsAndBiases(_Begun):
         self._own.finish()
 
 
-class Trackio(_Begun):
+class Trackio(_Run):
     """A Trackio run; a resumed run continues it."""
 
     name = "trackio"
-
-    @property
-    def run(self) -> Any:
-        """The run."""
-        return self.tracker
-
-    def log(self, values: dict[str, Any], step: int | None = None, **arguments: Any) -> None:
-        self.tracker.log({name: _or_itself(value) for name, value in values.items()}, step=step, **arguments)
 
     def _begin(self) -> Any:
         import trackio

@@ -11,12 +11,11 @@ from shardkit.plan.answer import fits
 from shardkit.plan.closed_form import Estimate, estimate, with_strategy
 from shardkit.plan.devices import Device
 from shardkit.plan.suggest import Candidate, suggest
-from shardkit.sizes import in_words
+from shardkit.sizes import GIB, MIB, in_words
 from shardkit.wizard.conditions import planned
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.situation import CPU, HERE, SEVERAL, Situation
 
-GIB = 2**30
 HEAD = f"{'memory':>11}  {'fits':<4}  traffic a step"
 TOKENS = 2048
 """The wizard does not ask for a batch size: memory includes the activations of one sequence of at most this length."""
@@ -48,7 +47,7 @@ def cells(found: Estimate, device: Device) -> str:
     """One strategy's table cells, as wide as `HEAD`."""
     peak, sent = found.memory.peak.total, found.traffic
     fits = {None: "-", True: "yes", False: "NO"}[_fits(found, device)]
-    unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (2**20, "MiB")
+    unit, name = (GIB, "GiB") if sent.inside_bytes + sent.between_bytes >= GIB / 10 else (MIB, "MiB")
     between = f" + {sent.between_bytes / unit:,.1f}" if sent.between_bytes else ""
     return f"{in_words(peak):>11}  {fits:<4}  {sent.inside_bytes / unit:,.1f}{between} {name}"
 
