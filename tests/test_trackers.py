@@ -76,7 +76,7 @@ def everywhere(folder: Path) -> dict[str, Any]:
             image[0].paste(3)
     with pytest.raises(UsageError) as caught:
         accelerator.log({"image": torch.zeros(2, 2), "list": [1], "weight": next(model.parameters())})
-    with pytest.raises(UsageError, match=r"no tracker of this name \(got 'wandb'; there are csv, mine, jsonl\)"):
+    with pytest.raises(UsageError, match=r"no tracker of this name \(got 'wandb'\); there are csv, mine, jsonl"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
     return {"names": names, "said": mine.said, "refused": str(caught.value), "left": len(accelerator.trackers)}

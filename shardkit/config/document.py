@@ -57,7 +57,9 @@ def compose(text: str, name: str) -> yaml.MappingNode:
         raise ConfigError(f"{name}: is nested too deeply; a configuration has at most {MAX_DEPTH} levels.") from None
     except yaml.reader.ReaderError as error:
         place = place_at(text, error.position, name)
-        raise ConfigError(f"{place}: a character that YAML does not allow (got {error.character!r}).") from None
+        raise ConfigError(
+            f"{place}: a character that YAML does not allow (got {error.character!r}); remove it."
+        ) from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_problem(error, name)) from None
     if node is None:
@@ -66,7 +68,7 @@ def compose(text: str, name: str) -> yaml.MappingNode:
         )
     if not isinstance(node, yaml.MappingNode):
         what = "a list" if isinstance(node, yaml.SequenceNode) else f"{shortened(node.value)!r}"
-        raise ConfigError(f"{place_of(node, name)}: is not made of `key: value` lines (got {what}).")
+        raise ConfigError(f"{place_of(node, name)}: is not made of `key: value` lines (got {what}); write settings so.")
     _refuse_bombs(node, name)
     return node
 
@@ -133,7 +135,9 @@ def _refuse_bombs(node: yaml.Node, name: str) -> None:
         at, depth = waiting.pop()
         left -= 1
         if left <= 0 or depth > MAX_DEPTH:
-            raise ConfigError(f"{place_of(at, name)}: too many nested values or aliases for a configuration.")
+            raise ConfigError(
+                f"{place_of(at, name)}: too many nested values or aliases for a configuration; write the values out."
+            )
         if isinstance(at, yaml.SequenceNode):
             waiting += [(item, depth + 1) for item in at.value]
         elif isinstance(at, yaml.MappingNode):

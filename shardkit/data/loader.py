@@ -70,14 +70,16 @@ class PreparedLoader:
     The saved position may differ from the current one: see `state_dict`.
     """
 
-    def __init__(self, source: Source, users: DataLoader, rank: int, device: torch.device | None, seed: int) -> None:
+    def __init__(
+        self, source: Source, user_loader: DataLoader, rank: int, device: torch.device | None, seed: int
+    ) -> None:
         self.after_batch: WeakMethod[Callable[[PreparedLoader], None]] | None = None
         """Called when the loop requests the next batch: the previous batch is done. A weak reference avoids a cycle, so
         that the workers end as soon as the loader is unreferenced."""
         self.before_loop: WeakMethod[Callable[[PreparedLoader], None]] | None = None
         """Called when a loop begins."""
         self._source = source
-        self._users = users
+        self._user_loader = user_loader
         self._rank = rank
         self._device = device
         self._seed = seed
@@ -243,7 +245,7 @@ class PreparedLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._users, name)
+        return getattr(self._user_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS:
@@ -255,13 +257,13 @@ class PreparedLoader:
     @property
     def batch_size(self) -> int | None:
         """Samples in this rank's batches; None where the dataset or a custom batch sampler forms the batches."""
-        size = batch_size_of(self._users)
+        size = batch_size_of(self._user_loader)
         return None if size is None else self._source.layout.global_batch // self._source.layout.world_size
 
     @property
     def has_ready_batches(self) -> bool:
         """Whether the dataset forms the batches: samples are then counted in batches."""
-        return self._users.batch_size is None and batch_sampler_of(self._users) is None
+        return self._user_loader.batch_size is None and batch_sampler_of(self._user_loader) is None
 
     @property
     def total_batch_size(self) -> int:

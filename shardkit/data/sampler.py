@@ -159,10 +159,10 @@ class _Share:
             return list(islice(self._iterator, count))
 
 
-def items_of(users: Iterable[Any]) -> Iterator[Any]:
+def items_of(iterable: Iterable[Any]) -> Iterator[Any]:
     """What it yields, by one `iter` and then `next` alone: an object that is its own iterator may begin anew at every
     `iter`, which `for` and `islice` call."""
-    iterator = iter(users)
+    iterator = iter(iterable)
 
     def items() -> Iterator[Any]:
         while True:

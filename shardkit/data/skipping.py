@@ -16,7 +16,7 @@ def skip_first_batches(loader: Any, batches: int) -> Any:
     not skip twice. A loader that is not prepared is read, and its first batches are dropped.
     """
     if batches < 0:
-        raise UsageError(f"skip_first_batches: the number must not be negative (got {batches}).")
+        raise UsageError(f"skip_first_batches: the number must not be negative (got {batches}); give 0 or more.")
     if not isinstance(loader, PreparedLoader):
         return _Skipping(loader, batches)
     loader.skip_to(batches)

@@ -239,19 +239,21 @@ def _say_how_it_is_read(dataset: Any, split: tuple[int, int] | None, world_size:
         )
 
 
-def _without_ranks(users: Any, dataset: Any) -> Any:
+def _without_ranks(user_sampler: Any, dataset: Any) -> Any:
     """The sampler of the whole order: torch's DistributedSampler is replaced by the sampler that it shards, so that the
     order is known and nothing is padded twice."""
-    if sampler.ranked_part(users) is not None:
-        log.info(f"data: {type(users).__name__} already shards over ranks; shardkit shards its whole order instead.")
-    if type(users) is not DistributedSampler:
-        return users
-    return RandomSampler(dataset) if users.shuffle else SequentialSampler(dataset)
+    if sampler.ranked_part(user_sampler) is not None:
+        log.info(
+            f"data: {type(user_sampler).__name__} already shards over ranks; shardkit shards its whole order instead."
+        )
+    if type(user_sampler) is not DistributedSampler:
+        return user_sampler
+    return RandomSampler(dataset) if user_sampler.shuffle else SequentialSampler(dataset)
 
 
-def _draw(users: Any, seed: int, start: Position, layout: BatchLayout) -> Drawn:
+def _draw(user_sampler: Any, seed: int, start: Position, layout: BatchLayout) -> Drawn:
     """The epoch's order. Its first items are kept, for padding and to compare ranks."""
-    return Drawn(users, seed, start.epoch, keep=max(layout.world_size - 1, COMPARED))
+    return Drawn(user_sampler, seed, start.epoch, keep=max(layout.world_size - 1, COMPARED))
 
 
 def _first_of(order: sampler.Indexed | Drawn) -> list[str]:

@@ -28,14 +28,14 @@ def _expect_the_end_of_workers() -> None:
 class StartWorker:
     """The worker_init_fn: the worker ignores stop signals, since its rank still has to save."""
 
-    def __init__(self, users: Callable[[int], None] | None) -> None:
-        self._users = users
+    def __init__(self, user_init: Callable[[int], None] | None) -> None:
+        self._user_init = user_init
 
     def __call__(self, worker: int) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        if self._users is not None:
-            self._users(worker)
+        if self._user_init is not None:
+            self._user_init(worker)
 
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:

@@ -27,10 +27,12 @@ SHARED_BYTES_A_RANK = 1 << 28
 DISK_BYTES = 1 << 26
 SLOW_DISK = 50e6
 """Bytes a second: a spinning disk writes twice this."""
-FREE_BYTES = 1 << 30
+FREE_BYTES = 2**30
+"""Free space below which a warning is due: less than a small model's checkpoint."""
 HOT = 87
 """Degrees at which NVIDIA's data centre GPUs begin to slow down."""
 BUSY_SHARE = 0.1
+"""Part of a GPU's memory in use from which another process is assumed to run there."""
 GPU_FIELDS = (
     "index",
     "name",

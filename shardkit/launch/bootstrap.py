@@ -157,15 +157,15 @@ def ignores_script_folder() -> bool:
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
-def run_script(script: str, names: dict[str, object]) -> None:
-    """Runs a file in the namespace of `__main__`."""
+def run_script(script: str, namespace: dict[str, object]) -> None:
+    """Runs a file in the namespacepace of `__main__`."""
     if script.endswith(".pyc"):
         compiled = SourcelessFileLoader("__main__", script)
-        names.update(__file__=script, __cached__=None, __loader__=compiled)
-        exec(compiled.get_code("__main__"), names)  # type: ignore[arg-type]  # None: of a namespace package only
+        namespace.update(__file__=script, __cached__=None, __loader__=compiled)
+        exec(compiled.get_code("__main__"), namespace)  # type: ignore[arg-type]  # None: of a namespacepace package only
         return
-    names.update(__file__=script, __cached__=None, __loader__=SourceFileLoader("__main__", script))
-    exec(compile(Path(script).read_bytes(), script, "exec"), names)
+    namespace.update(__file__=script, __cached__=None, __loader__=SourceFileLoader("__main__", script))
+    exec(compile(Path(script).read_bytes(), script, "exec"), namespace)
 
 
 def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) -> int:

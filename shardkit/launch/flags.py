@@ -164,7 +164,9 @@ def fsdp_file_settings(path: Path) -> dict[str, str]:
     content = _read(file)
     block = content.get("fsdp_config", content)
     if not isinstance(block, Mapping):
-        raise ConfigError(f"--fsdp-config: {file}: fsdp_config is a block of keys (got {block!r}).")
+        raise ConfigError(
+            f"--fsdp-config: {file}: fsdp_config is a block of keys (got {block!r}); write its keys below it."
+        )
     settings: dict[str, str] = {}
     for key, value in ((str(key), value) for key, value in block.items()):
         if key.removeprefix("fsdp_") == "min_num_params" and value == 0:
@@ -180,7 +182,9 @@ def main_settings(address: str) -> dict[str, str]:
     host, port = host_port.split(address)
     number = number_in(port)
     if port and (number is None or number > 65535):
-        raise UsageError(f"--main: is HOST:PORT with a port up to 65535 (got {address!r}).")
+        raise UsageError(
+            f"--main: is HOST:PORT with a port up to 65535 (got {address!r}); write HOST:PORT, HOST or :PORT."
+        )
     settings = {"main_process_ip": host} if host else {}
     return _given_by("--main", settings | ({"main_process_port": port} if port else {}))
 
@@ -191,7 +195,7 @@ def machines_settings(text: str) -> dict[str, str]:
         return _given_by("--num-machines", {"num_machines": text})
     found = machine_range(text)
     if found is None:
-        raise UsageError(f"--num-machines: is a number, or MIN:MAX (got {text!r}).")
+        raise UsageError(f"--num-machines: is a number, or MIN:MAX (got {text!r}); write 4, or 2:4 for an elastic run.")
     least, most = found
     return _given_by("--num-machines", {"num_machines": str(most), "shardkit.launch.min_machines": str(least)})
 
@@ -224,9 +228,9 @@ def _read(file: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read ({error.strerror}); check the path.") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{name} is not JSON or YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{name} is not JSON or YAML ({' '.join(str(error).split())}); correct it.") from None
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{name}: is a block of keys (got {type(content).__name__}).")
+        raise ConfigError(f"{name}: is a block of keys (got {type(content).__name__}); write `key: value` lines.")
     return content
 
 

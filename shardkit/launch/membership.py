@@ -100,15 +100,15 @@ def spec_for(spec: LaunchSpec, generation: Generation, place: int) -> LaunchSpec
     config = config_for(spec.config, machines, place, generation.resume)
     world = machines * spec.ranks_here
     steps = spec.config.shardkit.gradient_accumulation_steps
-    counted = config
+    for_accelerate = config
     if steps > 1:
         kept = kept_accumulation(steps, config.shardkit.data.split_batches, spec.num_machines, machines)
-        counted = files.overlaid(config, {"shardkit.gradient_accumulation_steps": kept})
+        for_accelerate = files.overlaid(config, {"shardkit.gradient_accumulation_steps": kept})
     variables = {
         **spec.environment,
         names.NUM_PROCESSES: str(world),
         names.FULL_WORLD_SIZE: str(spec.world_size),
-        **accelerate_variables(counted, spec.device),
+        **accelerate_variables(for_accelerate, spec.device),
     }
     origins = dict(spec.origins)
     if machines < spec.num_machines:

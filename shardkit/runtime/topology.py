@@ -77,7 +77,7 @@ class Topology(Place):
 
     @property
     def mixed_precision(self) -> str:
-        """no, fp16 or bf16: what runs."""
+        """no, fp16, bf16, fp8 or mxfp8: what runs."""
         return self._run.config.mixed_precision
 
     @property

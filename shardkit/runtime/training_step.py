@@ -34,7 +34,9 @@ class TrainingStep(Topology):
         """
         for name in names:
             if not callable(getattr(model, name, None)):
-                raise UsageError(f"register_forward_method: {type(model).__name__} has no method {name}.")
+                raise UsageError(
+                    f"register_forward_method: {type(model).__name__} has no method {name}; name one of its own."
+                )
             if is_fsdp(model):
                 from shardkit.sharding import fsdp_unit
 

@@ -69,7 +69,7 @@ class Replica(DistributedDataParallel):
         if self._section.comm_hook != "no":
             ddp_hooks.register(self, self._section)
         elif any(precision.reduce_dtype(self._reduce_in, dtype) is not dtype for dtype in dtypes):
-            self.register_comm_hook(self._reduce_in, _reduce_in)
+            self.register_comm_hook(self._reduce_in, _mean_hook)
         self._takes_attributes = takes_attributes
 
     def _present_kinds(self) -> list[tuple[bool, torch.dtype, tuple[int, ...]]]:
@@ -245,6 +245,6 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     return replica
 
 
-def _reduce_in(dtype, bucket):
+def _mean_hook(dtype, bucket):
     """As `mean_sent_in`, in `dtype`, or in the dtype of fp64 and complex gradients."""
     return ddp_hooks.mean_sent_in(precision.reduce_dtype(dtype, bucket.buffer().dtype), bucket)

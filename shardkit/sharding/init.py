@@ -24,6 +24,7 @@ from shardkit.errors import ModelError
 from shardkit.log import get_logger
 from shardkit.sharding.units import LiveUnit
 from shardkit.sharding.weight_files import load
+from shardkit.wording import ranks_text
 
 log = get_logger(__name__)
 
@@ -75,8 +76,8 @@ def same_everywhere(model: nn.Module) -> None:
     different = control.start().decide(sha256(text.encode()).hexdigest(), control.unlike_rank_0)
     if different:
         raise ModelError(
-            f"model: its parameters differ from rank 0's in name, shape or dtype (got this on ranks {different}); "
-            "build the same model on every rank."
+            "model: its parameters differ from rank 0's in name, shape or dtype (got this on "
+            f"{ranks_text(different)}); build the same model on every rank."
         )
 
 

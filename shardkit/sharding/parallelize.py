@@ -66,7 +66,7 @@ def distribute(
     rank reading its part, or initialized by its modules. Collective: every rank must call it.
     Raises ModelError, on all ranks and before anything is sharded, if the model cannot be sharded as configured.
     """
-    units, blocks = plan(model, config)
+    units, blocks = units_and_blocks(model, config)
     if config.fsdp.sync_module_states and process.world_size > 1:
         same_everywhere(model)
         fill_from_rank0(model, _HOST if config.mode == "xla" else process.device)
@@ -141,7 +141,7 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
         watch_backward(model, lambda _: call())
 
 
-def plan(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
+def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.Module]]:
     """The model's units, and the blocks that are recomputed, offloaded or compiled. Without FSDP there is one unit.
 
     Collective. Raises ModelError on all ranks if any rank has a problem.

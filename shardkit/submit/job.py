@@ -94,7 +94,10 @@ def configuration_file(text: str, path: str) -> str:
     return f"cat > {path} <<'{_END}'\n{text.rstrip()}\n{_END}"
 
 
-def folded(words: Iterable[str], width: int = 110) -> str:
+WIDTH = 110
+
+
+def folded(words: Iterable[str]) -> str:
     """Quoted words as one shell command, on several lines if it is long. An option and its value stay on one line."""
     parts: list[str] = []
     for word in words:
@@ -104,7 +107,7 @@ def folded(words: Iterable[str], width: int = 110) -> str:
             parts.append(word)
     lines = parts[:1]
     for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 1 > width:
+        if len(lines[-1]) + len(part) + 1 > WIDTH:
             lines.append(part)
         else:
             lines[-1] += f" {part}"

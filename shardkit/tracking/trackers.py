@@ -99,7 +99,7 @@ class Trackers:
         found = by_name.get(name)
         if found is None:
             there = ", ".join(by_name) or "none: call init_trackers first"
-            raise UsageError(f"get_tracker: no tracker of this name (got {name!r}; there are {there}).")
+            raise UsageError(f"get_tracker: no tracker of this name (got {name!r}); there are {there}.")
         return found.tracker if unwrap else found
 
     def log(
