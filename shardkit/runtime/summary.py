@@ -108,23 +108,18 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
 
 def unit_texts(model: nn.Module) -> list[str]:
     """FSDP units of a model, equal ones together: ["4 x Block (0.8M)", "root (1.2M)"]."""
+    from shardkit.sharding.fsdp_internals import groups_of, root_of  # imports DTensor
+
     units = Counter[tuple[str, int]]()
     for name, module in model.named_modules():
         if is_fsdp(module):
-            size = sum(parameter.numel() for parameter in _owned(module))
-            units[class_name(module) if name else "root", size] += 1
+            owned = [one.sharded_param for group in groups_of(root_of(module)) for one in group.fsdp_params]
+            units[class_name(module) if name else "root", sum(map(torch.Tensor.numel, owned))] += 1
     ordered = sorted(units.items(), key=lambda unit: (unit[0][0] == "root", -unit[1]))
     return [
         f"{number} x {name} ({count(size)})" if name != "root" else f"root ({count(size)})"
         for (name, size), number in ordered
     ]
-
-
-def _owned(unit: Any) -> Iterator[nn.Parameter]:
-    """Parameters of the unit, without those of units inside."""
-    below: list[Any] = [module for module in unit.modules() if module is not unit and is_fsdp(module)]
-    inside = {id(parameter) for module in below for parameter in module.parameters()}
-    return (parameter for parameter in unit.parameters() if id(parameter) not in inside)
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:

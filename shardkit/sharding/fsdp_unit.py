@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -312,7 +311,7 @@ def finish(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> None:
     inside_compiled = {id(inner) for module in compiled for inner in module.modules()}
     for state in states_of(model):
         for module in _modules_of_unit(state):
-            if id(module) not in inside_compiled and not isinstance(module.__dict__.get("forward"), _Entry):
+            if id(module) not in inside_compiled and not _is_entry(module.__dict__.get("forward"), state):
                 module.forward = _Entry(module, state)
 
 
@@ -348,17 +347,25 @@ class _Entry:
         return self if copied is None else MethodType(getattr(type(self._module), self._name), copied)
 
 
+def _is_entry(forward: Any, state: UnitState) -> bool:
+    """Whether the forward already enters this unit, itself or around the entry of another unit."""
+    while isinstance(forward, _Entry):
+        if forward._state is state:
+            return True
+        forward = forward._forward
+    return False
+
+
 def _modules_of_unit(state: Any) -> Iterator[nn.Module]:
-    """The modules below a unit's own, without those of units inside it, that have parameters of the unit."""
+    """The modules below a unit's own that have parameters of the unit. Modules in units inside it may have some, too:
+    tied ones belong to the unit around all their modules."""
     managed = {id(p.sharded_param) for group in groups_of(state) for p in group.fsdp_params}
 
     def below(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            if isinstance(child, FSDPModule):
-                continue
             if any(id(parameter) in managed for parameter in child.parameters()):
                 yield child
-            yield from below(child)
+                yield from below(child)
 
     heads: tuple[nn.Module, ...] = state._modules if managed else ()
     return iter({id(module): module for head in heads for module in below(head)}.values())

@@ -174,6 +174,36 @@ def model_called_in_pieces(run: Run) -> None:
         run.see_mean(loss)
 
 
+class Tied(nn.Module):
+    """The embedding shares its weight with the head, and is in a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.head.weight = self.net.embed.weight
+        self.prompt = nn.Parameter(torch.ones(1, 7) * 0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.net.head(self.net.norm(self.net.parts[0](self.net.embed(tokens) + self.prompt)))
+
+
+@loop(fsdp={"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 60})
+def tied_modules_of_an_inner_unit(run: Run) -> None:
+    """Forward calls modules of a model inside, as prompt tuning does, and the loop calls them directly."""
+    torch.manual_seed(0)
+    model = Tied()
+    model.net.parts[1].requires_grad_(False)
+    model, optimizer = started(run, model)
+    for step in range(run.steps):
+        tokens, inner = run.batch(step), run.unwrap(model)
+        loss = loss_of(model, tokens)
+        with torch.no_grad():
+            run.see_mean(inner.net.embed(tokens).mean())
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+
+
 class Projected(Net):
     """A method that uses a parameter of the model itself, which is no module's to call."""
 
