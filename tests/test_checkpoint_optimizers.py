@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import Accelerator
-from shardkit.checkpoint import convert, manifest, state
+from shardkit.checkpoint import convert, manifest, optimizers, state
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError, StateIncomplete
 from tests import checkpoints
@@ -108,6 +108,27 @@ class Wrapping(torch.optim.Optimizer):
         self.param_groups, self.count = self.inner.param_groups, saved["count"]
 
 
+class Stepping(torch.optim.Optimizer):
+    """Steps another one, as published optimizers for sharpness-aware steps do: its state_dict() lacks that one's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.inner = torch.optim.AdamW(self.param_groups, lr=0.05)
+        self.param_groups = self.inner.param_groups
+
+    def step(self):
+        self.inner.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("old", torch.zeros_like(parameter)).copy_(parameter.detach())
+
+
+class Relinking(Stepping):
+    def load_state_dict(self, saved):
+        super().load_state_dict(saved)
+        self.inner.param_groups = self.param_groups
+
+
 class Flagged(torch.optim.AdamW):
     """Only its loading is its own: it counts how often, and keeps what the saved groups say."""
 
@@ -127,6 +148,7 @@ def flagged(parameters):
 
 
 KINDS = {"global": Global, "lookahead": Lookahead, "wrapping": Wrapping, "flagged": flagged}
+KINDS |= {"stepping": Stepping, "relinking": Relinking}
 
 
 def uninterrupted(kind, strategy, steps):
@@ -249,6 +271,20 @@ def test_what_was_saved_before_own_dicts_were_asked_for_still_loads(tmp_path, ca
     checkpoints.load(state.Live([loaded], [other]), tmp_path / "c")
     assert "optim: the checkpoint has no steps, slow of this optimizer" in caplog.text
     assert_close([state.model_tensors(loaded)], state.model_tensors(model))
+
+
+@pytest.mark.parametrize("kind", [Stepping, Relinking])
+def test_what_was_saved_without_inner_optimizers_loads_and_says_so(tmp_path, caplog, monkeypatch, kind):
+    model = model_of("plain")
+    optimizer = kind(model.parameters())
+    steps_of(model, optimizer, 2)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(optimizers, "inner_of", lambda optimizer: {})
+        checkpoints.save(state.Live([model], [optimizer]), tmp_path / "c")
+    caplog.set_level("WARNING", "shardkit")
+    checkpoints.load(state.Live([model], [optimizer]), tmp_path / "c")
+    assert "optim: the checkpoint has no inner of this optimizer; it stays unchanged" in caplog.text
+    assert optimizer.inner.param_groups is optimizer.param_groups and len(optimizer.inner.state) == 4
 
 
 @pytest.mark.parametrize("kind", ["global", "lookahead"])

@@ -2,10 +2,12 @@
 
 If an optimizer's class overrides `state_dict` or `load_state_dict`, these are called, since some classes keep more
 state than `state` and `param_groups` (wrapped optimizers, slow weights). Parameter numbers in the dict, also in nested
-dicts, are saved as names, and turned into numbers in the order of the loading optimizer.
+dicts, are saved as names, and turned into numbers in the order of the loading optimizer. Where a class steps another
+optimizer (SAM's base optimizer) and does not override `state_dict`, torch would lose the state of that one: it is saved
+and restored here.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from shardkit.checkpoint import tensors, values
 from shardkit.checkpoint.fill import Saved, entry_of_parameter
 from shardkit.checkpoint.layout import TensorEntry
+from shardkit.checkpoint.numbered import numbers_of, with_names, with_numbers
 from shardkit.checkpoint.values import ParameterName
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointError
@@ -38,7 +41,7 @@ class OptimizerDescription:
     globals: dict[str, Any]
     """Entries of `optimizer.state` with string keys, which belong to no parameter."""
     extra: dict[str, Any]
-    """Further keys of its overridden state_dict()."""
+    """Further keys of its overridden state_dict(), or the states of the optimizers that it steps, by attribute."""
     sharded: set[str]
     """The sharded parameters."""
     is_whole: bool = False
@@ -58,7 +61,32 @@ def describe(optimizer: Optimizer, names: Mapping[int, str], section: str) -> Op
     rows = {names[id(parameter)]: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
     rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = [(those, _settings(group)) for those, group in zip(members, optimizer.param_groups, strict=True)]
-    return OptimizerDescription(groups, rows, _with_text_keys(rest, f"{section}: state"), {}, sharded)
+    inner = {name: _inner_state(one, names) for name, one in inner_of(optimizer).items()}
+    return OptimizerDescription(groups, rows, _with_text_keys(rest, f"{section}: state"), inner, sharded)
+
+
+def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers that this one steps, by attribute: those that have state of their own for its parameters, which
+    its state_dict() lacks."""
+    if _overrides(optimizer, "state_dict"):
+        return {}
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        name: one
+        for name, one in vars(optimizer).items()
+        if isinstance(one, Optimizer)
+        and not (_overrides(one, "state_dict") or _overrides(one, "load_state_dict"))
+        and one.state is not optimizer.state
+        and own >= {id(parameter) for group in one.param_groups for parameter in group["params"]}
+    }
+
+
+def _inner_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Its state_dict(), with names in place of numbers."""
+    members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    state = optimizer.state_dict()
+    state["param_groups"] = [_settings(group) | {"params": group["params"]} for group in state["param_groups"]]
+    return dict(with_names(state, members))
 
 
 def named(parameter: torch.Tensor, names: Mapping[int, str], where: str) -> str:
@@ -98,7 +126,7 @@ def _described_by_itself(
     optimizer: Optimizer, members: list[list[str]], sharded: set[str], section: str
 ) -> OptimizerDescription:
     state = _with_text_keys(optimizer.state_dict(), f"{section}: state_dict()")
-    numbers = _numbers(state, members)
+    numbers = numbers_of(state, members)
     if numbers is None:
         bare: list[tuple[list[str], dict[str, Any]]] = [(those, {}) for those in members]
         return OptimizerDescription(bare, {}, {}, with_names(state, members), sharded, is_whole=True)
@@ -107,64 +135,6 @@ def _described_by_itself(
     groups = [(those, _settings(group)) for those, group in zip(members, state["param_groups"], strict=True)]
     extra = {key: with_names(value, members) for key, value in state.items() if key not in _STANDARD}
     return OptimizerDescription(groups, rows, _with_text_keys(rest, f"{section}: state"), extra, sharded)
-
-
-def _numbers(value: Any, members: list[list[str]]) -> dict[int, str] | None:
-    """{number: fqn} if a dict has the format of torch's state_dict() for these parameters; else None."""
-    if not (isinstance(value, Mapping) and isinstance(value.get("state"), Mapping)):
-        return None
-    groups = value.get("param_groups")
-    if not (isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)):
-        return None
-    params = [group.get("params") or [] for group in groups]
-    if [*map(len, params)] != [*map(len, members)]:
-        return None
-    numbers = [number for those in params for number in those]
-    if not all(type(number) is int for number in numbers) or len({*numbers}) < len(numbers):
-        return None
-    return dict(zip(numbers, (fqn for those in members for fqn in those), strict=True))
-
-
-def with_names(value: Any, members: list[list[str]]) -> Any:
-    """The value, with a ParameterName for each parameter number in dicts of torch's format, at any depth."""
-    numbers = _numbers(value, members)
-    if isinstance(value, Mapping):
-        found = {key: with_names(item, members) for key, item in value.items()}
-        if numbers is not None:
-            found["state"] = {
-                ParameterName(numbers[key]) if key in numbers else key: item for key, item in found["state"].items()
-            }
-            for group in found["param_groups"]:
-                group["params"] = [ParameterName(numbers[number]) for number in group["params"]]
-        return found
-    if isinstance(value, (list, tuple)):
-        return type(value)(with_names(item, members) for item in value) if type(value) in (list, tuple) else value
-    return value
-
-
-def _with_numbers(value: Any, members: list[list[str]]) -> Any:
-    """The inverse of `with_names`, with the numbers that parameters have in the current groups."""
-    order = {fqn: number for number, fqn in enumerate(fqn for those in members for fqn in those)}
-    if isinstance(value, ParameterName):
-        if value.fqn not in order:
-            raise CheckpointError(
-                f"{value.fqn}: the saved optimizer has this parameter, this optimizer does not; "
-                "give it the parameters that were saved."
-            )
-        return order[value.fqn]
-    if isinstance(value, Mapping):
-        return {_with_numbers(key, members): _with_numbers(item, members) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_numbers(item, members) for item in _in_present_order(value, members))
-    return value
-
-
-def _in_present_order(value: Sequence[Any], members: list[list[str]]) -> Sequence[Any]:
-    """A saved group's parameters in the current order, since torch matches them with the optimizer's by position."""
-    saved = {item.fqn for item in value if isinstance(item, ParameterName)}
-    if not saved or len(saved) < len(value):
-        return value
-    return next(([ParameterName(fqn) for fqn in those] for those in members if {*those} == saved), value)
 
 
 # ---- loading ----
@@ -190,17 +160,17 @@ def restore(
     The state of the parameters in `left_out` is reset. If this raises, the optimizer's state is incomplete.
     """
     loading = _Loading(optimizer, names, section, state, saved, left_out)
-    if not _overrides(optimizer, "load_state_dict"):
-        loading.in_place()
-        return
-    now = describe(optimizer, names, section)
-    missing = [key for key in now.extra if key not in state.get("extra", {})]
-    if missing or now.is_whole != state.get("is_whole", False):  # saved by a shardkit that did not call state_dict()
+    now = describe(optimizer, names, section) if _overrides(optimizer, "load_state_dict") else None
+    expected = inner_of(optimizer) if now is None else now.extra
+    missing = [key for key in expected if key not in state.get("extra", {})]
+    is_other_form = now is not None and now.is_whole != state.get("is_whole", False)
+    if missing or is_other_form:  # saved by a shardkit that did not call state_dict(), or left out inner optimizers
         logger.warning(
             "checkpoint: %s: the checkpoint has no %s of this optimizer; it stays unchanged.",
             section,
             ", ".join(missing) or "state_dict()",
         )
+    if now is None or missing or is_other_form:
         loading.in_place()
     else:
         loading.by_itself(now)
@@ -263,14 +233,34 @@ class _Loading:
                 self.optimizer.state[parameter] = row
         for key, value in self._decoded("globals", {}).items():
             self.optimizer.state[key] = value  # type: ignore[index]
+        if inner_of(self.optimizer):
+            self._fill_inner(with_numbers(self._decoded("extra", {}), self.members))
 
     def by_itself(self, now: OptimizerDescription) -> None:
         """Load through its overridden load_state_dict(). All tensors are new, since it may still use the old ones."""
         live = _tensors_of(now, self.section)
-        state = _with_numbers(self._decoded("extra", live), self.members)
+        state = with_numbers(self._decoded("extra", live), self.members)
+        inner = {name: state.pop(name) for name in inner_of(self.optimizer)}
         if not now.is_whole:
             state = self._in_torch_form(now, live) | state
         self.optimizer.load_state_dict(state)
+        self._fill_inner(inner)
+
+    def _fill_inner(self, states: Mapping[str, Any]) -> None:
+        """Gives the optimizers that this one steps their saved states. Their param groups may be those of this one."""
+        parameters = [*self.mine.items()]
+        for name, inner in inner_of(self.optimizer).items():
+            if name not in states:
+                continue
+            for group, saved in zip(inner.param_groups, states[name]["param_groups"], strict=False):
+                group.update(_settings(saved))
+            for fqn, parameter in parameters:
+                if fqn not in self.unsaved:
+                    inner.state.pop(parameter, None)
+            for number, row in states[name]["state"].items():
+                fqn, parameter = parameters[number]
+                if fqn not in self.left_out:
+                    inner.state[parameter] = row
 
     def _in_torch_form(self, now: OptimizerDescription, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         order = {fqn: number for number, fqn in enumerate(self.mine)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +167,9 @@ def schedule_free_to_eval_and_back(run: Run, parts: Parts, number: int) -> None:
     evaluate(run, parts.model)
 
 
-class SamOfPlainSteps(Sam):
-    """Of Sam, only its own state is saved, as by its state_dict: the optimizer inside has none here."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, "copy")
-        self.param_groups[0]["momentum"] = 0.0
-
-
-@training(_one(SamOfPlainSteps))
+@training(_one(partial(Sam, how="copy")))
 def sharpness_aware(run: Run, parts: Parts, number: int) -> None:
+    """torch's state_dict() of it lacks the momentum of the optimizer inside."""
     (optimizer,) = parts.optimizers
     _backward(run, parts, number)
     optimizer.first_step()
