@@ -39,6 +39,7 @@ WIDTH, EXPERTS, SAMPLES, STEPS = 12, 2, 12, 4
         ((8, 4096, 14336), 5, 0),  # uneven, as ever
         ((8, 5, 7), 16, 0),  # nothing divides evenly
         ((1, 1, 768), 6, 2),
+        ((1, 16), 1, 1),  # one row: DTensor cannot flatten along a dim of size 1
         ((4,), 8, 0),
         ((), 8, 0),
         ((0, 8), 4, 0),

@@ -160,6 +160,7 @@ def added_to_the_optimizer(strategy: int) -> list[str]:
 def test_an_optimizer_does_not_train_what_is_not_reduced(ranks, strategy):
     for strangers, late in ranks.run(2, added_to_the_optimizer, strategy):
         assert "AdamW trains parameters of no prepared model (got 2 of 15" in strangers
+        assert "put a parameter without a module (SAC's log_alpha) into a module of its own" in strangers
         assert "trains parameters that were added to the model after it was prepared (got head.weight" in late
 
 

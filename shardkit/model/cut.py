@@ -81,11 +81,12 @@ def shard_dim(shape: Sequence[int], shards: int) -> int:
     """The dim along which a parameter of this shape is split over that many ranks: 0, its last pieces shorter or empty.
 
     Where dim 0 has fewer rows than there are ranks (stacked experts, LoRA's matrices), the first other dim that they
-    divide evenly, as fully_shard demands of it; there every rank holds an equal part.
+    divide evenly, as fully_shard demands of it; there every rank holds an equal part. So it is on one rank with a
+    single row, which DTensor cannot flatten along a dim of size 1.
     """
-    if not shape or not 0 < shape[0] < shards:
+    if not shape or not 0 < shape[0] < max(shards, 2):
         return 0
-    return next((dim for dim, size in enumerate(shape) if size and size % shards == 0), 0)
+    return next((dim for dim, size in enumerate(shape) if size > 1 and size % shards == 0), 0)
 
 
 def block_names(tree: ModuleNode, config: FsdpConfig) -> list[str]:

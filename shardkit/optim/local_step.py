@@ -130,6 +130,7 @@ class LocalStep:
             part = known.get(id(parameter))
             if part is None or part.tensor is not part.parameter._local_tensor:
                 if not is_dtensor(parameter):
+                    _make_gradient_plain(parameter)
                     lay_out_gradient(parameter)
                     found.append(parameter)
                     continue
@@ -256,6 +257,13 @@ def _like_parameter(gradient: torch.Tensor, parameter: Any) -> DTensor:
     return gradient
 
 
+def _make_gradient_plain(parameter: torch.Tensor) -> None:
+    """Makes the gradient of a parameter that every rank holds whole a plain tensor: that of a script which joins all
+    gradients, changes them and splits them again is a part of a DTensor. Collective where it is one."""
+    if is_dtensor(parameter.grad):
+        parameter.grad = whole(parameter.grad)
+
+
 class WholeStep:
     """The optimizer's own step on whole parameters and gradients, a chunk at a time, the same on every rank."""
 
@@ -301,6 +309,7 @@ class WholeStep:
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     """The full parameter with its full gradient; a plain one is returned unchanged. Collective where it is sharded."""
     if not is_dtensor(parameter):
+        _make_gradient_plain(parameter)
         return parameter
     with torch.no_grad():
         value = whole(parameter)

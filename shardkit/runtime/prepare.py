@@ -307,8 +307,8 @@ def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
         raise UsageError(
             f"prepare: {type(optimizer.optimizer).__name__} trains parameters of no prepared model (got "
             f"{len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}); "
-            "prepare the model before its optimizer, or in the same call; add a parameter without a module to the "
-            "model before prepare: model.register_parameter(name, parameter)."
+            "prepare the model before its optimizer, or in the same call; put a parameter without a module (SAC's "
+            "log_alpha) into a module of its own whose forward uses it, and prepare that too."
         )
 
 

@@ -22,8 +22,10 @@ from shardkit.errors import ModelError, UsageError
 from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
     copied_parts,
+    flattened,
     fsdp_unit,
     hooks,
+    in_place,
     numbers_of_tensors,
     original_parameters,
     outputs,
@@ -125,7 +127,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         parameters.carry_over(attributes, parameter)
         for hook in carried.hooks[fqn]:
             hooks.hook_whether_trained(parameter, hook)
-    for behaviour in (random_values, numbers_of_tensors, reductions, copied_parts, pickled_parts):
+    for behaviour in (random_values, numbers_of_tensors, in_place, reductions, copied_parts, flattened, pickled_parts):
         behaviour.install()
     vars(model)["__deepcopy__"] = _refuse_copies
     vars(model)["__reduce_ex__"] = _refuse_pickling

@@ -1,10 +1,9 @@
-"""The number of a sharded tensor without dimensions: `float(p.grad.norm())`, `.item()`, `if loss > 1`, `f"{norm:.3f}"`,
-`total += p.grad.norm()`.
+"""The number of a sharded tensor without dimensions: `float(p.grad.norm())`, `.item()`, `if loss > 1`, `f"{norm:.3f}"`.
 
 A norm or a sum of a sharded tensor is pending: each rank has that of its part (torch's placement Partial). torch's
 `item()` returns this part, so that ranks log and compare different numbers, none of them the tensor's. Here it is
-computed over all ranks first, as torch does in every other operation on such a tensor. Formatting it, and adding it to
-a plain tensor in place, are errors without words in torch. (Checked on torch 2.11 to 2.15.)
+computed over all ranks first, as torch does in every other operation on such a tensor. Formatting it is an error
+without words in torch. (Checked on torch 2.11 to 2.15.)
 """
 
 from functools import cache
@@ -13,18 +12,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import is_dtensor, whole
-from shardkit.sharding.dtensor_operators import as_torch_does, handle
+from shardkit.distributed.tensors import whole
+from shardkit.sharding.dtensor_operators import handle
 
 _aten = torch.ops.aten
-_IN_PLACE = [_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor]
 
 
 @cache
 def install() -> None:
     """Makes the number of a sharded tensor that of one process. Has an effect once per process."""
     handle([_aten._local_scalar_dense.default], _number)
-    handle(_IN_PLACE, _into_plain)
     DTensor.__format__ = _format  # type: ignore[assignment]
 
 
@@ -32,14 +29,6 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """The tensor's number. Collective over the tensor's mesh where its value is pending or sharded."""
     (tensor,) = args
     return operator(whole(tensor))
-
-
-def _into_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Collective as above, where a number goes into a plain tensor, which counts as equal on all ranks."""
-    into, value = args
-    if is_dtensor(into) or value.dim():
-        return as_torch_does(operator, args, kwargs)
-    return operator(into, whole(value), **kwargs)
 
 
 def _format(tensor: DTensor, how: str) -> str:

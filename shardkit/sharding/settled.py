@@ -82,15 +82,15 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     elif _is_in_place(name) and isinstance(first, torch.Tensor):
         if not is_dtensor(first):
             return function(first, *map(_plain, args[1:]), **{key: _plain(value) for key, value in kwargs.items()})
-        if _is_single(first):
+        if is_single(first):
             return _in_place_of_whole(function, first, args[1:], kwargs)
-    elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or _is_uneven(first)):
-        copy = settle(function(_replicated(first), *args[1:], **kwargs))
+    elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
+        copy = settle(function(replicated(first), *args[1:], **kwargs))
         copy.__class__ = CopiedPart  # writing to it would not reach the tensor
         vars(copy)["shardkit_rows"] = None
         return copy
     elif name in _OF_NOT_NOTHING and is_dtensor(first) and _has_empty_part(first):
-        return function(_replicated(first), *args[1:], **kwargs)
+        return function(replicated(first), *args[1:], **kwargs)
     try:
         return settle(function(*args, **kwargs))
     except (NotImplementedError, RuntimeError) as error:
@@ -115,7 +115,7 @@ def settle(result: Any) -> Any:
     return result
 
 
-def _replicated(tensor: DTensor) -> DTensor:
+def replicated(tensor: DTensor) -> DTensor:
     return redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim)
 
 
@@ -126,10 +126,10 @@ def redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 
 def _plain(value: Any) -> Any:
-    return local_part(_replicated(value)) if is_dtensor(value) else value
+    return local_part(replicated(value)) if is_dtensor(value) else value
 
 
-def _is_uneven(tensor: DTensor) -> bool:
+def is_uneven(tensor: DTensor) -> bool:
     """Whether ranks have parts of different sizes, which DTensor cannot flatten."""
     return any(size % ranks for size, ranks in _sharded_dims(tensor))
 
@@ -139,7 +139,7 @@ def _has_empty_part(tensor: DTensor) -> bool:
     return any(-(-size // ranks) * (ranks - 1) >= size for size, ranks in _sharded_dims(tensor))
 
 
-def _is_single(tensor: DTensor) -> bool:
+def is_single(tensor: DTensor) -> bool:
     """Whether the sharded dim has one element: DTensor takes it for one that is broadcast, and refuses to change it."""
     return any(size == 1 for size, _ in _sharded_dims(tensor))
 

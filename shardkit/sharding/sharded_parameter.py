@@ -58,7 +58,9 @@ class ShardedParameter(DTensor):
             elif values.placements == self.placements and values.device_mesh == self.device_mesh:
                 local_part(self).copy_(local_part(values))
             else:
-                self.copy_(values)
+                from shardkit.sharding.settled import redistributed
+
+                local_part(self).copy_(local_part(redistributed(values, self.placements)))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole values, with torch's `grad_placements`; without it their gradient is the mean over all ranks, as

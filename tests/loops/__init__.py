@@ -15,6 +15,7 @@ from tests.loops import (  # noqa: F401
     phases,
     steps,
     tasks,
+    vectors,
     windows,
 )
 from tests.loops.run import LOOPS as LOOPS

@@ -1,0 +1,33 @@
+"""In-place arithmetic of sharded tensors that is an error in torch: `total += p.grad.norm()`, where a number of a
+sharded tensor goes into a plain one; and a sum into what has one element along the sharded dim, such as the bias of a
+single output, by a tensor that is whole: the gradient of a penalty. (torch takes such a dim for one that is broadcast.)
+Checked on torch 2.13.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardkit.distributed.tensors import is_dtensor, local_part, whole
+from shardkit.sharding.dtensor_operators import as_torch_does, handle
+from shardkit.sharding.settled import is_single, redistributed
+
+_aten = torch.ops.aten
+
+
+@cache
+def install() -> None:
+    """Makes it that of whole tensors. Has an effect once per process."""
+    handle((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _change)
+
+
+def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective where a value is pending, or is whole on all ranks but in the tensor."""
+    tensor, value = args
+    if not is_dtensor(tensor) and not value.dim():
+        return operator(tensor, whole(value), **kwargs)  # a plain tensor counts as equal on all ranks
+    if is_dtensor(tensor) and is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
+        operator(local_part(tensor), local_part(redistributed(value, tensor.placements)), **kwargs)
+        return tensor
+    return as_torch_does(operator, args, kwargs)
