@@ -166,17 +166,39 @@ def test_a_save_into_a_checkpoint_is_refused(tmp_path):
     assert not folder.inspect(tmp_path / "a").additions
 
 
-def test_a_disk_that_fails_is_named_with_its_file(tmp_path, monkeypatch, capsys):
-    save(tmp_path / "a")
-    real = os.preadv
+@pytest.fixture
+def fails(monkeypatch):
+    """From `fails("a/model")` on, the disk cannot read files whose path has this."""
+    real, bad = os.preadv, []
 
     def preadv(descriptor, *rest):
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("model/r00000-of-00001.safetensors"):
+        if any(part in os.readlink(f"/proc/self/fd/{descriptor}") for part in bad):
             raise OSError(errno.EIO, "Input/output error")
         return real(descriptor, *rest)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(CheckpointError, match=r"Input/output error: '.*a/model/r00000-of-00001.safetensors'"):
+    return bad.append
+
+
+def test_a_disk_that_fails_is_named_with_its_file(tmp_path, fails, capsys):
+    save(tmp_path / "a")
+    fails("model/r00000-of-00001.safetensors")
+    unread = r"a/model/r00000-of-00001.safetensors: cannot be read \(Input/output error\); look at that disk"
+    with pytest.raises(CheckpointError, match=unread):
         checkpoints.load(checkpoints.build("plain"), tmp_path / "a")
     assert run(["checkpoint", "verify", str(tmp_path / "a")]) == EXIT_CHECKPOINT
     assert "r00000-of-00001.safetensors: cannot be read (Input/output error); look at that d" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [manifest.NAME, "index.json", "state/common.json", "model/r00000", "optim/r00000"])
+def test_where_the_disk_cannot_read_the_newest_the_one_before_is_resumed(tmp_path, fails, caplog, name):
+    live = checkpoints.build("plain")
+    checkpoints.train(live, 1)
+    for step in (1, 2):
+        checkpoints.save(live, folder.step_folder(tmp_path, step), step, in_series=True)
+    fails(f"step-00000002/{name}")
+    found = checkpoints.load_newest(checkpoints.build("plain", seed=1), tmp_path)
+    assert found.checkpoint.manifest.step == 1
+    assert "skipped step 2" in caplog.text and "cannot be read (Input/output error)" in caplog.text
+    assert "resuming at step 1, 1 steps are repeated" in caplog.text
+    assert [found.step for found in folder.steps(tmp_path)] == [2, 1], "it may be read again, once the disk is mended"

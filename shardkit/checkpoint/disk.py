@@ -223,7 +223,8 @@ def read_at(source: Source, offset: int, length: int, where: str) -> bytes:
 
 
 def read_into(source: Source, target: memoryview, offset: int, where: str) -> None:
-    """Fill the target with the bytes from an offset on. Raises CheckpointCorrupted if the file ends earlier."""
+    """Fill the target with the bytes from an offset on. Raises CheckpointCorrupted if the file ends earlier, or if the
+    disk cannot read them."""
     while len(target):
         block = target[:BLOCK_BYTES]
         done = _preadv(source, block, offset, where) if isinstance(source, int) else source.read_into(block, offset)
@@ -235,8 +236,10 @@ def read_into(source: Source, target: memoryview, offset: int, where: str) -> No
 def _preadv(descriptor: int, block: memoryview, offset: int, where: str) -> int:
     try:
         return os.preadv(descriptor, [block], offset)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, where) from error
+    except OSError as error:  # a bad sector, a file system that has failed: no other reader would see more
+        raise CheckpointCorrupted(
+            f"{where}: cannot be read ({error.strerror}); look at that disk or file system."
+        ) from error
 
 
 def publish(temporary: Path, final: Path) -> None:
