@@ -52,6 +52,8 @@ class Objects(AbstractFileSystem):
 
     def info(self, path, **kwargs):
         path = self._strip_protocol(path)
+        if self._fails("expired", path):
+            raise OSError(22, "Bad Request")  # as s3fs takes an answer without a body
         if os.path.isdir(path):
             if not self.find(path):
                 raise FileNotFoundError(path)
@@ -60,6 +62,8 @@ class Objects(AbstractFileSystem):
         return {"name": path, "size": seen.st_size, "type": "file", "ETag": f"{seen.st_ino}-{seen.st_mtime_ns}"}
 
     def find(self, path, maxdepth=None, withdirs=False, detail=False, **kwargs):
+        if self._fails("expired", path):
+            raise PermissionError("The provided token has expired.")
         names = [f"{at}/{name}" for at, _, found in os.walk(self._strip_protocol(path)) for name in found]
         names = sorted(name for name in names if not name.endswith("/.fault") and not self._fails("unlisted", name))
         return {name: self.info(name) for name in names} if detail else names
@@ -76,6 +80,8 @@ class Objects(AbstractFileSystem):
 
     def cat_file(self, path, start=None, end=None, **kwargs):
         path = self._strip_protocol(path)
+        if self._fails("expired", path):
+            raise PermissionError("The provided token has expired.")
         if self._fails("unread", path):
             raise OSError(5, "the store is down")
         with open(path, "rb") as file:

@@ -7,7 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from shardkit.checkpoint import folder, in_store, locate, manifest, retention, verify
-from shardkit.errors import CheckpointError, CheckpointSaveError, CheckpointUnreachable, UsageError
+from shardkit.cli.main import run
+from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError, CheckpointUnreachable, UsageError
 from shardkit.runtime import saving
 from shardkit.runtime.objects import save as save_file
 from shardkit.storage import objects
@@ -243,6 +244,41 @@ def test_what_is_damaged_is_found_and_what_is_not_reached_is_no_damage(tmp_path,
     with pytest.raises((CheckpointUnreachable, CheckpointError), match="the store is down"):
         checkpoints.load_newest(prepared("plain"), root)
     stores.misbehave(tmp_path)
+
+
+def test_an_expired_token_is_told_in_the_words_of_the_store(tmp_path, root, live, capsys):
+    """The answer to HEAD has no words."""
+    save_step(live, root, 1)
+    stores.misbehave(tmp_path, "expired", "run/checkpoints", 999)
+    told = "denied (The provided token has expired); renew the credentials, and start again."
+    assert objects.nothing_there(root).endswith(told)
+    with pytest.raises(CheckpointError, match="The provided token has expired") as caught:
+        checkpoints.load_newest(prepared("plain"), root)
+    assert "permissions" not in str(caught.value)
+    assert run(["checkpoint", "verify", str(root)]) == EXIT_CHECKPOINT
+    assert capsys.readouterr().err.strip().endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PermissionError("Access Denied"), "looking was denied (Access Denied); check the credentials"),
+        (PermissionError("The difference between the request time and ours is too large."), "set the clock"),
+        (type("CredentialRetrievalError", (Exception,), {})("no role"), "(no role); check the credentials"),
+        (type("UnauthorizedSSOTokenError", (Exception,), {})("It has expired"), "expired); renew the credentials"),
+    ],
+)
+def test_what_a_store_denies_is_not_asked_again(root, error, told, monkeypatch):
+    asked = []
+
+    def info(store, name):
+        asked.append(name)
+        raise error
+
+    monkeypatch.setattr(stores.Objects, "info", info)
+    with pytest.raises(PermissionError) as caught:
+        objects.look(root)
+    assert told in str(caught.value) and len(asked) == 1
 
 
 def test_a_checkpoint_may_be_copied_to_a_disk_and_from_one(tmp_path, root, live):

@@ -71,11 +71,16 @@ def steps(root: Place) -> list[FoundCheckpoint]:
     try:
         paths = _in_store(root) if isinstance(root, Url) else _on_disk(root)
     except OSError as error:
-        raise CheckpointError(
-            f"checkpoint: {root}: cannot be read ({error.strerror}); check its permissions."
-        ) from error
+        raise unreadable(root, error) from error
     found = [FoundCheckpoint(int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.name))]
     return sorted(found, key=lambda item: item.step, reverse=True)
+
+
+def unreadable(place: Place, error: OSError) -> CheckpointError:
+    """The error of a place that the disk or the store does not let be read. What a store denies says what to do."""
+    if isinstance(place, Url):
+        return CheckpointError(f"checkpoint: {place}: cannot be read: {error.strerror}.")
+    return CheckpointError(f"checkpoint: {place}: cannot be read ({error.strerror}); check its permissions.")
 
 
 def _on_disk(root: Path) -> list[Path]:

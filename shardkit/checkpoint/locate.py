@@ -103,9 +103,7 @@ def _as_checkpoint_error(path: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"checkpoint: {path}: cannot be read ({error.strerror}); check its permissions."
-        ) from error
+        raise folder.unreadable(path, error) from error
     except CheckpointError as error:
         text = str(error)
         raise type(error)(text if text.startswith("checkpoint: ") else f"checkpoint: {text}") from None

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from shardkit.errors import MachineError, ShardkitError, UsageError
@@ -39,7 +40,13 @@ PACKAGES = {
     "abfss": "adlfs",
     "az": "adlfs",
 }
+# By a word in what a store says when it denies a request.
+REMEDIES = {
+    "expired": "renew the credentials, and start again",
+    "request time": "set the clock of this machine",  # "the difference between the request time and the current time"
+}
 EXTRAS = {"s3fs": "shardkit[s3]", "gcsfs": "shardkit[gcs]"}
+_PHRASES = frozenset(status.phrase for status in HTTPStatus)
 
 logger = get_logger(__name__)
 Result = TypeVar("Result")
@@ -114,10 +121,10 @@ def wait_after(number: int, trouble: str, tries: int = TRIES) -> None:
 
 def refusal(url: Url, what: str, error: Exception) -> OSError | None:
     """The error to raise if a repetition would fail, too; None if it may succeed."""
-    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        return PermissionError(
-            errno.EACCES, f"{what} was denied ({message_of(error)}); check the credentials", str(url)
-        )
+    if isinstance(error, PermissionError) or any(word in type(error).__name__ for word in ("Credential", "Token")):
+        said = message_of(error)
+        advice = next((todo for word, todo in REMEDIES.items() if word in said.lower()), "check the credentials")
+        return PermissionError(errno.EACCES, f"{what} was denied ({said}); {advice}", str(url))
     if isinstance(error, NotImplementedError):
         return OSError(errno.EROFS, f"{what} is not supported by {url.scheme}://", str(url))
     return None
@@ -143,10 +150,23 @@ def message_of(error: Exception) -> str:
 def look(url: Url) -> Seen | None:
     """The size and version of an object; None if it does not exist."""
     try:
-        info = _ask(url, "looking", lambda store, name: store.info(name))
+        info = _ask(url, "looking", _info)
     except FileNotFoundError:
         return None
     return None if info["type"] == "directory" else _seen(info)
+
+
+def _info(store: Any, name: str) -> dict[str, Any]:
+    """Its metadata. The answer to HEAD has no body, so it says no more than "Bad Request" of an expired token: the
+    reason is in the answer to GET."""
+    try:
+        return store.info(name)
+    except OSError as error:
+        if not (isinstance(error, PermissionError) or message_of(error) in _PHRASES):
+            raise
+        with suppress(FileNotFoundError, IsADirectoryError):
+            store.cat_file(name, start=0, end=1)
+        raise
 
 
 def _seen(info: dict[str, Any]) -> Seen:
@@ -228,7 +248,7 @@ def below(url: Url) -> dict[str, Seen]:
 def is_there(url: Url) -> bool:
     """Whether there is an object with this name, or any below it."""
     try:
-        return bool(_ask(url, "looking", lambda store, name: store.info(name)))
+        return bool(_ask(url, "looking", _info))
     except FileNotFoundError:
         return False
 
