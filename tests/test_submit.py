@@ -179,6 +179,30 @@ def test_a_task_of_skypilot(capsys):
     assert task["file_mounts"] == {"/data": {"source": "s3://bucket/runs", "mode": "MOUNT"}}
 
 
+VARIABLES = ["--env", "HF_HOME=/data/$hf", "--env", "EMPTY="]
+
+
+def test_environment_variables_reach_the_pods(capsys):
+    words = [*IMAGE, *VARIABLES, "--option", "env-secret=tokens"]
+    secret, expected = [{"secretRef": {"name": "tokens"}}], {"HF_HOME": "/data/$$hf", "EMPTY": ""}
+    submit(capsys, "--to", "jobset", *words, "--check", "-o", "job.yaml", "train.py")
+    [jobset] = objects(read())
+    [container] = pod_of(jobset["spec"])["containers"]
+    assert container["envFrom"] == secret
+    assert expected.items() <= {one["name"]: one["value"] for one in container["env"]}.items()
+    submit(capsys, "--to", "kubeflow", *words, "--check", "--force", "-o", "job.yaml", "train.py")
+    runtime, train_job = objects(read())
+    [container] = pod_of(runtime["spec"]["template"]["spec"])["containers"]
+    assert container["envFrom"] == secret
+    assert {one["name"]: one["value"] for one in train_job["spec"]["trainer"]["env"]} == expected
+    [task] = objects(submit(capsys, "--to", "skypilot", "--device", "l4", *VARIABLES, "train.py")[0])
+    assert task["envs"] == {"HF_HOME": "/data/$hf", "EMPTY": ""}
+
+
+def read() -> str:
+    return Path("job.yaml").read_text()
+
+
 def test_the_plans_numbers(capsys):
     """Host memory and time of the run come from the plan where a model is named; what a flag says holds."""
     plan = [
@@ -307,6 +331,9 @@ def test_flags_that_need_another_are_refused_before_a_job_is_made(capsys):
             "--volume: invalid volume (got 's3://b:/data')",
         ),
         (["--to", "jobset", *IMAGE, "--option", "quue=a", "x.py"], "(got 'quue'); did you mean queue?"),
+        (["--to", "jobset", *IMAGE, "--env", "MASTER_PORT=1", "x.py"], "--env MASTER_PORT: is set by the job"),
+        (["--to", "jobset", *IMAGE, "--env", "A-B=1", "x.py"], "--env: not NAME=VALUE (got 'A-B')"),
+        (["--to", "slurm", "--env", "A=1", "train.py"], "--env: is not supported by slurm (only by kubeflow, jobset,"),
         (["--to", "skypilot", "train.py"], "--device: the GPU type is missing"),
         (["--to", "skypilot", "--device", "l4", "/train.py"], "skypilot uploads this folder"),
         (["--to", "skypilot", "--device", "l4", "../train.py"], "a relative path in it (got ../train.py)"),

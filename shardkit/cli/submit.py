@@ -50,6 +50,10 @@ def submit(
         list[str] | None,
         typer.Option(metavar="SOURCE:FOLDER", help="Storage for checkpoints: CLAIM:/data, or s3://bucket:/data."),
     ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="An environment variable of the script, in the job's file."),
+    ] = None,
     hosts: Annotated[Path | None, typer.Option(help="For ssh: a file with one host per line.", **options.PATH)] = None,
     ssh: Annotated[
         str | None, typer.Option(help="For ssh: the ssh program with its options; default: `ssh -tt ...`.")
@@ -111,6 +115,7 @@ def submit(
         ssh=ssh,
         program=program,
         options=option or [],
+        variables=variables or [],
         model=model,
         batch_size=batch_size,
         seq_len=seq_len,

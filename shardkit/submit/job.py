@@ -54,6 +54,8 @@ class Job:
     hosts: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the script."""
 
     @property
     def machines(self) -> int:

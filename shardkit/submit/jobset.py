@@ -15,6 +15,7 @@ def render(job: Job) -> str:
         "NNODES": str(job.machines),
         "MASTER_ADDR": f"{job.name}-{GROUP}-0-0.{job.name}",
         "MASTER_PORT": str(kubernetes.PORT),
+        **job.variables,
     }
     found = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

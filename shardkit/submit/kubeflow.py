@@ -16,7 +16,7 @@ OPTIONS = {"runtime": "a ClusterTrainingRuntime to use instead of the one in the
 def problems(job: Job) -> list[str]:
     """Problems that the API would reject."""
     found = kubernetes.problems(job)
-    given = [name for name in ("priority-class", "service-account") if name in job.options]
+    given = [name for name in ("priority-class", "service-account", "env-secret") if name in job.options]
     if "runtime" in job.options:
         given += ["--volume"] if job.volumes else []
         found += [
@@ -37,6 +37,7 @@ def render(job: Job) -> str:
         "trainer": {
             "image": job.image,
             "command": kubernetes.command(job),
+            **({"env": kubernetes.variables(job.variables)} if job.variables else {}),
             "numNodes": job.machines,
             "numProcPerNode": job.ranks_per_machine,
             "resourcesPerNode": kubernetes.resources(job),

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -18,8 +19,11 @@ OPTIONS = {
     "queue": "Kueue's local queue",
     "priority-class": "priority class of the pods",
     "service-account": "service account of the pods",
+    "env-secret": "a secret; each of its keys is an environment variable of the script",
     "gpu-resource": "resource name of the GPUs; default: nvidia.com/gpu",
 }
+OURS = re.compile(r"NNODES|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX|PET_.*")
+"""Variables by which the pods find each other."""
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 
 
@@ -35,6 +39,11 @@ def problems(job: Job) -> list[str]:
         found.append(
             "--image: a container image with the script and shardkit is missing (got none); add --image NAME:TAG."
         )
+    found += [
+        f"--env {name}: is set by the job, by which its pods find each other; remove it."
+        for name in job.variables
+        if OURS.fullmatch(name)
+    ]
     return found
 
 
@@ -59,6 +68,11 @@ def command(job: Job) -> list[str]:
     return ["bash", "-c", script.replace("$", "$$") + "\n"]
 
 
+def variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """A container's variables. Kubernetes expands $(NAME) in them, and turns $$ into $."""
+    return [{"name": name, "value": value.replace("$", "$$")} for name, value in environment.items()]
+
+
 def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
     """The Job's spec: one pod per machine. Exit code 75 of a pod means that it was preempted and has saved; the
     condition DisruptionTarget, that it was preempted, evicted or drained, and may not have saved in time."""
@@ -66,7 +80,8 @@ def batch_job(job: Job, environment: dict[str, str]) -> dict[str, Any]:
         "name": CONTAINER,
         "image": job.image,
         "command": command(job),
-        "env": [{"name": name, "value": value} for name, value in environment.items()],
+        "env": variables(environment),
+        "envFrom": [{"secretRef": {"name": job.options["env-secret"]}}] if "env-secret" in job.options else [],
         "resources": resources(job),
         "volumeMounts": [
             {"name": "shared-memory", "mountPath": "/dev/shm"},

@@ -42,6 +42,7 @@ class Asked:
     ssh: str | None
     program: str | None
     options: list[str]
+    variables: list[str]
     model: str | None
     batch_size: int | None
     seq_len: int | None
@@ -56,6 +57,7 @@ class Asked:
             "--cpus": self.cpus,
             "--image": self.image,
             "--volume": self.volumes,
+            "--env": self.variables,
             "--hosts": self.hosts,
             "--ssh": self.ssh,
         }
@@ -75,6 +77,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
     time_s = problems.of(reading.seconds, asked.time) if asked.time else None
     memory = problems.of(reading.size, asked.memory) if asked.memory else None
     options = problems.of(reading.options, asked.options) or {}
+    variables = problems.of(reading.variables, asked.variables) or {}
     device = problems.of(_device, asked.device, config)
     volumes = problems.of(reading.volumes, asked.volumes, engine is None or engine.name != "skypilot") or ()
     hosts: tuple[str, ...] = ()
@@ -99,6 +102,7 @@ def made(to: str, asked: Asked, problems: Problems) -> tuple[Engine | None, Job 
         hosts=hosts,
         ssh=words or (),
         options=options,
+        variables=variables,
     )
     problems.lines += engines.problems(engine, job, asked.flags)
     if problems.lines or device is None:

@@ -94,6 +94,15 @@ def options(words: Sequence[str]) -> dict[str, str]:
     return {key.strip().lstrip("-"): value.strip() for key, _, value in (word.partition("=") for word in words)}
 
 
+def variables(words: Sequence[str]) -> dict[str, str]:
+    """{name: value} of NAME=VALUE texts."""
+    parts = [word.partition("=") for word in words]
+    wrong = [name for name, equals, _ in parts if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+    if wrong:  # without the value, which may be a secret
+        raise UsageError("\n".join(f"--env: not NAME=VALUE (got {name!r}); write --env NAME=VALUE." for name in wrong))
+    return {name: value for name, _, value in parts}
+
+
 def size(text: str) -> int:
     """The bytes of a size such as `500GiB`."""
     found = read_bytes(text)

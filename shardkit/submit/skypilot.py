@@ -60,6 +60,7 @@ def render(job: Job) -> str:
         "workdir": ".",
         "resources": resources,
         "file_mounts": {one.path: {"source": one.source, "mode": "MOUNT"} for one in job.volumes},
+        "envs": dict(job.variables),
         "setup": job.options.get("setup"),
         "run": f"{configuration_file(job.configuration, '/tmp/shardkit.yaml')}\n{launch}\n",
     }
