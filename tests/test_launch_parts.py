@@ -493,6 +493,24 @@ def test_folders_for_logs_are_private_and_what_stands_in_the_way_is_told(tmp_pat
         folders.write(tmp_path / "given" / "config.yaml", "x")
 
 
+def test_a_log_folder_takes_one_launch_at_a_time(tmp_path):
+    code = f"""if 1:
+        from pathlib import Path
+        from shardkit.launch import folders
+        with folders.held(Path({str(tmp_path)!r}), 0): print(flush=True); input()"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        says = rf"log folder .* is in use by another launch \(pid {other.pid} on .*\), and the lines of both"
+        with pytest.raises(MachineError, match=says), folders.held(tmp_path, 0):
+            pass
+        with folders.held(tmp_path, 1):  # another machine of the run
+            pass
+        other.kill()
+    with folders.held(tmp_path, 0):
+        pass
+
+
 def test_launches_of_one_second_have_logs_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "runs/now")

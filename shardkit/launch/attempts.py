@@ -101,9 +101,13 @@ def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
         f"the launcher of {counted(spec.world_size, 'rank')} needs",
     )
     log_dir = folders.make_log_dir(spec.launch.log_dir)
+    # machines of an elastic run that have no number yet may share a folder
+    is_numbered = spec.launch.min_machines is None or spec.has_number
+    hold = folders.held(log_dir, spec.machine_rank) if is_numbered else contextlib.nullcontext()
+    words = native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec)
     say(headline(spec, folders.short(log_dir)))
     began_s = time.monotonic()
-    with start_methods.prepared(spec) as start, native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec):
+    with hold, start_methods.prepared(spec) as start, words:
         yield start, log_dir
         world = "" if spec.launch.min_machines else f"{counted(spec.world_size, 'rank')}, "
         say(f"done in {_duration(time.monotonic() - began_s)}, {world}exit 0")

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,6 +43,35 @@ def make_log_dir(configured: str | None) -> Path:
                 continue
             return path
     raise MachineError(f"launch: {stem}: no unused name for the log folder; give one with --logs DIR.")
+
+
+@contextlib.contextmanager
+def held(log_dir: Path, machine: int) -> Iterator[None]:
+    """A context in which no other launch with this machine's number writes into the log folder: their lines would mix.
+    Raises MachineError if one does.
+
+    The lock is the process's own: ranks that outlive a killed launcher for a moment do not hold it.
+    """
+    with contextlib.ExitStack() as stack:
+        with writable(log_dir):
+            path = log_dir / f".launcher{machine}.lock"
+            file = stack.enter_context(open(path, "a+", encoding="utf-8", opener=private))
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            who = file.read(200) or "it has just begun"
+            raise MachineError(
+                f"launch: log folder {log_dir} is in use by another launch ({who}), "
+                "and the lines of both would mix; give another one with --logs DIR."
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
+        with writable(log_dir):
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        yield
 
 
 @contextlib.contextmanager
