@@ -5,14 +5,15 @@ import re
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from shardkit.config.schema import Config
-from shardkit.errors import MachineError
-from shardkit.launch import addresses, attempts, meeting, store_client
+from shardkit.errors import ConfigError, MachineError
+from shardkit.launch import addresses, attempts, meeting, store_client, stores
 from shardkit.launch.spec import launch_spec
 from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
 
@@ -186,6 +187,36 @@ def test_machines_that_start_differently_all_end_and_name_what_differs(tmp_path)
     for text in (first.text(), other.stderr):
         assert "launch: mixed_precision: no on machine 0, bf16 on machine 1." in text
     assert not list(logs(folder(tmp_path, 0)).glob("rank*"))
+
+
+def config_of(machine: int, port: int) -> Config:
+    given = {"num_processes": 2, "num_machines": 2, "use_cpu": True, "main_process_ip": "127.0.0.1"}
+    return Config(**given, main_process_port=port, machine_rank=machine)
+
+
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=is_slow), 1])
+def test_a_machine_that_fails_its_checks_ends_the_others_at_once(monkeypatch, failing):
+    monkeypatch.setattr(store_client, "GOODBYE_S", 0.1)
+    port = free_port()
+    waiting = launch_spec(config_of(1 - failing, port), "train.py")
+    text = "launch: script train.py does not exist; check the path."
+    says = rf"machine {failing} \(.+\): {text}\nlaunch: that machine does not come; nothing was started here either\."
+    with ThreadPoolExecutor(1) as beside:
+        told = beside.submit(meeting.decline, config_of(failing, port), text)
+        with (
+            pytest.raises(ConfigError, match=says),
+            meeting.opened(waiting, attempts.greeting(waiting), lambda text: None),
+        ):
+            pass
+        told.result(60)
+
+
+def test_a_machine_whose_number_is_taken_ends_nothing():
+    port = free_port()
+    store = stores.hosted("127.0.0.1", port)
+    store.set("machine/1", store_client.sealed({"host": "here", "pid": 1}))
+    meeting.decline(config_of(1, port), "launch: script train.py does not exist; check the path.")
+    assert not store.check(["said/greeting/1"]) and not store.check(["refused"])
 
 
 def test_every_version_and_setting_that_differs_is_named():

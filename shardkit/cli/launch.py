@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand
 
 from shardkit.cli import HELP, options
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, ShardkitError
 
 if TYPE_CHECKING:
     from shardkit.launch.flags import Switches
@@ -167,7 +167,7 @@ def start(
     from shardkit import env
     from shardkit.launch import attempts, generations, membership, preflight, spec
 
-    loaded, machine = checked(command, is_module, path, settings, problems, switches)
+    loaded, machine = checked(command, is_module, path, settings, problems, switches, dry_run)
     if preflight.is_on_pod(loaded.config):
         start_on_pod(loaded, command, is_module, settings, switches, dry_run, as_json)
         return
@@ -201,6 +201,23 @@ def has_number(loaded: Any) -> bool:
     """Whether somebody, or the scheduler, gave this machine its number."""
     origin = loaded.origins.get("machine_rank")
     return origin is not None and origin.kind != "default"
+
+
+def _is_awaited(loaded: Any) -> bool:
+    """Whether other machines wait for this one. Those of an elastic run wait for none in particular."""
+    from shardkit.launch import preflight
+
+    config = loaded.config
+    is_fixed = config.num_machines > 1 and config.shardkit.launch.min_machines is None
+    return is_fixed and has_number(loaded) and not preflight.is_on_pod(config)
+
+
+def _decline(config: Any, text: str) -> None:
+    try:
+        from shardkit.launch import meeting
+    except Exception:  # it loads torch, which may be what this machine lacks
+        return
+    meeting.decline(config, text.rpartition("\n")[0])  # without the line that counts the problems
 
 
 def start_on_pod(
@@ -247,8 +264,11 @@ def checked(
     settings: dict[str, str],
     flag_problems: list[str],
     switches: "Switches",
+    dry_run: bool,
 ) -> tuple[Any, Any]:
-    """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes."""
+    """(the configuration, the machine), after all checks. Raises all problems at once, and prints notes.
+
+    The other machines of a run are told the problems, unless it is a dry run."""
     import tempfile
     from dataclasses import replace
 
@@ -275,7 +295,12 @@ def checked(
     found_problems = preflight.run_problems(loaded.config, machine, variables, has_number(loaded))
     if preflight.is_on_pod(loaded.config):
         found_problems += map(Problem, pod.problem_of_number(loaded.config, "machine_rank" in settings))
-    preflight.raise_all([*problems, *found_problems])
+    try:
+        preflight.raise_all([*problems, *found_problems])
+    except ShardkitError as error:
+        if not dry_run and _is_awaited(loaded):
+            _decline(loaded.config, str(error))
+        raise
     device = spec.device_of(loaded.config)
     is_read = not is_module and not switches.as_accelerate and Path(command[0]).is_file()
     source = Path(command[0]).read_text(errors="replace") if is_read else ""

@@ -8,6 +8,8 @@ each attempt. A single machine has only that one, on its loopback address.
 """
 
 import contextlib
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,12 +19,16 @@ from torch.distributed import Store
 
 from shardkit import env
 from shardkit.config.host_port import joined
-from shardkit.errors import ConfigError, MachineError
+from shardkit.config.schema import Config
+from shardkit.errors import ConfigError, MachineError, ShardkitError
 from shardkit.launch import addresses, connectivity, stores
-from shardkit.launch.spec import LaunchSpec
+from shardkit.launch.spec import LaunchSpec, rendezvous_of
 from shardkit.launch.store_client import POLL_S, Alarm, Lost, StoreClient
 from shardkit.launch.stores import Announcement, Say
 from shardkit.wording import first_few
+
+DECLINE_S = 5.0
+"""How long a machine that has failed its checks tries to tell the others: they are usually started within seconds."""
 
 
 @dataclass
@@ -131,6 +137,47 @@ def opened(spec: LaunchSpec, greeting: dict[str, Any], say: Say) -> Iterator[Mee
         line.close()
 
 
+def decline(config: Config, reason: str) -> None:
+    """Tell the other machines of a run that this one has failed its own checks, so that they end instead of waiting
+    for it. For those that wait already, or come within DECLINE_S.
+
+    Does nothing where the rendezvous cannot be reached, or where another launch has this machine's number.
+    """
+    greeting = {"host": socket.gethostname(), "pid": os.getpid(), "problem": reason}
+    with contextlib.suppress(ShardkitError, Lost, RuntimeError):  # RuntimeError: of torch, where the store goes away
+        if config.machine_rank == 0:
+            _decline_to_all(config, greeting)
+        else:
+            _decline_to_machine_0(config, greeting)
+
+
+def _decline_to_all(config: Config, greeting: dict[str, Any]) -> None:
+    place = rendezvous_of(config)
+    address = stores.listening_address(place.host, config.shardkit.launch.bind_address, _unsaid)
+    line = StoreClient(stores.hosted(address, place.port), 0, config.num_machines)
+    with contextlib.suppress(ConfigError):
+        refuse_differences(line, {0: greeting})
+    time.sleep(DECLINE_S)  # who comes meanwhile reads it in the store
+
+
+def _decline_to_machine_0(config: Config, greeting: dict[str, Any]) -> None:
+    place, until = rendezvous_of(config), time.monotonic() + DECLINE_S
+    store = stores.reached(place.host, place.port, DECLINE_S, _unsaid, "this machine", "machine 0", "")
+    line = StoreClient(store, config.machine_rank, config.num_machines)
+    line.enter(greeting)
+    line.say("greeting", greeting)
+    line.start()
+    try:
+        while line.heard("greeting") is None and time.monotonic() < until:  # raises once machine 0 has read it
+            time.sleep(POLL_S)
+    finally:
+        line.close()
+
+
+def _unsaid(text: str) -> None:
+    """The machine's own problems are told, not those of telling them."""
+
+
 def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
     """Wait for all machines, and check that they fit together. Raises MachineError or ConfigError."""
     try:
@@ -187,6 +234,13 @@ def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:
 def refuse_differences(line: StoreClient, found: dict[int, Any]) -> None:
     """End the meeting if a machine's versions or configuration differ from machine 0's."""
     known = sorted(found) if 0 in found else []
+    declined = [
+        f"launch: machine {machine} ({found[machine]['host']}): {text}"
+        for machine in known
+        for text in found[machine].get("problem", "").splitlines()
+    ]
+    if declined:
+        line.refuse(ConfigError([*declined, "launch: that machine does not come; nothing was started here either."]))
     problems = [text for machine in known for text in differences(found[0], found[machine], machine)]
     if problems:
         line.refuse(ConfigError([*problems, "launch: the machines of a run must start the same; nothing was started."]))
