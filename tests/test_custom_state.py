@@ -226,6 +226,62 @@ def test_what_the_models_own_code_raises_is_said(tmp_path):
     assert "Sequential.load_state_dict failed (Sequential.load_state_dict does not take 1.count" in problems[0]
 
 
+class Older(nn.Module):
+    """What `Renamed` was."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"old": nn.Linear(3, 2)})
+        self.register_buffer("count", torch.tensor(3))
+
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"new": nn.Linear(3, 2)})
+        self.register_buffer("number", torch.tensor(0))
+        self.inner.register_load_state_dict_pre_hook(self.rename)
+        self._register_load_state_dict_pre_hook(self.rename_buffer)
+
+    @staticmethod
+    def rename(module, state, prefix, *_):
+        for name in ("weight", "bias"):
+            if f"{prefix}old.{name}" in state:
+                state[f"{prefix}new.{name}"] = state.pop(f"{prefix}old.{name}")
+
+    @staticmethod
+    def rename_buffer(state, prefix, *_):
+        if f"{prefix}count" in state:
+            state[f"{prefix}number"] = state.pop(f"{prefix}count")
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: nn.Sequential(model)])
+def test_weights_with_older_names_are_loaded_as_the_models_hooks_rename_them(tmp_path, caplog, wrap):
+    older, found = wrap(Older()), wrap(Renamed())
+    save_model.save(older, tmp_path / "e", control.start())
+    loaded, problems = weight_files.load(found, tmp_path / "e")
+    assert not problems and loaded == {*found.state_dict()}
+    expected = wrap(Renamed())
+    expected.load_state_dict(older.state_dict())
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+    assert "does not have" not in caplog.text
+
+
+def test_weights_without_a_place_in_the_model_are_told_where_it_keeps_some_of_its_own(tmp_path, caplog):
+    save_model.save(Older(), tmp_path / "e", control.start())
+    model = nn.ModuleDict({"inner": nn.ModuleDict({"new": nn.Linear(3, 2)})})
+    _, problems = weight_files.load(model, tmp_path / "e")
+    assert not problems
+    assert "has count, inner.old.bias, inner.old.weight, which the model does not have; " in caplog.text
+    assert "keeps its own values of inner.new.bias, inner.new.weight." in caplog.text
+
+
+def test_a_state_with_older_names_is_refused_with_the_way_to_its_weights(tmp_path):
+    checkpoints.save(Live([Older()]), tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"its load hooks do not see .* merge CHECKPOINT -o FOLDER, and start"):
+        checkpoints.load(Live([Renamed()]), tmp_path / "c")
+
+
 class Converts(nn.Module):
     """Had its scale as a tenth before version 2."""
 

@@ -179,6 +179,10 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
     plan.differences += differences.listed(section, "in the model, not in the checkpoint", missing, KEEP)
     unexpected = sorted(name for name in saved if name not in mine and name not in others)
     plan.differences += differences.listed(section, "in the checkpoint, not in the model", unexpected, LEAVE_OUT)
+    if missing and unexpected and custom_state.has_load_hooks(model):
+        plan.differences.append(
+            Difference(f"{section}: its load hooks do not see the names of a checkpoint", _BY_HOOKS)
+        )
     custom = custom_state.CustomState(model, section, values=others)
     detached = custom_state.detached_names(model, mine)
     for name, tensor in mine.items():
@@ -204,6 +208,12 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
             plan.parts.add(f"{section}: {name}")
     if custom.tensors or others or custom_state.is_customized(model):
         plan.custom.append(custom)
+
+
+_BY_HOOKS = (
+    "if they rename tensors of older ones, run shardkit checkpoint merge CHECKPOINT -o FOLDER, and start from its "
+    "weights, with a new optimizer, by prepare(model, ..., weights=FOLDER)"
+)
 
 
 def _not_saved(section: str) -> Difference:

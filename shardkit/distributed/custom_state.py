@@ -72,6 +72,42 @@ def is_customized(model: nn.Module) -> bool:
     return any(_is_own(call) for module in unwrapped(model).modules() for call in _calls(module))
 
 
+def has_load_hooks(model: nn.Module) -> bool:
+    """Whether the model has hooks of its own that change a state dict before it is loaded."""
+    return any(_own_pre_hooks(module) for module in unwrapped(model).modules())
+
+
+def _own_pre_hooks(module: nn.Module) -> list[Any]:
+    return [hook for hook in module._load_state_dict_pre_hooks.values() if _is_own(getattr(hook, "hook", hook))]
+
+
+def renamed(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """{name in the model: name in a file}, as the model's load hooks rename the tensors of a file.
+
+    The hooks are called as torch does, with tensors without values. A hook that needs values renames nothing here.
+    """
+    found: dict[str, str] = {}
+    marks = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    names = {id(mark): name for name, mark in marks.items()}
+
+    def walk(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for hook in _own_pre_hooks(module):
+            hook(state, prefix, {}, False, [], [], [])
+        for name in (*module._parameters, *module._buffers):
+            old = names.get(id(state.get(prefix + name)))
+            if old is not None and old != prefix + name:
+                found[prefix + name] = old
+        for name, child in module.named_children():
+            begin = f"{clean_name(prefix + name)}."
+            walk(child, {key: value for key, value in state.items() if key.startswith(begin)}, begin)
+
+    try:
+        walk(unwrapped(model), dict(marks), "")
+    except Exception:  # in the model's own code, which never sees such tensors otherwise
+        return {}
+    return found
+
+
 def _calls(module: nn.Module) -> list[Any]:
     hooks = [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
     return [*(getattr(module, method) for method in _METHODS), *(getattr(hook, "hook", hook) for hook in hooks)]

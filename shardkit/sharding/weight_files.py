@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
 from shardkit.distributed import custom_state
 from shardkit.distributed.tensors import clean_name, put
+from shardkit.log import get_logger
+from shardkit.wording import first_few
+
+logger = get_logger(__name__)
 
 
 def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
@@ -29,6 +34,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
     for fqn, tensor in state.items():
         names.setdefault(id(tensor), []).append(fqn)
         tensors[id(tensor)] = tensor
+    used: set[str] = set()
     detached, of_own_code = custom_state.detached_names(model, state), {}
     loaded: set[str] = set()
     problems: list[str] = []
@@ -37,6 +43,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
         found = next((fqn for fqn in aliases if fqn in files), None)
         if found is not None:
             name, path = files[found]
+            used.update(files[fqn][0] for fqn in aliases if fqn in files)
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
             if found in detached:
@@ -44,6 +51,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
             elif problem := _read_one(opened[path], name, tensors[identity]):
                 problems.append(f"{path}: {problem}")
             loaded.update(aliases)
+    _warn_of_rest(weights, {name for name, _ in files.values()} - used, sorted({*state} - loaded))
     if not problems and (of_own_code or custom_state.is_customized(model)):
         try:
             custom_state.load(model, of_own_code, is_strict=True)
@@ -52,6 +60,18 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
                 f"{weights}: {type(model).__name__}.load_state_dict failed ({error}); use weights of this model."
             )
     return loaded, problems
+
+
+def _warn_of_rest(weights: Path, unused: set[str], kept: list[str]) -> None:
+    """Log that some tensors of the files have no place in the model, which keeps its own values of others: they may
+    have been renamed."""
+    if unused and kept and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning(
+            "weights: %s: has %s, which the model does not have; the model keeps its own values of %s.",
+            weights,
+            first_few(sorted(unused), 5),
+            first_few(kept, 5),
+        )
 
 
 def _where(weights: Path) -> dict[str, Path]:
@@ -87,6 +107,9 @@ def _indexed(folder: Path) -> list[Path]:
 def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Path]]:
     """{name in the model: (name in the file, file)}. Transformers may store a model under older names."""
     named = {fqn: (fqn, path) for fqn, path in files.items()}
+    if custom_state.has_load_hooks(model):
+        for new, old in custom_state.renamed(model, _shapes(files)).items():
+            named[new] = (old, files[old])
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "save_pretrained"):
         return named
     try:
@@ -104,6 +127,15 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
             if converted is None:
                 named.setdefault(new, (fqn, path))
     return named
+
+
+def _shapes(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(set(files.values())):
+        named = [name for name, place in files.items() if place == path]
+        with safe_open(path, framework="pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in named}
+    return found
 
 
 def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
