@@ -83,15 +83,15 @@ def _fit_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tens
         for key, value in row.items():
             if key == "step":
                 row[key] = torch.as_tensor(value, dtype=torch.float32, device=local.device)
-            elif isinstance(value, torch.Tensor) and value.shape == parameter.shape and not is_dtensor(value):
+            elif isinstance(value, torch.Tensor) and value.shape == local.shape and not is_dtensor(value):
                 row[key] = laid_out_as(local, value)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step on plain parameters: gradients and state as the parameters. `local_step` does this for gradients of
     others."""
-    if "_shardkit_step" in vars(optimizer):
-        return
+    if "_shardkit_step" in vars(optimizer) or torch.compiler.is_compiling():
+        return  # torch.compile fails where strides are compared
     for group in optimizer.param_groups:
         if group.get("fused"):
             for parameter in group["params"]:
@@ -105,6 +105,8 @@ def lay_out_gradient(parameter: torch.Tensor) -> None:
     """Lays the gradient out as its parameter is. One that a backward accumulates is; one that the script assigns may
     not be."""
     gradient = parameter.grad
+    if torch.compiler.is_compiling():  # torch.compile of a step runs hooks as functions of their own
+        return
     if gradient is None or gradient.layout is not torch.strided or gradient.stride() == parameter.stride():
         return
     parameter.grad = laid_out_as(parameter, gradient)

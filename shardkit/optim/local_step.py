@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 # Each update needs one whole tensor, and no other.
 WHOLE_TENSORS = ("torch.optim.Adafactor", "torch.optim.Muon", "transformers.optimization.Adafactor")
+# They exchange parameters between ranks: of different shards they would make a mix.
+OF_REPLICAS = (
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
+    "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
+)
 # Gathered parameters and gradients held at a time.
 WHOLE_BYTES = 256 << 20
 
@@ -47,7 +52,7 @@ def stepper_of(optimizer: torch.optim.Optimizer, operations: Callable[[], Operat
     """The stepper for this optimizer and its current parameters; `operations`: what fills the gaps of DTensor where it
     steps on these. UsageError where it cannot step on its parameters."""
     is_sharded = any(is_dtensor(p) for p in _parameters(optimizer))
-    _refuse(optimizer)
+    refuse_unfit(optimizer)
     choose_kernels(optimizer)
     if is_sharded and kind_of(optimizer) in ELEMENTWISE:
         return LocalStep(optimizer)
@@ -64,12 +69,20 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in WHOLE_TENSORS
 
 
-def _refuse(optimizer: torch.optim.Optimizer) -> None:
+def refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
+    """UsageError where the optimizer cannot step on sharded parameters in any way."""
     has_parts = any(is_dtensor(p) and p.device_mesh.size() > 1 for p in _parameters(optimizer))
     if has_parts and isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "prepare: LBFGS treats all parameters as one vector, which no rank holds (got sharded parameters); use "
             "strategy NO_SHARD, or another optimizer."
+        )
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in kind_of(optimizer).__mro__}
+    if has_parts and kinds & set(OF_REPLICAS):
+        raise UsageError(
+            f"prepare: {kind_of(optimizer).__name__} exchanges parameters between ranks as if each held all of them "
+            "whole (got sharded parameters); give its inner optimizer, whose state is sharded as the parameters are, "
+            "or use strategy NO_SHARD."
         )
 
 
@@ -166,8 +179,10 @@ class LocalStep:
         tensors = {id(part.parameter): part.tensor for part in self._parts.values()}
         self._local = defaultdict(dict)
         for key, row in self._shown.items():
-            of_part = {name: self._part_of_state(value) for name, value in row.items()} if _is_row(row) else row
-            self._local[tensors.get(id(key), key)] = of_part
+            tensor = tensors.get(id(key))
+            if _is_row(row):
+                row = {name: self._part_of_state(value, name, key, tensor) for name, value in row.items()}
+            self._local[key if tensor is None else tensor] = row
         self._is_ahead = self._is_seen = False
 
     def _show(self) -> None:
@@ -184,9 +199,9 @@ class LocalStep:
             of_parameter.update({name: self._sharded_form(value, part) for name, value in row.items()})
         self._is_ahead = False
 
-    def _part_of_state(self, value: Any) -> Any:
+    def _part_of_state(self, value: Any, name: str, parameter: Any, tensor: torch.Tensor | None) -> Any:
         if not is_dtensor(value):
-            return value
+            return value if tensor is None else _part_of_whole(value, name, parameter, tensor)
         pair = self._pairs.get(id(value))
         if pair is None or pair[1] is not value:
             pair = self._remember(local_part(value), value)
@@ -203,6 +218,19 @@ class LocalStep:
     def _remember(self, local: torch.Tensor, sharded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pair = self._pairs[id(local)] = self._pairs[id(sharded)] = (local, sharded)
         return pair
+
+
+def _part_of_whole(value: Any, name: str, parameter: DTensor, tensor: torch.Tensor) -> Any:
+    """This rank's part of a plain tensor of the parameter's state: a script may load the state of one process. The
+    kernels check no sizes: with another tensor they would read beside it."""
+    if not (isinstance(value, torch.Tensor) and value.dim()) or value.shape == tensor.shape:
+        return value
+    if value.shape != parameter.shape:
+        raise UsageError(
+            f"optimizer step: {name!r} of a parameter of shape {tuple(parameter.shape)} has another shape (got "
+            f"{tuple(value.shape)}); load the state of an optimizer with the same parameters in the same order."
+        )
+    return torch.empty_like(tensor, dtype=value.dtype).copy_(value[local_slices(parameter)].reshape(tensor.shape))
 
 
 def _is_row(row: Any) -> bool:

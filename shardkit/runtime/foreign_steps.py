@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
+from shardkit.optim.local_step import refuse_unfit
 from shardkit.runtime.accumulate import Accumulation
 from shardkit.sharding.original_parameters import ReleasedParameter
 
@@ -49,6 +50,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for accumulation in _owners(optimizer):
         _refuse_early(accumulation, type(optimizer).__name__, parameters)
         if optimizer not in _checked:
+            refuse_unfit(optimizer)
             accumulation.events.before_foreign_step(optimizer)
     _checked.add(optimizer)
 

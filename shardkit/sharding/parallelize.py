@@ -24,7 +24,7 @@ from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
-from shardkit.sharding.parameters import has_gradient_hooks, refused_hooks
+from shardkit.sharding.parameters import IN_BACKWARD, has_gradient_hooks, refused_hooks
 from shardkit.sharding.shared_memory import pairs_in_same_memory
 from shardkit.sharding.units import Units, blocks_of, one_unit, units_of
 
@@ -190,6 +190,11 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
             "backward and step, or use strategy NO_SHARD."
             for fqn, parameter in model.named_parameters()
             if has_gradient_hooks(parameter)
+        ]
+        problems += [
+            f"model: {fqn} has an optimizer in backward, {IN_BACKWARD}"
+            for fqn, parameter in model.named_parameters()
+            if hasattr(parameter, "_in_backward_optimizers")
         ]
         problems += [
             f"model: {one} and {other} are different tensors in the same memory, which shards cannot keep equal; give "

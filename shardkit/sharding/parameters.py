@@ -13,6 +13,11 @@ from torch import nn
 
 from shardkit.sharding import hooks
 
+IN_BACKWARD = (
+    "which would never run (got torch's _apply_optimizer_in_backward): FSDP itself sets the gradients of sharded "
+    "parameters; step in a hook of register_post_accumulate_grad_hook, or use strategy NO_SHARD."
+)
+
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Attributes that a library or a script has set on a parameter, such as `_no_weight_decay`."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import local_part, local_slices, sharded_like, whole
 from shardkit.errors import UsageError
+from shardkit.sharding.parameters import IN_BACKWARD
 
 _data: Any = torch.Tensor.data
 _get_data = _data.__get__
@@ -74,6 +75,14 @@ class ShardedParameter(DTensor):
             "parameter.register_hook: would never run, since FSDP itself sets the gradients of sharded parameters; use "
             "register_post_accumulate_grad_hook, change gradients between backward and step, or use strategy NO_SHARD."
         )
+
+    @property
+    def _in_backward_optimizers(self) -> list[torch.optim.Optimizer]:
+        raise AttributeError  # torch's _apply_optimizer_in_backward asks for it first
+
+    @_in_backward_optimizers.setter
+    def _in_backward_optimizers(self, _: Any) -> None:
+        raise UsageError(f"parameter: got an optimizer in backward, {IN_BACKWARD}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:

@@ -1,0 +1,182 @@
+"""States that a script loads into a prepared optimizer by hand, and optimizers that need whole parameters."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import Accelerator
+from shardkit.errors import ModelError, UsageError
+
+FULL = {"use_cpu": True, "fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}}
+KINDS: dict[str, Any] = {
+    "fused": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
+    "foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "in loops": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, momentum=0.9, foreach=False),
+}
+
+
+def model() -> nn.Module:
+    """Ranks have parts of different sizes, of one parameter none."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+
+
+def train(one: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """Each rank has the same inputs, so that gradients are those of one process."""
+    losses = []
+    for step in steps:
+        loss = one(inputs(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def in_one_process(kind: str) -> tuple[nn.Module, Any]:
+    one = model()
+    optimizer = KINDS[kind](one.parameters())
+    train(one, optimizer, range(3))
+    return one, optimizer
+
+
+def prepared(kind: str, values: Any) -> tuple[Accelerator, nn.Module, Any]:
+    accelerator = Accelerator(config=FULL)
+    one = model()
+    one.load_state_dict(values)
+    one, optimizer = accelerator.prepare(one, KINDS[kind](one.parameters()))
+    return accelerator, one, optimizer
+
+
+def with_state_of_one_process(kind: str, is_warm: bool, folder: Path | None) -> tuple[list[float], bool]:
+    """(losses after the state of one process was loaded by hand, whether the state is sharded then)."""
+    before, optimizer = in_one_process(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    accelerator, one, optimizer = prepared(kind, before.state_dict())
+    if is_warm:
+        train(one, optimizer, range(7, 9))
+        with torch.no_grad():
+            for parameter, value in zip(one.parameters(), before.parameters(), strict=True):
+                parameter.data = value
+    optimizer.load_state_dict(state)
+    if folder is not None:
+        accelerator.save_state(folder)
+        accelerator.free_memory()
+        accelerator, one, optimizer = prepared(kind, model().state_dict())
+        accelerator.load_state(folder)
+    losses = train(one, optimizer, range(3, 6))
+    states = [value for row in optimizer.state.values() for name, value in row.items() if name != "step"]
+    accelerator.free_memory()
+    return losses, all(isinstance(value, DTensor) for value in states)
+
+
+@pytest.mark.parametrize("how", ["first", "warm", "saved"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_state_of_one_process_may_be_loaded_by_hand(ranks, tmp_path, kind, how):
+    one, optimizer = in_one_process(kind)
+    expected = train(one, optimizer, range(3, 6))
+    folder = tmp_path / "state" if how == "saved" else None
+    for losses, is_sharded in ranks.run(2, with_state_of_one_process, kind, how == "warm", folder):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert is_sharded
+
+
+def with_state_of_another_model() -> str:
+    accelerator, one, optimizer = prepared("fused", model().state_dict())
+    train(one, optimizer, range(1))
+    optimizer.state[next(one.parameters())]["exp_avg"] = torch.zeros(7, 3)
+    with pytest.raises(UsageError) as refused:
+        train(one, optimizer, range(1))
+    accelerator.free_memory()
+    return str(refused.value)
+
+
+OF_ANOTHER_SHAPE = (
+    "optimizer step: 'exp_avg' of a parameter of shape (5, 3) has another shape (got (7, 3)); load the state of an "
+    "optimizer with the same parameters in the same order."
+)
+
+
+def test_a_state_of_another_shape_is_refused_before_a_kernel_reads_beside_it(ranks):
+    assert ranks.run(2, with_state_of_another_model) == [OF_ANOTHER_SHAPE] * 2
+
+
+def of_replicas(kind: str, is_prepared: bool) -> str:
+    from torch.distributed import optim  # on ranks only, since its import warns
+
+    accelerator = Accelerator(config=FULL)
+    one = accelerator.prepare(model())
+    if kind == "ZeroRedundancyOptimizer":
+        optimizer: Any = optim.ZeroRedundancyOptimizer(one.parameters(), torch.optim.SGD, lr=0.1)
+    else:
+        optimizer = optim.PostLocalSGDOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), None)
+    one(inputs(0)).sum().backward()
+    with pytest.raises(UsageError) as refused:
+        accelerator.prepare(optimizer) if is_prepared else optimizer.step()
+    accelerator.free_memory()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_prepared"),
+    [("ZeroRedundancyOptimizer", True), ("ZeroRedundancyOptimizer", False), ("PostLocalSGDOptimizer", True)],
+)
+def test_an_optimizer_that_exchanges_whole_parameters_is_refused(ranks, kind, is_prepared):
+    text = (
+        f"prepare: {kind} exchanges parameters between ranks as if each held all of them whole (got sharded "
+        "parameters); give its inner optimizer, whose state is sharded as the parameters are, or use strategy NO_SHARD."
+    )
+    assert ranks.run(2, of_replicas, kind, is_prepared) == [text] * 2
+
+
+def in_backward(is_before: bool) -> str:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
+    accelerator = Accelerator(config=FULL)
+    one = model()
+    calls = [lambda: _apply_optimizer_in_backward(torch.optim.SGD, one.parameters(), {"lr": 0.1})]
+    calls.insert(1 if is_before else 0, lambda: accelerator.prepare(one))
+    calls[0]()
+    with pytest.raises((ModelError, UsageError)) as refused:
+        calls[1]()
+    accelerator.free_memory()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_optimizer_in_backward_that_would_never_run_is_refused(ranks, is_before):
+    for text in ranks.run(2, in_backward, is_before):
+        assert (
+            "an optimizer in backward, which would never run (got torch's _apply_optimizer_in_backward): FSDP itself "
+            "sets the gradients of sharded parameters; step in a hook of register_post_accumulate_grad_hook, or use "
+            "strategy NO_SHARD."
+        ) in text
+
+
+def compiled_steps() -> bool:
+    """Whether compiled steps of a prepared optimizer give the weights of plain ones. DDP has fused kernels, too."""
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
+    expected, _ = in_one_process("fused")
+    one = model()
+    one, optimizer = accelerator.prepare(one, KINDS["fused"](one.parameters()))
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for number in range(3):
+        one(inputs(number)).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    return all(map(torch.allclose, one.parameters(), expected.parameters()))
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_a_plain_one(ranks):
+    assert ranks.run(2, compiled_steps) == [True] * 2
