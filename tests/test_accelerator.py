@@ -250,30 +250,48 @@ def test_other_ways_to_write_the_loop_equal_one_process_too(ranks, kind):
 METRICS = ([1.0, 0.8, 0.6, 0.5, 0.4], [1.0, 1.0, 1.0, 1.3, 1.5])
 
 
-def rates_on_a_plateau(metrics: list[Any], accelerator: Accelerator | None = None) -> list[float]:
+class Around:
+    """A schedule by a metric that is not of torch's class, in the form of timm's."""
+
+    def __init__(self, optimizer: Any, **settings: Any) -> None:
+        self.inner = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **settings)
+        self.state_dict, self.load_state_dict = self.inner.state_dict, self.inner.load_state_dict
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        if metric is not None:
+            self.inner.step(metric)
+
+
+def rates_on_a_plateau(metrics: list[Any], kind: str, accelerator: Accelerator | None = None) -> list[float]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    make: Any = {"torch": torch.optim.lr_scheduler.ReduceLROnPlateau, "timm": Around}[kind]
+    scheduler = make(optimizer, factor=0.5, patience=0)
     if accelerator is not None:
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     rates = []
     for number, metric in enumerate(metrics):
         optimizer.step()
-        scheduler.step(metrics=metric) if number % 2 else scheduler.step(metric)
+        if kind == "timm":
+            scheduler.step(number)
+            scheduler.step(number, metric=metric)
+        else:
+            scheduler.step(metrics=metric) if number % 2 else scheduler.step(metric)
         rates.append(optimizer.param_groups[0]["lr"])
     return rates
 
 
-def rates_of_own_metrics(config: dict) -> list[float]:
+def rates_of_own_metrics(config: dict, kind: str) -> list[float]:
     accelerator = Accelerator(config=config)
     own = [torch.tensor(value) for value in METRICS[accelerator.process_index]]
-    rates = rates_on_a_plateau(own, accelerator)
+    rates = rates_on_a_plateau(own, kind, accelerator)
     accelerator.free_memory()
     return rates
 
 
 @pytest.mark.parametrize("config", [FULL, {"distributed_type": "MULTI_CPU"}], ids=["full", "ddp"])
-def test_a_plateau_of_own_metrics_is_that_of_their_mean(ranks, config):
-    expected = rates_on_a_plateau([sum(pair) / 2 for pair in zip(*METRICS, strict=True)])
+@pytest.mark.parametrize("kind", ["torch", "timm"])
+def test_a_plateau_of_own_metrics_is_that_of_their_mean(ranks, config, kind):
+    expected = rates_on_a_plateau([sum(pair) / 2 for pair in zip(*METRICS, strict=True)], kind)
     assert expected == [1.0, 1.0, 1.0, 0.5, 0.25]
-    assert ranks.run(2, rates_of_own_metrics, config) == [expected] * 2
+    assert ranks.run(2, rates_of_own_metrics, config, kind) == [expected] * 2

@@ -1,9 +1,11 @@
 """Learning-rate schedules that advance once per optimizer step, regardless of the number of ranks or micro-batches."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+import torch
 
 from shardkit.distributed import collectives
 from shardkit.runtime.accumulate import Accumulation
@@ -38,16 +40,15 @@ class AcceleratedScheduler(Forwarding):
         self.scheduler = scheduler
 
     def step(self, *args: Any, **arguments: Any) -> None:
-        """Advances the learning rate if the optimizer has stepped. A ReduceLROnPlateau gets the mean of the ranks'
-        metrics, so that all decide the same: collective."""
+        """Advances the learning rate if the optimizer has stepped. A schedule that depends on a metric, such as
+        ReduceLROnPlateau, gets the mean of the ranks' metrics, so that all decide the same: collective."""
         is_per_micro_batch = self._is_per_micro_batch()
         if self._steps_with_optimizer:
             if self._accumulation.is_gathering() and is_per_micro_batch:
                 return
             if self._was_skipped():
                 return
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            args, arguments = _with_mean_metric(*args, **arguments)
+        args, arguments = _with_mean_metric(self.scheduler.step, args, arguments)
         for _ in range(self.steps_per_call):
             if self.steps_per_call == 1 or self._has_steps_left():
                 self.scheduler.step(*args, **arguments)
@@ -84,6 +85,22 @@ class AcceleratedScheduler(Forwarding):
         return own or self._optimizers
 
 
-def _with_mean_metric(metrics: Any, *others: Any, **arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ReduceLROnPlateau.step with the mean of all ranks' metrics."""
-    return (collectives.mean_number(float(metrics)), *others), arguments
+_METRICS = ("metrics", "metric")
+"""Names of the argument of `step` that a schedule decides by, in torch, Transformers and timm."""
+
+
+def _with_mean_metric(
+    step: Callable[..., Any], args: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `step`, with the mean of all ranks' metrics where it takes one and has got one."""
+    if not (args or arguments):
+        return args, arguments
+    try:
+        given = inspect.signature(step).bind(*args, **arguments)
+    except (TypeError, ValueError):  # the call itself says what is wrong
+        return args, arguments
+    for name in _METRICS:
+        value = given.arguments.get(name)
+        if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            given.arguments[name] = collectives.mean_number(float(value))
+    return given.args, given.kwargs
