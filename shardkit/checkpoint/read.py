@@ -197,6 +197,7 @@ class _Agreement:
     def __init__(self, control: ControlGroup, here: str, outcome: str) -> None:
         self.control, self.here, self.outcome = control, here, outcome
         self.problems: list[str] = []
+        self.place = ""  # begins the text of another error than a CheckpointError
 
     def __enter__(self) -> "_Agreement":
         return self
@@ -205,7 +206,8 @@ class _Agreement:
         if error is not None and not isinstance(error, Exception):
             return
         if error is not None:
-            self.problems = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
+            is_told = isinstance(error, CheckpointError)
+            self.problems = [str(error) if is_told else f"{self.place}{type(error).__name__}: {error}"]
         lines, damaged = self.control.decide([self.problems, isinstance(error, CheckpointCorrupted)], _all_problems)
         if not lines:
             return
@@ -252,15 +254,15 @@ def _share(record: Manifest, control: ControlGroup) -> list[tuple[str, int]]:
 # ---- objects ----
 
 
-def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[Stateful, Any]]:
-    """(object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
+def _object_states(live: Live, plan: Plan, saved: Saved) -> Iterator[tuple[str, Stateful, Any]]:
+    """(name, object, state to load) for schedulers, registered objects and loaders; reads the tensors in the states."""
     for name, item in live.objects.items():
         if name in plan.common["objects"] and name not in plan.unlike:
-            yield item, _decoded(item.state_dict, name, plan.common["objects"][name], saved)
+            yield name, item, _decoded(item.state_dict, name, plan.common["objects"][name], saved)
     saved_positions = positions(plan)
     for name, loader in live.loaders.items():  # last: they were checked before, so they do not fail
         if name in saved_positions:
-            yield loader, values.decode(saved_positions[name], no_tensor)
+            yield name, loader, values.decode(saved_positions[name], no_tensor)
 
 
 def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) -> Any:
@@ -283,14 +285,15 @@ def _decoded(present: Callable[[], Any], name: str, encoded: Any, saved: Saved) 
     return values.decode(encoded, lambda path: saved.new("objects", path, sharded.get(path)))
 
 
-def _apply_objects(states: list[tuple[Stateful, Any]], control: ControlGroup, here: str, unchanged: str) -> None:
+def _apply_objects(states: list[tuple[str, Stateful, Any]], control: ControlGroup, here: str, unchanged: str) -> None:
     """Load the states of all objects, or of none: if user code raises, the objects loaded so far are restored."""
     applied: list[tuple[Stateful, Any]] = []
     try:
-        with _Agreement(control, here, unchanged):
+        with _Agreement(control, here, unchanged) as step:
             faults.reach("apply", control.rank)
-            for item, wanted in states:
+            for name, item, wanted in states:
                 applied.append((item, copy.deepcopy(item.state_dict())))
+                step.place = f"{name}: load_state_dict refuses the saved state: "
                 item.load_state_dict(wanted)
     except CheckpointError:
         for item, before in reversed(applied):
