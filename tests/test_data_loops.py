@@ -682,9 +682,21 @@ def objects_of_batches_of_different_lengths(accelerator, first, second):
     ]
 
 
+def losses_of_whole_batches(accelerator, first, second):
+    """Numbers of values: a batch's mean repeated for each sample of a whole one. The last has 1 sample and padding."""
+    return [torch.tensor([len(accelerator.gather_for_metrics(batch.float().mean().repeat(4)))]) for batch in second]
+
+
+def values_that_differ_are_not_cut(accelerator, first, second):
+    """As long as a whole batch, but not a repeated mean."""
+    return [accelerator.gather_for_metrics(torch.arange(4)) for batch in second][-1:]
+
+
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
+        (losses_of_whole_batches, [8, 8, 1]),
+        (values_that_differ_are_not_cut, [0, 1, 2, 3] * 2),
         (batches_of_different_lengths, [*range(9), *range(7), *range(7)]),
         (objects_of_batches_of_different_lengths, [*range(9)]),
         (ready_batches, [*range(15)]),
@@ -697,3 +709,7 @@ def objects_of_batches_of_different_lengths(accelerator, first, second):
 def test_samples_for_metrics_are_those_of_their_own_loader(ranks, loop, expected):
     for found in ranks.run(2, gathered, loop):
         assert sorted(found) == sorted(expected)
+
+
+def test_a_repeated_loss_of_a_short_batch_counts_its_samples_in_one_process(ranks):
+    assert ranks.run(1, gathered, losses_of_whole_batches) == [[4, 4, 4, 4, 1]]

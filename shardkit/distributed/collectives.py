@@ -53,6 +53,16 @@ def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
     return map_tensors(real_part, data)
 
 
+def gather_repeated(data: Any, local: int, real: int) -> Any | None:
+    """As `gather`, cut to the first `real` of `local` values of each rank, where each rank's 1-dim tensors hold one value
+    repeated; else None. Collective."""
+    _same_everywhere(data, "gather_for_metrics")
+    gathered = map_tensors(lambda tensor: _gather_one(tensor).unflatten(0, (world_size(), -1)), data)
+    if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
+        return None
+    return map_tensors(lambda rows: rows[:, :local].flatten()[:real], gathered)
+
+
 def gather_object(data: Any) -> list[Any]:
     """All ranks' objects as one list in rank order; if every rank gives a list, the lists are concatenated.
 

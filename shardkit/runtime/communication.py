@@ -22,8 +22,14 @@ class Communication(Topology):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the padding of the loader's last batch; objects that are not tensors as one list.
-        Collective."""
+
+        A loss repeated for each sample of a whole batch counts as often as a shorter batch has samples. Collective.
+        """
         self._run.accumulation.boundaries.note_meeting()
+        if not use_gather_object and (short := padding.short_batch(self._run.loaders, input_data)) is not None:
+            found = collectives.gather_repeated(input_data, *short)
+            if found is not None:
+                return found
         return collectives.gather_real(
             input_data, padding.real_samples(self._run.loaders, input_data, use_gather_object), use_gather_object
         )
