@@ -54,8 +54,8 @@ def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
 
 
 def gather_repeated(data: Any, local: int, real: int) -> Any | None:
-    """As `gather`, cut to the first `real` of `local` values of each rank, where each rank's 1-dim tensors hold one value
-    repeated; else None. Collective."""
+    """As `gather`, cut to the first `real` of `local` values of each rank, where each rank's 1-dim tensors hold one
+    value repeated; else None. Collective."""
     _same_everywhere(data, "gather_for_metrics")
     gathered = map_tensors(lambda tensor: _gather_one(tensor).unflatten(0, (world_size(), -1)), data)
     if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
