@@ -720,4 +720,4 @@ def test_differences_name_what_exists():
         known |= {f"{module}.{name}" if module else name for name in names.places(module)}
     for one in DIFFERENCES:
         assert set(one.names) <= known, one.names
-    assert choices() == ["scheduler", "save"]
+    assert choices() == ["scheduler", "position", "save"]

@@ -158,4 +158,4 @@ def test_check_says_what_a_script_names_and_starts_nothing(tmp_path):
     )  # fmt: skip
     assert wrong.returncode == 2
     assert "--as-accelerate is missing (got --check, --accelerates-meaning)" in wrong.stderr
-    assert "unknown value (got clocks); use scheduler, save" in wrong.stderr
+    assert "unknown value (got clocks); use scheduler, position, save" in wrong.stderr

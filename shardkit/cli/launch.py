@@ -125,14 +125,17 @@ def _compat_variables(switches: "Switches") -> dict[str, str]:
     }
 
 
-def _notes_on_schedules(command: list[str], is_module: bool, switches: "Switches") -> list[str]:
-    """Notes on lines that make a schedule as long as Accelerate requires, which steps it once per rank."""
-    if not switches.as_accelerate or "scheduler" in switches.meaning:
+def _notes_on_meanings(command: list[str], is_module: bool, switches: "Switches", ranks: int) -> list[str]:
+    """Notes on lines that are right only with a behavior of Accelerate's that this run does not use. One rank steps its
+    scheduler as Accelerate's does."""
+    if not switches.as_accelerate:
         return []
     from shardkit.compat import scan
 
+    words = {scan.STRETCHED: "scheduler", scan.OF_ALL_RANKS: "scheduler", scan.SKIPS_AGAIN: "position"}
+    same = {*switches.meaning, *([] if ranks > 1 else ["scheduler"])}
     remarks = scan.scan_script(command[0], is_module).remarks
-    return [f"note: {one.place}: {one.text}." for one in remarks if one.text in (scan.STRETCHED, scan.OF_ALL_RANKS)]
+    return [f"note: {one.place}: {one.text}." for one in remarks if one.text in words and words[one.text] not in same]
 
 
 def check_names(command: list[str], is_module: bool) -> None:
@@ -312,7 +315,7 @@ def checked(
         preflight.rank_warning(variables),
         preflight.job_warning(loaded.config, found.scheduler),
         environment.cpu_note(loaded.config, device, source),
-        *(_notes_on_schedules(command, is_module, switches) if loaded.config.num_processes > 1 else []),
+        *_notes_on_meanings(command, is_module, switches, loaded.config.num_processes),
     ):
         if note:
             typer.echo(note, err=True)

@@ -62,7 +62,7 @@ AcceleratesMeaning = Annotated[
     typer.Option(
         "--accelerates-meaning",
         metavar="WORDS",
-        help="With --as-accelerate: use Accelerate's behavior for these (scheduler, save).",
+        help="With --as-accelerate: use Accelerate's behavior for these (scheduler, position, save).",
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value; repeatable.")]

@@ -33,6 +33,13 @@ DIFFERENCES = [
         "a killed run never leaves an incomplete checkpoint, and a resumed run repeats no sample",
     ),
     Difference(
+        ("Accelerator.load_state",),
+        "load_state moves the loaders to the saved position in the data, so a loop that drops the first batches by "
+        "itself drops others; Accelerate's start the epoch again (--accelerates-meaning position does that, too)",
+        "a resumed run repeats no sample and loses none",
+        "position",
+    ),
+    Difference(
         ("Accelerator.save", "utils.save"),
         "save writes safetensors or JSON instead of pickle (--accelerates-meaning save uses torch.save)",
         "loading a pickle can execute arbitrary code",

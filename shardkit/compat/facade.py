@@ -227,12 +227,16 @@ class Accelerator(PlainAttributes, own.Accelerator):
         self, input_dir: str | Path | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> Path | Url:
         """As shardkit's. From a save at the last batch of an epoch the next loop runs the next epoch, since scripts for
-        Accelerate count epochs in steps. Collective."""
+        Accelerate count epochs in steps. With `--accelerates-meaning position` the next loop starts its epoch again.
+        Collective."""
         if load_kwargs:
             raise UsageError(f"load_state: load_kwargs is not supported (got {load_kwargs!r}); remove it.")
         folder = super().load_state(input_dir, **load_model_func_kwargs)
         for loader in self._run.loaders:
-            loader.pass_finished_epoch()
+            if takes_back("position"):
+                loader.skip_to(0)
+            else:
+                loader.pass_finished_epoch()
         return folder
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:

@@ -74,6 +74,7 @@ def _found_in(tree: ast.Module, file: str) -> Found:
     _members(found, tree, file)
     found.remarks += [Named(file, line, "num_processes", STRETCHED) for line in stretched_schedules(tree)]
     found.remarks += [Named(file, line, name, OF_ALL_RANKS) for line, name in lengths_over_all_ranks(tree)]
+    found.remarks += [Named(file, line, "continue", SKIPS_AGAIN) for line in skips_by_hand(tree)]
     return found
 
 
@@ -84,6 +85,10 @@ STRETCHED = (
 OF_ALL_RANKS = (
     "before prepare a loader's length counts the batches of all ranks, and Accelerate's scheduler steps once per rank; "
     "shardkit's steps once: take the prepared loader's length, or launch with --accelerates-meaning scheduler"
+)
+SKIPS_AGAIN = (
+    "the loop drops the batches before a resumed step, but load_state has moved the loader past them: remove this, use "
+    "skip_first_batches, or launch with --accelerates-meaning position"
 )
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 
@@ -225,6 +230,33 @@ def _of_schedules(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
         if isinstance(node, ast.Call) and "sched" in ".".join(_dotted(node.func)).lower():
             yield from node.args
             yield from (keyword.value for keyword in node.keywords)
+
+
+def skips_by_hand(tree: ast.Module) -> list[int]:
+    """Lines of the `continue` by which a loop drops its batches before a step to resume at, in a script that calls
+    load_state."""
+    nodes = list(ast.walk(tree))
+    if not any(isinstance(node, ast.Attribute) and node.attr == "load_state" for node in nodes):
+        return []
+    counts = {name for node in nodes if isinstance(node, ast.For) for name in _counters(node)}
+    skipping = [node for node in nodes if isinstance(node, ast.If) and _is_before_resumed(node.test, counts)]
+    return sorted({one.lineno for node in skipping for one in ast.walk(node) if isinstance(one, ast.Continue)})
+
+
+def _counters(loop: ast.For) -> list[str]:
+    """The name that counts the batches, of a loop over enumerate(...)."""
+    is_counted = isinstance(loop.iter, ast.Call) and _dotted(loop.iter.func) == ["enumerate"]
+    return _dotted(loop.target.elts[0]) if is_counted and isinstance(loop.target, ast.Tuple) else []
+
+
+def _is_before_resumed(test: ast.expr, counts: set[str]) -> bool:
+    """Whether the test compares the count of a loop with a step whose name says that it is one to resume at."""
+    compared = [node for node in ast.walk(test) if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt)]
+    return any(
+        ".".join(_dotted(node.left)) in counts
+        and any(word in ".".join(_dotted(node.comparators[0])).lower() for word in ("resum", "skip", "start"))
+        for node in compared
+    )
 
 
 def stretched_schedules(tree: ast.Module) -> list[int]:

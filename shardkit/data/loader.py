@@ -112,7 +112,9 @@ class PreparedLoader:
     def _begin(self) -> Loop:
         """A loop from the current position."""
         outer, start = self._loop, self._next
+        left_out = 0
         if self._is_positioned:
+            left_out = start.samples // self.total_batch_size if self._is_restored else 0
             if self._is_restored and self._is_over(start):
                 start = self._after(start)
             self._is_positioned = self._is_restored = self._passes_finished_epoch = False
@@ -125,7 +127,7 @@ class PreparedLoader:
             outer = None  # an iterator that the script keeps but does not read: other loops finish between its batches
         if outer is None:
             self._next = self._used = start
-        return Loop(start, outer)
+        return Loop(start, outer, restored_batches=left_out)
 
     def _is_over(self, position: Position) -> bool:
         """Whether the position's epoch has no batches left."""
@@ -150,6 +152,8 @@ class PreparedLoader:
     def _end(self, loop: Loop) -> None:
         """The loop finished or was left. A nested loop without an optimizer step restores the outer one."""
         loop.is_open, outer, self._ended = False, loop.outer, loop
+        if loop.has_wasted_rest and self._purpose == "training" and self._rank == 0:
+            log.warning(loop.wasted_rest)
         if self._loop is not loop:
             return
         if outer is not None and outer.is_open and not loop.steps:

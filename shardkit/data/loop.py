@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardkit.data.position import Position
 from shardkit.data.sources import Piece
+from shardkit.errors import UsageError
 
 _yields = count(1)
 MOST_READ = 1024
@@ -52,6 +53,14 @@ class Loop:
     """Number of loops over the same loader begun inside this one."""
     has_inner_ended: bool = False
     """Whether one of them finished after the current batch was yielded."""
+    restored_batches: int = 0
+    """Batches of its epoch that a restored position has left out; 0 once a micro-batch has used one of its batches."""
+    yielded: int = 0
+    """Number of its batches so far."""
+    _first_tensors: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
+    """The tensors of its first batch, where it began at a restored position."""
+    _is_first_dropped: bool = False
+    """Whether the script no longer held these when it had read `restored_batches` more."""
     _read: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_READ))
     """Samples of the batches that were yielded since the last micro-batch."""
     _to_train: list[int] = field(default_factory=list)
@@ -66,6 +75,7 @@ class Loop:
         self.is_unused, self.has_inner_ended = True, False
         self.last_yield = next(_yields)
         self._read.append(piece.samples)
+        self.yielded += 1
 
     def take_trained(self, micro_batches: int) -> int | None:
         """Samples of the batch that a micro-batch trains on; None if that batch was counted before.
@@ -73,15 +83,47 @@ class Loop:
         A loop may read several batches before it trains on them, one in each of the next `micro_batches`. Earlier ones
         were skipped or evaluated.
         """
+        self._check_skipped(micro_batches)
         if self._read:
             self._to_train = [*self._read][-micro_batches:]
             self._read.clear()
         return self._to_train.pop() if self._to_train else None
 
+    @property
+    def has_wasted_rest(self) -> bool:
+        """Whether it began at a restored position and ended without a micro-batch."""
+        return self.is_finished and self.yielded > 0 and self.restored_batches > 0
+
+    @property
+    def wasted_rest(self) -> str:
+        """The warning of that."""
+        return (
+            f"data: no batch of the loop after load_state was trained on (got {self.yielded} to the end of epoch "
+            f"{self.position.epoch - 1}); if the loop drops batches by itself, use skip_first_batches instead, since "
+            "load_state has already moved the loader."
+        )
+
+    def _check_skipped(self, micro_batches: int) -> None:
+        """Raises UsageError at the first micro-batch after `load_state` if the script has dropped as many batches as
+        the restored position had left out before. A script that reads ahead still holds them."""
+        left_out, self.restored_batches = self.restored_batches, 0
+        is_dropped = self._is_first_dropped and bool(self._first_tensors) and micro_batches < self.yielded
+        if left_out and self.yielded == left_out + 1 and is_dropped:
+            raise UsageError(
+                f"data: the loop dropped its first batches after load_state (got {left_out}), which had moved the "
+                "loader past as many: the samples after the saved position would be lost; use skip_first_batches "
+                "instead, or load_state(..., data_position=False) (with --as-accelerate: launch with "
+                "--accelerates-meaning position)."
+            )
+
     def given(self, batch: Any) -> Any:
         """The batch, with its tensors and length noted."""
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         self.tensors = [ref(tensor) for tensor in tensors]
+        if self.yielded == 1 and self.restored_batches:
+            self._first_tensors = self.tensors
+        if self.yielded == self.restored_batches + 1:  # before the script goes on: it still holds the batch before this
+            self._is_first_dropped = all(tensor() is None for tensor in self._first_tensors)
         lengths = {tensor.size(0) for tensor in tensors if tensor.dim()}  # len() fails for nested tensors
         self.local_samples = lengths.pop() if len(lengths) == 1 else None
         return batch
