@@ -711,5 +711,19 @@ def test_samples_for_metrics_are_those_of_their_own_loader(ranks, loop, expected
         assert sorted(found) == sorted(expected)
 
 
+def repeated_losses_of_uneven_batches(samples):
+    accelerator = Accelerator(config={"distributed_type": "MULTI_CPU", "use_cpu": True}, even_batches=False)
+    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=4))
+    gathered = [accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader]
+    return [value for part in gathered for value in part.tolist()]
+
+
+@pytest.mark.parametrize("samples", [13, 15])
+def test_a_repeated_loss_counts_the_samples_of_each_rank_where_they_differ(ranks, samples):
+    first, second = ranks.run(2, repeated_losses_of_uneven_batches, samples)
+    assert first == second and len(first) == samples
+    assert sum(first) == sum(range(samples)), "each batch's mean, as often as it has samples"
+
+
 def test_a_repeated_loss_of_a_short_batch_counts_its_samples_in_one_process(ranks):
     assert ranks.run(1, gathered, losses_of_whole_batches) == [[4, 4, 4, 4, 1]]

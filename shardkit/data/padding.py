@@ -42,8 +42,8 @@ def real_samples(loaders: Iterable[PreparedLoader], given: Any, as_objects: bool
 
 
 def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int] | None:
-    """(samples of each rank, real samples of all ranks) in a batch that is shorter than a whole one, where `given` is
-    1-dim and as long as a whole one; else None. The same on every rank.
+    """(samples of this rank, real samples of all ranks) in a global batch that is shorter than a whole one, where
+    `given` is 1-dim and as long as a rank's whole batch; else None, on all ranks alike.
 
     Such a tensor is usually the mean of the batch, repeated: `loss.repeat(batch_size)`.
     """
@@ -51,11 +51,11 @@ def short_batch(loaders: Iterable[PreparedLoader], given: Any) -> tuple[int, int
     if len(candidates) != 1:
         return None
     loader, leaves = candidates[0], tree_leaves(given)
-    local, whole = loader.local_samples, loader.batch_size
-    if local is None or whole is None or local >= whole or not leaves:
+    whole = loader.batch_size
+    if whole is None or loader.batch_samples >= loader.total_batch_size or not leaves:
         return None
     is_whole = all(isinstance(leaf, torch.Tensor) and leaf.shape == (whole,) for leaf in leaves)
-    return (local, loader.batch_samples) if is_whole else None
+    return (loader.local_samples or 0, loader.batch_samples) if is_whole else None
 
 
 def _real(loader: PreparedLoader, remainder: int, size: int | None, is_list: bool) -> int | None:

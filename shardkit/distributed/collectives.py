@@ -54,13 +54,16 @@ def gather_real(data: Any, real: int | None, as_objects: bool = False) -> Any:
 
 
 def gather_repeated(data: Any, local: int, real: int) -> Any | None:
-    """As `gather`, cut to the first `real` of `local` values of each rank, where each rank's 1-dim tensors hold one
-    value repeated; else None. Collective."""
+    """As `gather`, with the first `local` values of each rank, and of these the first `real`, where each rank's 1-dim
+    tensors hold one value repeated; else None. Collective; `local` may differ between ranks."""
     _same_everywhere(data, "gather_for_metrics")
     gathered = map_tensors(lambda tensor: _gather_one(tensor).unflatten(0, (world_size(), -1)), data)
     if not all(bool((rows == rows[:, :1]).all()) for rows in leaves(gathered)):
         return None
-    return map_tensors(lambda rows: rows[:, :local].flatten()[:real], gathered)
+    counts = _gather_one(torch.tensor([local], device=leaves(data)[0].device)).tolist()
+    if not all(counts):
+        return None
+    return map_tensors(lambda rows: torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)])[:real], gathered)
 
 
 def gather_object(data: Any) -> list[Any]:
