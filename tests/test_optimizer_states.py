@@ -180,3 +180,35 @@ def compiled_steps() -> bool:
 @pytest.mark.slow
 def test_a_compiled_step_is_a_plain_one(ranks):
     assert ranks.run(2, compiled_steps) == [True] * 2
+
+
+def with_whole_gradients(kind: str) -> list[float]:
+    """As in scripts that reduce gradients by hand: `accelerator.reduce` returns whole tensors."""
+    accelerator, one, optimizer = prepared(kind, model().state_dict())
+    losses = []
+    for step in range(4):
+        loss = one(inputs(step)).square().mean()
+        accelerator.backward(loss)
+        for parameter in one.parameters():
+            parameter.grad = accelerator.reduce(parameter.grad, "mean")
+        accelerator.clip_grad_norm_(one.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_gradients_that_are_equal_on_all_ranks_are_taken(ranks, kind):
+    one = model()
+    optimizer = KINDS[kind](one.parameters())
+    expected = []
+    for step in range(4):
+        loss = one(inputs(step)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for found in ranks.run(2, with_whole_gradients, kind):
+        assert found == pytest.approx(expected, abs=1e-6)

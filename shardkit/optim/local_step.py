@@ -25,6 +25,7 @@ import torch
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient
+from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole
 from shardkit.optim.plain_step import Operations, PlainStep, ShardedStep
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class LocalStep:
             part = known.get(id(parameter))
             if part is None or part.tensor is not part.parameter._local_tensor:
                 if not is_dtensor(parameter):
-                    _make_gradient_plain(parameter)
+                    make_gradient_plain(parameter)
                     lay_out_gradient(parameter)
                     found.append(parameter)
                     continue
@@ -152,7 +153,7 @@ class LocalStep:
             gradient: Any = parameter.grad
             if gradient is not None:
                 if getattr(gradient, "_spec", None) is not part.gradient_spec:
-                    gradient = _like_parameter(gradient, parameter)
+                    gradient = like_parameter(gradient, parameter)
                     part.gradient_spec = gradient._spec
                 local = gradient._local_tensor
                 if local.stride() != tensor.stride():
@@ -201,7 +202,7 @@ class LocalStep:
 
     def _part_of_state(self, value: Any, name: str, parameter: Any, tensor: torch.Tensor | None) -> Any:
         if not is_dtensor(value):
-            return value if tensor is None else _part_of_whole(value, name, parameter, tensor)
+            return value if tensor is None else part_of_whole(value, name, parameter, tensor)
         pair = self._pairs.get(id(value))
         if pair is None or pair[1] is not value:
             pair = self._remember(local_part(value), value)
@@ -220,19 +221,6 @@ class LocalStep:
         return pair
 
 
-def _part_of_whole(value: Any, name: str, parameter: DTensor, tensor: torch.Tensor) -> Any:
-    """This rank's part of a plain tensor of the parameter's state: a script may load the state of one process. The
-    kernels check no sizes: with another tensor they would read beside it."""
-    if not (isinstance(value, torch.Tensor) and value.dim()) or value.shape == tensor.shape:
-        return value
-    if value.shape != parameter.shape:
-        raise UsageError(
-            f"optimizer step: {name!r} of a parameter of shape {tuple(parameter.shape)} has another shape (got "
-            f"{tuple(value.shape)}); load the state of an optimizer with the same parameters in the same order."
-        )
-    return torch.empty_like(tensor, dtype=value.dtype).copy_(value[local_slices(parameter)].reshape(tensor.shape))
-
-
 def _is_row(row: Any) -> bool:
     """Whether this is a parameter's state, and not another value that the optimizer keeps in its state."""
     return isinstance(row, dict)
@@ -248,7 +236,7 @@ class _Part:
 
     def __init__(self, parameter: DTensor) -> None:
         self.parameter, self.tensor = parameter, parameter._local_tensor
-        self.gradient_spec: Any = None
+        self.gradient_spec: Any = ()  # of none yet: a plain gradient has None
 
 
 class _ShownState:
@@ -271,25 +259,6 @@ def _with_shown_state(kind: Any) -> Any:
 
     names = {"state": _ShownState(), "__reduce_ex__": reduce_ex, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**names, "_shardkit_original": kind})
-
-
-def _like_parameter(gradient: torch.Tensor, parameter: Any) -> DTensor:
-    """The gradient with the placements of its parameter."""
-    if not is_dtensor(gradient):
-        raise UsageError(
-            f"optimizer step: the gradient of a sharded parameter of shape {tuple(parameter.shape)} is a plain tensor "
-            f"(got shape {tuple(gradient.shape)}); assign a gradient with the parameter's placements."
-        )
-    if gradient.placements != parameter.placements:
-        return gradient.redistribute(placements=parameter.placements)
-    return gradient
-
-
-def _make_gradient_plain(parameter: torch.Tensor) -> None:
-    """Makes the gradient of a parameter that every rank holds whole a plain tensor: that of a script which joins all
-    gradients, changes them and splits them again is a part of a DTensor. Collective where it is one."""
-    if is_dtensor(parameter.grad):
-        parameter.grad = whole(parameter.grad)
 
 
 class WholeStep:
@@ -337,7 +306,7 @@ class WholeStep:
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     """The full parameter with its full gradient; a plain one is returned unchanged. Collective where it is sharded."""
     if not is_dtensor(parameter):
-        _make_gradient_plain(parameter)
+        make_gradient_plain(parameter)
         return parameter
     with torch.no_grad():
         value = whole(parameter)

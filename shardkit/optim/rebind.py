@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, unwrapped
+from shardkit.distributed.tensors import unwrapped
 from shardkit.errors import ModelError
 from shardkit.optim.local_step import needs_whole_tensors
+from shardkit.optim.parts import sharded_part
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _moved_state(
         if is_number:
             moved[key] = value
         elif tuple(value.shape) == tuple(new.shape):
-            moved[key] = _like(value, new)
+            moved[key] = sharded_part(value, new)
         else:
             raise ModelError(
                 f"optimizer: {type(optimizer).__name__} keeps {key!r} of {fqn} in a shape that differs from the "
@@ -89,12 +90,3 @@ def _moved_state(
                 "split; build the optimizer after prepare, or prepare it before its first step."
             )
     return moved
-
-
-def _like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The value with the parameter's device and placements: this rank's part of it, without communication."""
-    if not is_dtensor(parameter):
-        return value.to(parameter.device)
-    local = local_part(parameter)
-    mine = value[local_slices(parameter)].detach().clone().to(local.device)
-    return sharded_like(mine.reshape(local.shape), parameter)
