@@ -17,7 +17,7 @@ from shardkit import sizes
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, faults, folder, in_store, manifest, retention, values
 from shardkit.checkpoint.additions import PROBE
-from shardkit.checkpoint.layout import Index
+from shardkit.checkpoint.layout import Index, is_model
 from shardkit.checkpoint.manifest import File, Manifest
 from shardkit.checkpoint.save_request import PreparedSave, SaveRequest
 from shardkit.errors import CheckpointError
@@ -159,7 +159,7 @@ def model_fingerprint(index: Index) -> str:
     lines = sorted(
         f"{section}:{name}:{entry.dtype}:{list(entry.shape)}"
         for section, entries in index.sections.items()
-        if section.startswith("model")
+        if is_model(section)
         for name, entry in entries.items()
     )
     return digests.of_bytes("sha256", "\n".join(lines).encode())

@@ -19,9 +19,9 @@ import torch
 
 from shardkit.checkpoint import dcp, folder, foreign_files, locate, manifest, optimizers, tensors, values, write
 from shardkit.checkpoint.dcp import LazyTensor
-from shardkit.checkpoint.layout import Index, Mesh, TensorEntry
+from shardkit.checkpoint.layout import Index, Mesh, TensorEntry, section_name
 from shardkit.checkpoint.save_request import SaveRequest
-from shardkit.checkpoint.state import Captured, section_name
+from shardkit.checkpoint.state import Captured
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointCorrupted, CheckpointError, ShardkitError
 

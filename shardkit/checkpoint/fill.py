@@ -25,7 +25,7 @@ RUN_BYTES = 64 << 10
 def entry_of_parameter(index: layout.Index, fqn: str) -> TensorEntry | None:
     """The index entry of a parameter, by its name in optimizer states (`1:fqn` in the second model); or None."""
     number, colon, name = fqn.partition(":")
-    section, name = (f"model_{number}", name) if colon and number.isdigit() else ("model", fqn)
+    section, name = (layout.section_name("model", int(number)), name) if colon and number.isdigit() else ("model", fqn)
     name = index.aliases.get(section, {}).get(name, name)
     return index.sections.get(section, {}).get(name)
 

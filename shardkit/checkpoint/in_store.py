@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class Attempt:
+class StoreSave:
     """A running save, on rank 0."""
 
     final: Url
@@ -60,7 +60,7 @@ def files_of(final: Url, save_id: str) -> Url:
     return final / save_id
 
 
-def begin(request: "SaveRequest") -> Attempt:
+def begin(request: "SaveRequest") -> StoreSave:
     """On rank 0: write the mark, and delete objects of dead saves. Raises FileExistsError if the name is taken."""
     final, root = request.final, request.final.parent
     assert isinstance(final, Url) and isinstance(root, Url)
@@ -71,7 +71,7 @@ def begin(request: "SaveRequest") -> Attempt:
     mark = folder.temporary_folder(final, request.save_id)
     host = {"run_id": request.run_id, "host": socket.gethostname(), "pid": os.getpid(), "step": request.step}
     objects.put(mark, disk.to_json(host))
-    attempt = Attempt(final, request.save_id, mark, before, _replaced(final) if before else None)
+    attempt = StoreSave(final, request.save_id, mark, before, _replaced(final) if before else None)
     collect(root, None if request.in_series else final.name, mark)
     return attempt
 
@@ -109,7 +109,7 @@ def _files_there(final: Url) -> Url | None:
     return None if data is None else final / data
 
 
-def commit(attempt: Attempt, record: Manifest) -> None:
+def commit(attempt: StoreSave, record: Manifest) -> None:
     """On rank 0: write the manifest. Raises CheckpointError if another run has written one since `begin`."""
     if time.monotonic() - attempt.begun_s > SAVE_LIMIT_S:
         raise CheckpointError(f"it took more than {SAVE_LIMIT_S / 3600:.0f} hours, the limit for a save into a store")
@@ -136,14 +136,14 @@ def _who(final: Url) -> str:
     return f"another run ({found.run_id[:12]}, at {found.created_utc[:19]} UTC)"
 
 
-def tidy(attempt: Attempt) -> None:
+def tidy(attempt: StoreSave) -> None:
     """After the commit: delete the files of the replaced checkpoint, and the mark."""
     if attempt.replaced is not None:
         objects.remove(attempt.replaced)
     objects.remove(attempt.mark)
 
 
-def abandon(attempt: Attempt, is_everybody_done: bool) -> None:
+def abandon(attempt: StoreSave, is_everybody_done: bool) -> None:
     """Delete the files of a failed save. If a rank may still be writing, the mark stays, and a later save deletes the
     rest."""
     if attempt.is_unknown:

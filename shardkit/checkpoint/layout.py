@@ -298,11 +298,30 @@ def only_run(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[int, int]
     return first if next(found, None) is None else None
 
 
+def section_name(kind: str, number: int) -> str:
+    """model, model_1, ...; optim, optim_1, ..."""
+    return kind if number == 0 else f"{kind}_{number}"
+
+
+def is_model(section: str) -> bool:
+    """Whether the section holds a model's tensors."""
+    return section.partition("_")[0] == "model"
+
+
 def file_of(index: Index, section: str, rank: int) -> str:
     """The file, relative to the checkpoint, into which a rank writes its chunks of a section."""
     if index.kind == "full":
         return f"{section}/{section}.safetensors"
     return f"{section}/r{rank:05d}-of-{index.world_size:05d}.safetensors"
+
+
+COMMON = "state/common.json"
+"""The file with the state that all ranks share."""
+
+
+def rank_state(rank: int) -> str:
+    """The file with the state of one rank."""
+    return f"state/rank-{rank:05d}.json"
 
 
 def own_file(rank: int, world_size: int) -> str:

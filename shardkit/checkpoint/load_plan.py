@@ -9,8 +9,8 @@ from torch import nn
 from shardkit.checkpoint import differences, optimizer_groups, optimizers, per_rank, state, tensors, values
 from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
-from shardkit.checkpoint.layout import Index, TensorEntry
-from shardkit.checkpoint.state import Live, section_name
+from shardkit.checkpoint.layout import Index, TensorEntry, is_model, rank_state, section_name
+from shardkit.checkpoint.state import Live
 from shardkit.checkpoint.ties import Tie
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import custom_state, random_state
@@ -81,7 +81,7 @@ class Plan:
 
     def leave_out(self, number: int) -> None:
         """Do not load this model: a hook has loaded it."""
-        section = state.section_name("model", number)
+        section = section_name("model", number)
         self.weights = [one for one in self.weights if one[0] != section]
         self.ties = [one for one in self.ties if one.section != section]
         self.custom = [one for one in self.custom if one.section != section]
@@ -122,7 +122,7 @@ def _check_random(state: dict[str, Any], checkpoint: Checkpoint, rank: int) -> N
     try:
         random_state.check(state)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        where = checkpoint.where(f"state/rank-{rank:05d}.json")
+        where = checkpoint.where(rank_state(rank))
         raise CheckpointCorrupted(f"{where}: the states of random generators are damaged ({error!r}).") from error
 
 
@@ -287,7 +287,7 @@ def _compare_kinds(live: Live, plan: Plan) -> None:
 
 def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[Difference]:
     """Models and optimizers in the checkpoint that are not prepared in this run."""
-    models = {name for name in index.sections if name.startswith("model")}
+    models = {name for name in index.sections if is_model(name)}
     models -= {section_name("model", number) for number in range(len(live.models))}
     unclaimed = [section_name("optim", n) for n in range(len(live.optimizers), len(common["optimizers"]))]
     return [

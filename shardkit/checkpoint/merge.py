@@ -35,7 +35,7 @@ def merge(
     """
     limit = export.size_in_bytes(max_shard_size)
     target = None if dtype is None else export.dtype_named(dtype, "--dtype")
-    sections = [name for name in checkpoint.index.sections if name.split("_")[0] == "model"]
+    sections = [name for name in checkpoint.index.sections if layout.is_model(name)]
     if not any(checkpoint.index.sections[name] for name in sections):
         added = of_hooks(checkpoint)
         reason = f"its models are in files of the script's save hook (got {added})" if added else "contains no model"
@@ -63,7 +63,7 @@ def values_left_out(checkpoint: Checkpoint) -> str:
     tensors only."""
     objects = checkpoint.common()["objects"]
     names = []
-    for section in (name for name in checkpoint.index.sections if name.split("_")[0] == "model"):
+    for section in (name for name in checkpoint.index.sections if layout.is_model(name)):
         kept = f"{section}.extra_state"
         names += [f"{section}: {name}" for name in objects.get(kept, [kept] if kept in checkpoint.apart else [])]
     return first_few(names, 4)

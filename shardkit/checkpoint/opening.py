@@ -45,7 +45,7 @@ class Opening:
         self.request, self.control = request, control
         self.is_alike = self.is_begun = False
         self._hold: int | None = None
-        self._attempt: in_store.Attempt | None = None
+        self._attempt: in_store.StoreSave | None = None
         self._drift = replicas.Drift()
         self._captured: Captured
         self._pieces: Pieces

@@ -19,7 +19,8 @@ import torch
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, tensors
 from shardkit.checkpoint.differences import Difference
-from shardkit.checkpoint.state import Captured, Item, fqn_at, put, section_name
+from shardkit.checkpoint.layout import section_name
+from shardkit.checkpoint.state import Captured, Item, fqn_at, put
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.wording import first_few
 

@@ -169,10 +169,10 @@ def _put_whole(data: bytes, file: File) -> None:
 
 def _json_files(prepared: PreparedSave, rank: int) -> dict[str, bytes]:
     to_json = disk.to_json_in_order if "apart" in prepared.own else disk.to_json  # dicts of the script keep their order
-    files = {f"state/rank-{rank:05d}.json": to_json(prepared.own)}
+    files = {layout.rank_state(rank): to_json(prepared.own)}
     if rank == 0:
         files["index.json"] = disk.to_json_in_order(index_json.to_json(prepared.index))
-        files["state/common.json"] = disk.to_json_in_order(prepared.common)
+        files[layout.COMMON] = disk.to_json_in_order(prepared.common)
         if prepared.request.config_text is not None:
             files["config.yaml"] = prepared.request.config_text.encode()
     return files

@@ -26,10 +26,10 @@ from shardkit.checkpoint import faults, folder, manifest, optimizers, state, tie
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
-from shardkit.checkpoint.layout import Index
+from shardkit.checkpoint.layout import Index, section_name
 from shardkit.checkpoint.load_plan import LoadOptions, Plan, Unfinished, no_tensor, plan_of, positions, warn_of
 from shardkit.checkpoint.manifest import Manifest
-from shardkit.checkpoint.state import Live, Stateful, section_name
+from shardkit.checkpoint.state import Live, Stateful
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, check_headers, hash_file, open_checkpoint
 from shardkit.distributed import custom_state, random_state
 from shardkit.distributed.control import ControlGroup, LostRank

@@ -70,4 +70,4 @@ class PreparedSave:
     record: Manifest | None = None
     """On rank 0, after the commit."""
     attempt: Any = None
-    """On rank 0, for a save into a store: an `in_store.Attempt`."""
+    """On rank 0, for a save into a store: an `in_store.StoreSave`."""

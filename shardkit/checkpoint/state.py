@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardkit.checkpoint import optimizers, tensors, values
-from shardkit.checkpoint.layout import Index, Kind, Mesh
+from shardkit.checkpoint.layout import Index, Kind, Mesh, section_name
 from shardkit.distributed import custom_state, random_state, xla
 from shardkit.distributed.tensors import clean_name, is_dtensor, layers, unwrapped, whole
 from shardkit.errors import CheckpointError
@@ -85,11 +85,6 @@ class Captured:
     """Buffers that each rank updates independently, by `<section>: <name>`."""
     weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The parameters of each model, by section and name."""
-
-
-def section_name(kind: str, number: int) -> str:
-    """model, model_1, ...; optim, optim_1, ..."""
-    return kind if number == 0 else f"{kind}_{number}"
 
 
 def is_changed_by_steps_only(section: str, name: str) -> bool:

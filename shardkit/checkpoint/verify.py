@@ -51,11 +51,11 @@ class Checkpoint:
 
     def common(self) -> dict[str, Any]:
         """The state that all ranks share."""
-        return state_json.common(self.json("state/common.json"), self.where("state/common.json"))
+        return state_json.common(self.json(layout.COMMON), self.where(layout.COMMON))
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """The state of one rank."""
-        name = f"state/rank-{rank:05d}.json"
+        name = layout.rank_state(rank)
         return state_json.of_rank(self.json(name), self.where(name))
 
     @cached_property
@@ -84,8 +84,9 @@ def _label(place: list[Any]) -> str:
 
 def section_of(place: list[Any]) -> str:
     """The section of the tensors in the value at a place in common.json."""
-    number = place[1] if place[0] == "optimizers" else 0
-    return "objects" if place[0] == "objects" else f"optim_{number}" if number else "optim"
+    if place[0] == "objects":
+        return "objects"
+    return layout.section_name("optim", place[1] if place[0] == "optimizers" else 0)
 
 
 def differs(where: str, record: Manifest) -> str:
