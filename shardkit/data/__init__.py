@@ -1,11 +1,16 @@
 """Data loading over ranks: one global order, and a position in it that survives restarts.
 
 loader          the prepared loader that a script iterates: batches, position, end of epoch
-skipping        starts an epoch after its first batches
+loop            one iteration over it
+agreement       what ranks agree on when a loader is prepared
 sources         where batches come from: a dataset by samples, by a batch sampler, or a stream
-sampler         an epoch's order and each rank's share of it
-stream          iterable datasets
+sampler         an epoch's order; a random one is computed by permutation
+shares          each rank's part of a global batch
+position        a place in the data, and whether a saved one is valid
+skipping        starts an epoch after its first batches
+stream          iterable datasets; those of Hugging Face: hugging_face
 first_items     whether all ranks read the same
+padding         real samples of a padded batch
 private_random  random generators of the data alone
 workers         DataLoader workers
 device          moves batches to the device
