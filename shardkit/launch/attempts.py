@@ -107,7 +107,7 @@ def around(spec: LaunchSpec) -> Iterator[tuple[Start, Path]]:
     words = native_words_in(log_dir / f"launcher{spec.machine_rank}.log", spec)
     say(headline(spec, folders.short(log_dir)))
     began_s = time.monotonic()
-    with hold, start_methods.prepared(spec) as start, words:
+    with start_methods.prepared(spec) as start, hold, words:  # forked ranks do not inherit what is open here
         yield start, log_dir
         world = "" if spec.launch.min_machines else f"{counted(spec.world_size, 'rank')}, "
         say(f"done in {_duration(time.monotonic() - began_s)}, {world}exit 0")
