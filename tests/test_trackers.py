@@ -176,6 +176,16 @@ def test_a_record_that_was_cut_off_does_not_spoil_the_next(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_line_ends_in_a_text_are_kept(kind, tmp_path):
+    tracker = kind(tmp_path, lambda: True)
+    tracker.log({"text": "one\r\ntwo\rthree\n"}, step=1)
+    before = tracker.path.stat()
+    tracker.rewind(1, frozenset({"other"}))
+    assert tracker.records()[0]["text"] == "one\r\ntwo\rthree\n"
+    assert tracker.path.stat().st_ino == before.st_ino, "nothing to drop, so nothing is written"
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
 def test_a_full_disk_leaves_no_half_record(kind, tmp_path):
     tracker = kind(tmp_path, lambda: True)
     tracker.log({"loss": 0.5}, step=1)

@@ -37,6 +37,8 @@ ITEM_BYTES = {
 
 # The folder of per-rank tensors; no section has this name.
 OWN = "own"
+# The file with the state that all ranks share.
+COMMON = "state/common.json"
 # Replicated tensors below this size are written whole by one rank: splitting them would only create more entries.
 SPLIT_BYTES = 1 << 20
 # The safetensors reader refuses longer headers.
@@ -313,10 +315,6 @@ def file_of(index: Index, section: str, rank: int) -> str:
     if index.kind == "full":
         return f"{section}/{section}.safetensors"
     return f"{section}/r{rank:05d}-of-{index.world_size:05d}.safetensors"
-
-
-COMMON = "state/common.json"
-"""The file with the state that all ranks share."""
 
 
 def rank_state(rank: int) -> str:

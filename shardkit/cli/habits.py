@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 _RANKS = ("gpus", "num-gpus", "n-gpus", "ngpus", "nproc", "np", "devices", "num-devices", "ranks", "world-size")
+_MACHINES = ("nodes", "num-nodes", "machines")
+_OF_A_RUN = {"--num-processes": (*_RANKS, "processes"), "--mixed-precision": ("precision", "dtype")}
 
 HABITS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": {
@@ -16,15 +18,13 @@ HABITS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--network": ("bandwidth", "nic"),
     },
     "launch": {
-        "--num-processes": (*_RANKS, "processes"),
-        "--num-machines": ("nodes", "num-nodes", "machines", "hosts"),
-        "--mixed-precision": ("precision", "dtype"),
+        **_OF_A_RUN,
+        "--num-machines": (*_MACHINES, "hosts"),
         "--logs": ("log", "log-folder", "output"),
     },
     "submit": {
-        "--num-processes": (*_RANKS, "processes"),
-        "--num-machines": ("nodes", "num-nodes", "machines", "nnodes"),
-        "--mixed-precision": ("precision", "dtype"),
+        **_OF_A_RUN,
+        "--num-machines": (*_MACHINES, "nnodes"),
         "--name": ("job-name", "job"),
         "--to": ("engine", "scheduler"),
         "--time": ("time-limit", "walltime"),

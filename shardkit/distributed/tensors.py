@@ -106,6 +106,12 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slices)
 
 
+def own_part(value: torch.Tensor, tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, in the shape of the local part of `tensor`. No communication; shares memory
+    where it can."""
+    return value[local_slices(tensor)].reshape(tensor._local_tensor.shape)
+
+
 def sharded_like(part: torch.Tensor, like: Any) -> DTensor:
     """A DTensor with the mesh and placements of `like` from this rank's local part. No communication; shares memory: an
     offloaded part stays in host memory."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, whole
+from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.optim.kernels import ELEMENTWISE, choose_kernels, kind_of, laid_out_as, lay_out_gradient
 from shardkit.optim.parts import like_parameter, make_gradient_plain, part_of_whole
@@ -297,8 +297,7 @@ class WholeStep:
         with torch.no_grad():
             for parameter, value in whole.items():
                 if is_dtensor(parameter):
-                    local = local_part(parameter)
-                    local.copy_(value[local_slices(parameter)].reshape(local.shape))
+                    local_part(parameter).copy_(own_part(value, parameter))
                 if value in own:
                     state[parameter] = own[value]
 

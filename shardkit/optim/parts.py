@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, sharded_like, whole
+from shardkit.distributed.tensors import is_dtensor, local_part, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,9 +17,8 @@ def sharded_part(value: torch.Tensor, parameter: Any) -> Any:
     """The value with the parameter's device and placements: this rank's part of it, without communication."""
     if not is_dtensor(parameter):
         return value.to(parameter.device)
-    local = local_part(parameter)
-    mine = value[local_slices(parameter)].detach().clone().to(local.device)
-    return sharded_like(mine.reshape(local.shape), parameter)
+    mine = own_part(value, parameter).detach().clone().to(local_part(parameter).device)
+    return sharded_like(mine, parameter)
 
 
 def like_parameter(gradient: torch.Tensor, parameter: Any) -> DTensor:
@@ -49,4 +48,4 @@ def part_of_whole(value: Any, name: str, parameter: DTensor, tensor: torch.Tenso
             f"optimizer step: {name!r} of a parameter of shape {tuple(parameter.shape)} has another shape (got "
             f"{tuple(value.shape)}); load the state of an optimizer with the same parameters in the same order."
         )
-    return torch.empty_like(tensor, dtype=value.dtype).copy_(value[local_slices(parameter)].reshape(tensor.shape))
+    return torch.empty_like(tensor, dtype=value.dtype).copy_(own_part(value, parameter))

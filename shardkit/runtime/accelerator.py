@@ -105,7 +105,8 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         log_with: Any = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse_arguments(others, list(signature(Accelerator.__init__).parameters)[1:-1])
+        if others:
+            unsupported.refuse_arguments(others, list(signature(Accelerator.__init__).parameters)[1:-1])
         objects_given = {
             "fsdp_plugin": fsdp_plugin,
             "dataloader_config": dataloader_config,

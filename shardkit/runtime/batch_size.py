@@ -38,10 +38,10 @@ def find_executable_batch_size(
     ones as long as a rank runs out of memory. Also usable as a decorator.
 
     `reduce_batch_size_fn(size)` gives the next size, once for each that did not fit; by default 90 % of it. One without
-    parameters is called without the size, as Accelerate does. After each call all ranks agree: if one ran
-    out of memory, all call the function again, and the results of the others are discarded. So build model, optimizer
-    and loaders inside the function, and call `accelerator.free_memory()` first. Use batches of equal size on all ranks:
-    a rank that runs out of memory alone, between two collectives of a step, leaves the others waiting in the next one
+    parameters is called without the size, as Accelerate does. After each call all ranks agree: if one ran out of
+    memory, all call the function again, and the results of the others are discarded. So build model, optimizer and
+    loaders inside the function, and call `accelerator.free_memory()` first. Use batches of equal size on all ranks: a
+    rank that runs out of memory alone, between two collectives of a step, leaves the others waiting in the next one
     until the run ends. Collective.
 
     Raises MachineError on all ranks where not even the smallest size fits, and, after two minutes, on a rank that ran

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.distributed.tensors import local_part, local_slices, sharded_like, whole
+from shardkit.distributed.tensors import local_part, local_slices, own_part, sharded_like, whole
 from shardkit.errors import UsageError
 from shardkit.sharding.parameters import IN_BACKWARD
 
@@ -55,7 +55,7 @@ class ShardedParameter(DTensor):
             )
         with torch.no_grad():
             if not isinstance(values, DTensor):
-                local_part(self).copy_(values[local_slices(self)].reshape(local_part(self).shape))
+                local_part(self).copy_(own_part(values, self))
             elif values.placements == self.placements and values.device_mesh == self.device_mesh:
                 local_part(self).copy_(local_part(values))
             else:

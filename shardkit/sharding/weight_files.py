@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
 from shardkit.distributed import custom_state
+from shardkit.distributed.collectives import rank
 from shardkit.distributed.tensors import clean_name, put
 from shardkit.log import get_logger
 from shardkit.wording import first_few
@@ -65,7 +65,7 @@ def load(model: nn.Module, weights: Path) -> tuple[set[str], list[str]]:
 def _warn_of_rest(weights: Path, unused: set[str], kept: list[str]) -> None:
     """Log that some tensors of the files have no place in the model, which keeps its own values of others: they may
     have been renamed."""
-    if unused and kept and not (dist.is_initialized() and dist.get_rank()):
+    if unused and kept and rank() == 0:
         logger.warning(
             "weights: %s: has %s, which the model does not have; the model keeps its own values of %s.",
             weights,

@@ -48,7 +48,7 @@ class _File(Tracker):
         if not self.path.exists():
             return
         text = self._text([record for record in self.records() if not _comes_again(record, step, names)])
-        if text != self.path.read_text():  # also where the last line is incomplete: the next would continue it
+        if text != self._content():  # also where the last line is incomplete: the next would continue it
             _replace(self.path, text)
 
     def _open(self) -> None:
@@ -72,9 +72,14 @@ class _File(Tracker):
                 file.truncate(size)
                 raise
 
+    def _content(self) -> str:
+        """The file's text, with the line ends that are in its values."""
+        with open(self.path, newline="") as file:
+            return file.read()
+
     def _complete(self) -> str:
         """The file's text without an incomplete last line."""
-        text = self.path.read_text()
+        text = self._content()
         return text[: text.rfind("\n") + 1]
 
     def records(self) -> list[Record]:
@@ -129,7 +134,8 @@ class Csv(_File):
             self._append(self._rows([record]))
 
     def records(self) -> list[Record]:
-        rows = [row for row in csv.DictReader(io.StringIO(self._complete())) if None not in (*row, *row.values())]
+        table = csv.DictReader(io.StringIO(self._complete(), newline=""))
+        rows = [row for row in table if None not in (*row, *row.values())]
         return [row | {"step": _step(row["step"])} for row in rows]
 
     def _columns_there(self) -> list[str]:
