@@ -108,6 +108,7 @@ def leave() -> None:
     DTensor caches by mesh what it works out, and two worlds' meshes are equal where their process groups are not.
     """
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -115,6 +116,10 @@ def leave() -> None:
         dist.destroy_process_group()
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    # torch 2.11 does not free all that its cache held, and a mesh keeps its groups, with three threads each.
+    for found in gc.get_objects():
+        if type(found) is DeviceMesh:
+            vars(found).get("_pg_registry", {}).clear()
 
 
 class Pool:
