@@ -97,21 +97,34 @@ class Accumulation:
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Context of one micro-batch, forward to zero_grad. For what is reduced before the window's last one, see
-        `deferred`."""
+        `deferred`. One that raises does not count: the next takes its place in the window. One inside another is a part
+        of it, with further models."""
+        if self.is_inside:
+            with self._deferring(models):
+                yield
+            return
         self._begin()
         self.is_inside = True
         try:
-            with ExitStack() as stack:
-                if not self._is_full:
-                    self._deferred_models = models
-                    for model in models:
-                        stack.enter_context(deferred(model))
+            with self._deferring(models):
                 yield
+        except BaseException:
+            self._take_back()
+            raise
         finally:
             self.is_inside = False
         xla.flush()
         if self._is_full:
             self.counters.micro_step = 0
+
+    @contextmanager
+    def _deferring(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            if not self._is_full:
+                self._deferred_models = [*self._deferred_models, *models]
+                for model in models:
+                    stack.enter_context(deferred(model))
+            yield
 
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the configured number of micro-batches, scaled under fp16."""
@@ -200,11 +213,11 @@ class Accumulation:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, a prepared optimizer steps; steps of inner optimizers do not count."""
-        self.is_stepping = True
+        found, self.is_stepping = self.is_stepping, True
         try:
             yield
         finally:
-            self.is_stepping = False
+            self.is_stepping = found
 
     def note_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
         """Counts steps: the first optimizer that steps begins a step, and one that steps again begins the next."""
@@ -277,7 +290,14 @@ class Accumulation:
         self._is_full = is_last or self.counters.micro_step >= self._planned_size
         self._full_size = self.counters.micro_step if self._is_full else 0
         self._full_windows += self._is_full
+        self._deferred_models = ()
         self._note_batch(self._planned_size)
+
+    def _take_back(self) -> None:
+        """The window is as before the present micro-batch, unless this one has stepped."""
+        if self.counters.micro_step:
+            self.counters.micro_step -= 1
+            self._is_full, self._full_size = self.counters.micro_step == 0, 0
 
     def _check_kept(self) -> None:
         """Raises UsageError where the gradients of this window's earlier micro-batches are gone."""

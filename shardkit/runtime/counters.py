@@ -28,6 +28,11 @@ class Counters:
         """Micro-batches and samples from now on belong to the next optimizer step."""
         self.micro_step = self._samples_since_step = 0
 
+    def forget_window(self) -> None:
+        """Micro-batches since the last step are given up: their samples are not trained on."""
+        self.samples_seen -= self._samples_since_step
+        self.end_step()
+
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint holds; like the loaders' positions, samples count up to the last optimizer step."""
         return {"step": self.step, "samples_seen": self.samples_seen - self._samples_since_step}

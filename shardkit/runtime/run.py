@@ -115,6 +115,7 @@ class Run:
         self.evaluated = {}
         self.loaders, self.registered, self.taken = [], [], []
         self.is_resumed = self.is_announced = self.is_triggered = False
+        self.counters.forget_window()
         section = self.config.shardkit
         self.accumulation = Accumulation(
             section.gradient_accumulation_steps,

@@ -127,8 +127,10 @@ class TrainingStep(Topology):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         settings.check_accumulation(steps)
-        is_split = self._run.config.shardkit.data.split_batches
-        self._run.accumulation.steps = settings.kept_accumulation(steps, is_split)
+        run = self._run
+        kept = settings.kept_accumulation(steps, run.config.shardkit.data.split_batches)
+        run.config = settings.with_value(run.config, "shardkit.gradient_accumulation_steps", kept)
+        run.accumulation.steps = kept
 
     @property
     def counters(self) -> Counters:

@@ -1,0 +1,143 @@
+"""Accumulation windows in loops that catch errors, start again, or nest `accumulate()`: each step equals that of one
+batch of the window's micro-batches."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import Accelerator
+from shardkit.runtime import summary
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+PLAIN = {"distributed_type": "NO", "use_cpu": True}
+
+
+def parts(accelerator, lr=0.1):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr))
+
+
+def loss_of(model, batch):
+    return model(batch).pow(2).mean()
+
+
+def by_hand(windows, lr=0.1):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    for window in windows:
+        model.zero_grad()
+        loss_of(model, torch.cat(window)).backward()
+        for parameter in model.parameters():
+            parameter.data -= lr * parameter.grad
+    return model.weight.detach()
+
+
+def batches(count):
+    return list(torch.randn(count, 2, 4, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("zeroes_first", [True, False])
+@pytest.mark.parametrize(("steps", "failing"), [(1, 2), (2, 2), (2, 3)])
+def test_a_micro_batch_that_raises_does_not_count(steps, failing, zeroes_first):
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=steps)
+    model, optimizer = parts(accelerator)
+    data = batches(5)
+    for number, batch in enumerate(data):
+        try:
+            with accelerator.accumulate(model):
+                if zeroes_first:
+                    optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                if number == failing:
+                    raise ArithmeticError("a batch that the script drops")
+                accelerator.backward(loss)
+                optimizer.step()
+                if not zeroes_first:
+                    optimizer.zero_grad()
+        except ArithmeticError:
+            continue
+    kept = data[:failing] + data[failing + 1 :]
+    expected = by_hand([kept[start : start + steps] for start in range(0, len(kept), steps)])
+    torch.testing.assert_close(model.weight.detach(), expected)
+    assert accelerator.counters.step == len(kept) // steps
+
+
+@pytest.mark.parametrize("zero", ["model", "optimizer"])
+def test_gradients_of_a_batch_that_raised_after_its_backward_may_be_dropped(zero):
+    accelerator = Accelerator(config=PLAIN)
+    model, optimizer = parts(accelerator)
+    data = batches(3)
+    for number, batch in enumerate(data):
+        try:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                if number == 1:
+                    raise ArithmeticError("a batch that the script drops")
+                optimizer.step()
+                optimizer.zero_grad()
+        except ArithmeticError:
+            (model if zero == "model" else optimizer).zero_grad()
+    torch.testing.assert_close(model.weight.detach(), by_hand([data[:1], data[2:]]))
+
+
+def test_zero_grad_at_the_start_drops_the_gradients_of_a_batch_that_raised_after_its_backward():
+    accelerator = Accelerator(config=PLAIN)
+    model, optimizer = parts(accelerator)
+    data = batches(3)
+    for number, batch in enumerate(data):
+        try:
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model, batch))
+                if number == 1:
+                    raise ArithmeticError("a batch that the script drops")
+                optimizer.step()
+        except ArithmeticError:
+            continue
+    torch.testing.assert_close(model.weight.detach(), by_hand([data[:1], data[2:]]))
+
+
+def test_after_free_memory_in_the_middle_of_a_window_the_next_one_is_whole():
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=2)
+    model, optimizer = parts(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, batches(1)[0]))
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    model, optimizer = parts(accelerator)
+    for batch in batches(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight.detach(), by_hand([batches(2)]))
+
+
+def test_micro_batches_set_in_the_script_outlast_free_memory_and_are_those_of_the_table():
+    accelerator = Accelerator(config=PLAIN)
+    accelerator.gradient_accumulation_steps = 4
+    accelerator.free_memory()
+    parts(accelerator)
+    assert accelerator.gradient_accumulation_steps == 4
+    assert "4 micro-batches a step" in summary.text(accelerator._run)
+
+
+def test_accumulate_inside_accumulate_is_one_micro_batch_of_both_models():
+    accelerator = Accelerator(config=PLAIN, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    inner, outer = nn.Linear(4, 4), nn.Linear(4, 1)
+    whole = nn.Sequential(copy.deepcopy(inner), copy.deepcopy(outer))
+    before = inner.weight.detach().clone()
+    optimizer = torch.optim.SGD([*inner.parameters(), *outer.parameters()], 1.0)
+    inner, outer, optimizer = accelerator.prepare(inner, outer, optimizer)
+    for batch in batches(2):
+        with accelerator.accumulate(inner), accelerator.accumulate(outer):
+            accelerator.backward(loss_of(outer, inner(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+    loss_of(whole, torch.cat(batches(2))).backward()
+    torch.testing.assert_close(inner.weight.detach(), before - whole[0].weight.grad)
+    assert accelerator.counters.step == 1
