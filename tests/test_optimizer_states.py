@@ -1,6 +1,7 @@
 """States that a script loads into a prepared optimizer by hand, and optimizers that need whole parameters."""
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,19 @@ def test_whole_gradients_that_are_equal_on_all_ranks_are_taken(ranks, kind):
         expected.append(loss.item())
     for found in ranks.run(2, with_whole_gradients, kind):
         assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_states_that_a_load_has_replaced_are_freed(alone, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    accelerator = Accelerator(config=FULL)
+    one = nn.Linear(7, 13, bias=False)
+    one, optimizer = accelerator.prepare(one, torch.optim.Adam(one.parameters()))
+    living = []
+    for _ in range(4):
+        one(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        gc.collect()
+        living.append(sum(isinstance(value, DTensor) and value.shape == (13, 7) for value in gc.get_objects()))
+    assert living[1] == living[3]

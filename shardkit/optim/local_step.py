@@ -15,10 +15,10 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -40,6 +40,9 @@ OF_REPLICAS = (
 )
 # Gathered parameters and gradients held at a time.
 WHOLE_BYTES = 256 << 20
+
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""This rank's part of a tensor of the state, and its sharded form."""
 
 
 class Stepper(Protocol):
@@ -107,7 +110,7 @@ class LocalStep:
         vars(optimizer).pop("state", None)
         self._is_ahead = False  # whether `_local` is newer than `_shown`
         self._is_seen = True  # whether `_shown` was accessed, and may have been changed
-        self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (part, sharded form) of state, by either's id
+        self._pairs: dict[int, _Pair] = {}  # of the present state, by the id of either tensor
         _let_state_be_seen(optimizer, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -179,10 +182,11 @@ class LocalStep:
             return
         tensors = {id(part.parameter): part.tensor for part in self._parts.values()}
         self._local = defaultdict(dict)
+        known, self._pairs = self._pairs, {}
         for key, row in self._shown.items():
             tensor = tensors.get(id(key))
             if _is_row(row):
-                row = {name: self._part_of_state(value, name, key, tensor) for name, value in row.items()}
+                row = {name: self._part_of_state(value, name, key, tensor, known) for name, value in row.items()}
             self._local[key if tensor is None else tensor] = row
         self._is_ahead = self._is_seen = False
 
@@ -200,23 +204,21 @@ class LocalStep:
             of_parameter.update({name: self._sharded_form(value, part) for name, value in row.items()})
         self._is_ahead = False
 
-    def _part_of_state(self, value: Any, name: str, parameter: Any, tensor: torch.Tensor | None) -> Any:
+    def _part_of_state(
+        self, value: Any, name: str, parameter: Any, tensor: torch.Tensor | None, known: Mapping[int, _Pair]
+    ) -> Any:
         if not is_dtensor(value):
             return value if tensor is None else part_of_whole(value, name, parameter, tensor)
-        pair = self._pairs.get(id(value))
-        if pair is None or pair[1] is not value:
-            pair = self._remember(local_part(value), value)
-        return pair[0]
+        local, _ = known.get(id(value)) or (local_part(value), value)
+        return self._remember(local, value)[0]
 
     def _sharded_form(self, value: Any, part: _Part) -> Any:
         if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == part.tensor.shape):
             return value
-        pair = self._pairs.get(id(value))
-        if pair is None or pair[0] is not value:
-            pair = self._remember(value, sharded_like(value, part.parameter))
+        pair = self._pairs.get(id(value)) or self._remember(value, sharded_like(value, part.parameter))
         return pair[1]
 
-    def _remember(self, local: torch.Tensor, sharded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _remember(self, local: torch.Tensor, sharded: torch.Tensor) -> _Pair:
         pair = self._pairs[id(local)] = self._pairs[id(sharded)] = (local, sharded)
         return pair
 
