@@ -82,6 +82,32 @@ def test_uneven_shapes_are_the_same_error_on_all_ranks_and_padding_mends_them(ra
         assert front == [-1, 0, 1, 0, 1, 2]
 
 
+OF_RANKS = {
+    "dims": (torch.zeros(2, 3), torch.zeros(2)),
+    "structures": ([torch.zeros(2)] * 2, [torch.zeros(2)]),
+    "no tensor": (torch.zeros(2, 3), "text"),
+}
+
+
+def padded_unlike(kind):
+    with pytest.raises(UsageError) as error:
+        collectives.pad_across_processes(OF_RANKS[kind][collectives.rank()], 1 if kind == "dims" else 0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("dims", "ranks have different tensors (got lengths [3]; [None] by rank)"),
+        ("structures", "ranks have different tensors (got lengths [2, 2]; [2] by rank)"),
+        ("no tensor", "a collective takes tensors in dicts, lists and tuples (got str)"),
+    ],
+)
+def test_padding_of_other_tensors_on_one_rank_is_an_error_on_all(ranks, kind, text):
+    first, second = ranks.run(2, padded_unlike, kind)
+    assert text in first and first == second
+
+
 def not_tensors():
     data = {"x": "text"} if dist.get_rank() == 1 else {"x": torch.ones(1)}
     with pytest.raises(UsageError) as caught:

@@ -115,9 +115,18 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """`data` with each tensor padded along `dim` to the longest of all ranks, with `pad_index`, at the end or front.
 
-    Collective. A tensor with too few dims for `dim` is returned unchanged.
+    Collective. A tensor with too few dims for `dim` is returned unchanged. UsageError on all ranks where some have
+    other tensors, or such a tensor where others have one with the dim.
     """
-    return map_tensors(lambda tensor: _pad_one(tensor, dim, pad_index, pad_first), data)
+    attempt = control.start().attempt(
+        lambda: map_tensors(lambda tensor: tensor, data),
+        answer=lambda tensors: [_length(tensor, dim) for tensor in leaves(tensors)],
+        judge=_longest,
+    )
+    if attempt.failure:
+        raise UsageError(f"pad_across_processes: {attempt.failure.rstrip('.')}.")
+    lengths = iter(attempt.verdict)
+    return map_tensors(lambda tensor: _padded(tensor, dim, next(lengths), pad_index, pad_first), attempt.own)
 
 
 def wait_for_everyone() -> None:
@@ -206,11 +215,22 @@ def _broadcast_one(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     return moved.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
 
-def _pad_one(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
-    if not -tensor.dim() <= dim < tensor.dim() or world_size() == 1:
-        return tensor
-    longest = control.start().decide(tensor.shape[dim], max)
-    missing = longest - tensor.shape[dim]
+def _length(tensor: torch.Tensor, dim: int) -> int | None:
+    return tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else None
+
+
+def _longest(lengths: list[list[int | None]]) -> list[int | None]:
+    """The largest length of each tensor over all ranks. UsageError where some ranks lack a tensor, or its dim."""
+    if len({tuple(length is None for length in of_rank) for of_rank in lengths}) > 1:
+        raise UsageError(
+            f"ranks have different tensors (got lengths {'; '.join(map(str, lengths[:4]))} by rank); give tensors of "
+            "the same structure and number of dims on all ranks"
+        )
+    return [None if None in of_tensor else max(of_tensor) for of_tensor in zip(*lengths, strict=True)]  # type: ignore[type-var]
+
+
+def _padded(tensor: torch.Tensor, dim: int, length: int | None, pad_index: float, pad_first: bool) -> torch.Tensor:
+    missing = 0 if length is None else length - tensor.shape[dim]
     if not missing:
         return tensor
     shape = list(tensor.shape)
