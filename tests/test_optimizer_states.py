@@ -227,5 +227,5 @@ def test_states_that_a_load_has_replaced_are_freed(alone, monkeypatch):
         optimizer.step()
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         gc.collect()
-        living.append(sum(isinstance(value, DTensor) and value.shape == (13, 7) for value in gc.get_objects()))
+        living.append(sum(type(value) is DTensor and value.shape == (13, 7) for value in gc.get_objects()))
     assert living[1] == living[3]
