@@ -226,7 +226,7 @@ def _longest(lengths: list[list[int | None]]) -> list[int | None]:
             f"ranks have different tensors (got lengths {'; '.join(map(str, lengths[:4]))} by rank); give tensors of "
             "the same structure and number of dims on all ranks"
         )
-    return [None if None in of_tensor else max(of_tensor) for of_tensor in zip(*lengths, strict=True)]  # type: ignore[type-var]
+    return [None if None in of_tensor else max(of_tensor) for of_tensor in zip(*lengths, strict=True)]
 
 
 def _padded(tensor: torch.Tensor, dim: int, length: int | None, pad_index: float, pad_first: bool) -> torch.Tensor:
