@@ -11,6 +11,7 @@ from shardkit import Accelerator
 from shardkit.checkpoint import async_save, write
 from shardkit.distributed import control
 from shardkit.errors import CheckpointSaveError
+from shardkit.runtime import separate_checkpoints
 from tests import checkpoints
 from tests.ranks import log_lines
 
@@ -104,6 +105,17 @@ class Wrapper(torch.optim.Optimizer):
     def step(self):
         for row in self.state.values():
             row["exp_avg"].data.zero_()
+
+
+def test_the_load_of_a_single_model_waits_for_the_save_in_flight(alone, tmp_path):
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"})
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    run = accelerator._run
+    separate_checkpoints.save_only_model(run, model, tmp_path / "model")
+    accelerator.save_state(tmp_path / "state", blocking=False)
+    separate_checkpoints.load_only_model(run, model, tmp_path / "model")
+    assert run.saving.background._thread is None
+    accelerator.end_training()
 
 
 def test_an_optimizer_without_hooks_is_copied_first(live, background, tmp_path):

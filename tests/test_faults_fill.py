@@ -13,7 +13,7 @@ from shardkit.checkpoint import folder, read, state
 from shardkit.distributed import control
 from shardkit.distributed.tensors import local_part
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError, StateIncomplete
-from shardkit.runtime import saving
+from shardkit.runtime import saving, separate_checkpoints
 from tests import checkpoints, forked
 from tests.test_checkpoint_facade import run_of, train
 from tests.test_faults_load import save_steps
@@ -119,8 +119,10 @@ def refuse_to_save(project, fault):
     for blocking in (True, False):
         with pytest.raises(CheckpointSaveError, match=r"the state is incomplete since loading .*step-00000001"):
             run[0].save_state(blocking=blocking)
-    with pytest.raises(CheckpointSaveError, match=r"save_model: .* the state is incomplete since"):
+    with pytest.raises(CheckpointSaveError, match=r"save_model: the state is incomplete since"):
         run[0].save_model(run[1], project / "export")
+    with pytest.raises(CheckpointSaveError, match=r"save_only_model: the state is incomplete since"):
+        separate_checkpoints.save_only_model(run[0]._run, run[1], project / "export")
     found = [item.step for item in folder.steps(path.parent)]
     run[0].load_state(path)
     train(run, 1)

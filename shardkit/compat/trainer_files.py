@@ -35,7 +35,7 @@ def save_fsdp_model(
 ) -> None:
     """Save the model; of a peft model with `adapter_only` only the trainable parameters. Collective."""
     only_trained = adapter_only and is_peft_model(model)
-    separate_checkpoints.save_model_alone(
+    separate_checkpoints.save_only_model(
         accelerator._run, model, _folder(output_dir, FSDP_MODEL_NAME, model_index), only_trained
     )
 
@@ -50,7 +50,7 @@ def load_fsdp_model(
 ) -> None:
     """Load a model that `save_fsdp_model` saved with the same `adapter_only`. Collective."""
     only_trained = adapter_only and is_peft_model(model)
-    separate_checkpoints.load_model_alone(
+    separate_checkpoints.load_only_model(
         accelerator._run, model, _folder(input_dir, FSDP_MODEL_NAME, model_index), only_trained
     )
 
@@ -65,7 +65,7 @@ def save_fsdp_optimizer(
 ) -> None:
     """Save the optimizer's state. Collective."""
     folder = _folder(output_dir, OPTIMIZER_NAME, optimizer_index)
-    separate_checkpoints.save_optimizer_alone(accelerator._run, optimizer, model, folder)
+    separate_checkpoints.save_only_optimizer(accelerator._run, optimizer, model, folder)
 
 
 def load_fsdp_optimizer(
@@ -79,7 +79,7 @@ def load_fsdp_optimizer(
 ) -> None:
     """Load a state that `save_fsdp_optimizer` saved. Collective."""
     folder = _folder(input_dir, OPTIMIZER_NAME, optimizer_index)
-    separate_checkpoints.load_optimizer_alone(accelerator._run, optimizer, model, folder)
+    separate_checkpoints.load_only_optimizer(accelerator._run, optimizer, model, folder)
 
 
 def fsdp2_load_full_state_dict(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *_: Any, **__: Any) -> None:

@@ -31,7 +31,7 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
             raise CheckpointError(f"checkpoint: {root}: no checkpoint here yet; call save_state() first.")
         return found
     place = paths.named(path, "load_state")
-    session = _begin_load(run, "load_state")
+    session = begin_load(run, "load_state")
     in_url.refuse_load(run, place)
     _refuse_series(place, session)
     options = _options(run, session, data_position, strict)
@@ -48,7 +48,7 @@ def resume(run: Run) -> bool:
 
 
 def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
-    session = _begin_load(run, call)
+    session = begin_load(run, call)
     in_url.refuse_load(run, root)
     options = _options(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, options)
@@ -59,7 +59,8 @@ def _options(run: Run, session: SaveSession, data_position: bool, strict: bool) 
     return LoadOptions(run.config.shardkit.checkpoint.verify, strict, data_position, session.unfinished)
 
 
-def _begin_load(run: Run, call: str) -> SaveSession:
+def begin_load(run: Run, call: str) -> SaveSession:
+    """The session of a load, after all ranks have made this call and a save in flight has ended. Collective."""
     session = met(run, call, "load")
     wait(run)
     return session

@@ -65,6 +65,23 @@ def met(run: Run, call: str, phase: str, error: type[CheckpointError] = Checkpoi
     return session
 
 
+def begin_save(run: Run, call: str) -> SaveSession:
+    """The session of a save, after all ranks have made this call. Collective; ModelError or CheckpointSaveError on all
+    ranks where the present state is not worth a save."""
+    session = met(run, call, "save", CheckpointSaveError)
+    run.same_modules.check_before_save()
+    _refuse_unfinished(session, call)
+    return session
+
+
+def _refuse_unfinished(session: SaveSession, call: str) -> None:
+    if session.unfinished.parts:
+        raise CheckpointSaveError(
+            f"{call}: the state is incomplete since loading {session.unfinished.path} failed half-way; load a "
+            "checkpoint first."
+        )
+
+
 def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | None = None) -> Place:
     """Saves the training state; returns its folder. Collective; CheckpointSaveError on all ranks where one fails.
 
@@ -75,8 +92,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     """
     final = _final(run, output)
     in_url.refuse_save(run, final, state_kind(run))
-    session = met(run, "save_state", "save", CheckpointSaveError)
-    run.same_modules.check_before_save()
+    session = begin_save(run, "save_state")
     _settle(run, is_last_chance=blocking is True)
     is_blocking = run.config.shardkit.checkpoint.blocking if blocking is None else blocking
     return _save(run, session, _request(run, session, final, output), is_blocking)
@@ -87,16 +103,17 @@ def save_alone(run: Run, output: str | Path | None = None) -> Place:
     differently, their random states too, is not in it."""
     final = _final(run, output)
     in_url.refuse_save(run, final, state_kind(run))
-    session = _session_alone(run)
+    session = _session_alone(run, "save_state")
     progress.post("save", run.counters.step)
     return _save(run, session, _request(run, session, final, output), is_blocking=True)
 
 
-def _session_alone(run: Run) -> SaveSession:
+def _session_alone(run: Run, call: str) -> SaveSession:
     alone = run.saving_alone or SaveSession(control.ControlGroup(), uuid.uuid4().hex, None)
     if run.saving is not None:
         alone.unfinished, alone.parent = run.saving.unfinished, run.saving.parent
     run.saving_alone = alone
+    _refuse_unfinished(alone, call)
     return alone
 
 
@@ -106,7 +123,7 @@ def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: boo
     if run.hooks.at_save:
         staging, elsewhere = state_hooks.save(run.hooks, run.models, request, session.control)
         request = replace(request, staging=staging)
-    prepared = write.ready(lambda: _captured(run, session, elsewhere), request, session.control)
+    prepared = write.ready(lambda: _captured(run, session.control, elsewhere), request, session.control)
     if prepared is None:
         logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.final)
     elif is_blocking:
@@ -130,12 +147,7 @@ def _settle(run: Run, is_last_chance: bool) -> None:
         logger.error("%s", error)
 
 
-def _captured(run: Run, session: SaveSession, elsewhere: frozenset[int]) -> Captured:
-    if session.unfinished.parts:
-        raise CheckpointError(
-            f"the state is incomplete since loading {session.unfinished.path} failed half-way; load a checkpoint first"
-        )
-    agreed = session.control
+def _captured(run: Run, agreed: control.ControlGroup, elsewhere: frozenset[int]) -> Captured:
     return capture(replace(live_of(run), elsewhere=elsewhere), state_kind(run), agreed.rank, agreed.world_size)
 
 
@@ -314,28 +326,21 @@ def save_model(
 ) -> None:
     """Writes the full model as safetensors that other programs can open; of a peft model, its adapters. Collective."""
     path = paths.named(folder, "save_model")
-    session = met(run, "save_model", "save", CheckpointSaveError)
-    run.same_modules.check_before_save()
-    _export(run, session, model, path, max_shard_size, dtype)
+    _export(begin_save(run, "save_model"), model, path, max_shard_size, dtype)
 
 
 def save_model_alone(run: Run, model: torch.nn.Module, folder: str | Path, max_shard_size: str | int) -> None:
     """As `save_model`, by rank 0 without the others, where every rank holds the whole model."""
-    _export(run, _session_alone(run), model, paths.named(folder, "save_model"), max_shard_size, None)
+    session = _session_alone(run, "save_model")
+    _export(session, model, paths.named(folder, "save_model"), max_shard_size, None)
 
 
 def _export(
-    run: Run,
     session: SaveSession,
     model: torch.nn.Module,
     path: Place,
     max_shard_size: str | int,
     dtype: str | torch.dtype | None,
 ) -> None:
-    if session.unfinished.parts:
-        raise CheckpointSaveError(
-            f"save_model: {path}: the state is incomplete since loading {session.unfinished.path} failed half-way; "
-            "load a checkpoint first."
-        )
     compare = "buffers" not in session.has_warned_of
     _warn_of_drift(session, exporting.save(model, path, session.control, max_shard_size, dtype, compare))

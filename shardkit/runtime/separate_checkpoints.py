@@ -17,31 +17,32 @@ from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Live
 from shardkit.distributed import random_state
+from shardkit.runtime.loading import begin_load
 from shardkit.runtime.run import Run
-from shardkit.runtime.saving import mesh_of, met, state_kind
+from shardkit.runtime.saving import begin_save, mesh_of, state_kind
 from shardkit.storage.url import Place
 
 
-def save_model_alone(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> Place:
+def save_only_model(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> Place:
     """Saves the model's parameters and buffers, or only its trained parameters; returns the folder. Collective."""
-    return _save(run, Live([_Trained(model) if only_trained else model]), folder, "save_model_alone")
+    return _save(run, Live([_Trained(model) if only_trained else model]), folder, "save_only_model")
 
 
-def load_model_alone(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> None:
-    """Loads what `save_model_alone` wrote, with the same `only_trained`. Collective; CheckpointError on all ranks, with
+def load_only_model(run: Run, model: nn.Module, folder: str | Path, only_trained: bool = False) -> None:
+    """Loads what `save_only_model` wrote, with the same `only_trained`. Collective; CheckpointError on all ranks, with
     the model unchanged, where it does not fit."""
-    _load(run, Live([_Trained(model) if only_trained else model]), folder, "load_model_alone")
+    _load(run, Live([_Trained(model) if only_trained else model]), folder, "load_only_model")
 
 
-def save_optimizer_alone(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> Place:
+def save_only_optimizer(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> Place:
     """Saves the optimizer's state by parameter names of the model; returns the folder. Collective."""
     live = Live([model], [_plain(optimizer)], elsewhere=frozenset({0}))
-    return _save(run, live, folder, "save_optimizer_alone")
+    return _save(run, live, folder, "save_only_optimizer")
 
 
-def load_optimizer_alone(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> None:
-    """Loads what `save_optimizer_alone` wrote. Collective; errors as in `load_model_alone`."""
-    _load(run, Live([model], [_plain(optimizer)], take=lambda _: {0}), folder, "load_optimizer_alone")
+def load_only_optimizer(run: Run, optimizer: Optimizer, model: nn.Module, folder: str | Path) -> None:
+    """Loads what `save_only_optimizer` wrote. Collective; errors as in `load_only_model`."""
+    _load(run, Live([model], [_plain(optimizer)], take=lambda _: {0}), folder, "load_only_optimizer")
 
 
 class _Trained(nn.Module):
@@ -69,7 +70,7 @@ def _plain(optimizer: Any) -> Optimizer:
 
 def _save(run: Run, live: Live, folder: str | Path, call: str) -> Place:
     final = paths.named(folder, call)
-    session = met(run, call, "save")
+    session = begin_save(run, call)
     request = SaveRequest(
         final=final,
         step=run.counters.step,
@@ -84,7 +85,7 @@ def _save(run: Run, live: Live, folder: str | Path, call: str) -> Place:
 
 def _load(run: Run, live: Live, folder: str | Path, call: str) -> None:
     path = paths.named(folder, call)
-    session = met(run, call, "load")
+    session = begin_load(run, call)
     verify = run.config.shardkit.checkpoint.verify
     options = LoadOptions(verify, data_position=False, unfinished=session.unfinished)
     with _same_random_state(run.process.rank):
