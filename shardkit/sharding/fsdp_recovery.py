@@ -29,7 +29,7 @@ def _recover(state: Any) -> None:
     _join_streams(shared)
     is_backward = context.post_backward_final_callback_queued
     if is_backward:
-        state._pass.keeps_graph = state._pass.is_second_due = False
+        state._pass.keeps_graph = state._pass.is_second_due = state._pass.is_second_due_again = False
     for one in context.all_states:
         one._training_state = TrainingState.IDLE
         for group in groups_of(one):
