@@ -30,7 +30,7 @@ class PrivateRandom:
 
 def _random_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
 
 
 def _set_random_states(states: tuple[Any, ...]) -> None:
