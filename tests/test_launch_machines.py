@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, MachineError
 from shardkit.launch import addresses, attempts, meeting, store_client, stores
-from shardkit.launch.spec import launch_spec
+from shardkit.launch.spec import greeting, launch_spec
 from tests.test_launch import free_port, launch, logs, running, script, wait_until_gone
 
 is_slow = pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_machine_that_fails_its_checks_ends_the_others_at_once(monkeypatch, fa
         told = beside.submit(meeting.decline, config_of(failing, port), text)
         with (
             pytest.raises(ConfigError, match=says),
-            meeting.opened(waiting, attempts.greeting(waiting), lambda text: None),
+            meeting.opened(waiting, greeting(waiting), lambda text: None),
         ):
             pass
         told.result(60)
@@ -234,7 +234,7 @@ def test_another_script_or_other_arguments_on_a_machine_are_told(tmp_path):
     for number, (text, argument) in enumerate([("a", "1"), ("a", "1"), ("b", "1"), ("a", "2"), ("b", "1")]):
         (tmp_path / "train.py").write_text(text)
         made = launch_spec(Config(), str(tmp_path / "train.py"), [argument])
-        said[number] = {**attempts.greeting(made), "host": f"n{number}"}
+        said[number] = {**greeting(made), "host": f"n{number}"}
     assert not meeting.remarks({0: said[0], 1: said[1]})
     script, arguments = meeting.remarks(said)
     assert script.startswith(

@@ -241,7 +241,7 @@ def test_a_rank_that_has_just_started_is_told_once(tmp_path):
         watch.start()
         watch.close()
         rank.send_signal(signal.SIGUSR1)
-        assert rank.communicate(timeout=60)[0] == "" and watch.ranks[0].place.pid == rank.pid
+        assert rank.communicate(timeout=60)[0] == "" and watch.ranks[0].progress.pid == rank.pid
 
 
 @pytest.mark.parametrize("end", ["raise RuntimeError('of the child')", "sys.exit('of the child')"])

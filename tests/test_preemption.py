@@ -65,17 +65,19 @@ def test_a_rank_says_where_it_is(tmp_path, monkeypatch):
     progress._writer.cache_clear()
     try:
         progress.post("backward", 7)
-        place = rank_files.read_progress(tmp_path)[3]
-        assert (place.local_rank, place.phase, place.step, place.is_watched) == (1, "backward", 7, True)
+        found = rank_files.read_progress(tmp_path)[3]
+        assert (found.local_rank, found.phase, found.step, found.is_watched) == (1, "backward", 7, True)
         with progress.paused("evaluation", 7):
             with progress.paused("generation", 7):
                 progress.post("forward", 7)  # a prepared loader inside
-            place = rank_files.read_progress(tmp_path)[3]
-            assert (place.phase, place.is_watched) == ("evaluation", False)
-        place = rank_files.read_progress(tmp_path)[3]
-        assert (place.phase, place.is_watched) == ("after evaluation", True)
+            found = rank_files.read_progress(tmp_path)[3]
+            assert (found.phase, found.is_watched) == ("evaluation", False)
+        found = rank_files.read_progress(tmp_path)[3]
+        assert (found.phase, found.is_watched) == ("after evaluation", True)
         progress.leave("done", 7)
         assert not rank_files.read_progress(tmp_path)[3].is_watched
+        progress.post("\N{SLEEPING FACE}" * 70, 7)
+        assert rank_files.read_progress(tmp_path)[3].phase == "\N{SLEEPING FACE}" * 64
         progress.committed(6)
         assert rank_files.read_progress(tmp_path)[3].committed_step == 6
     finally:

@@ -7,20 +7,17 @@ together(report, ..)  the result from the reports of all machines
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit import __version__, env, open_files
+from shardkit import env, open_files
 from shardkit.config import files
 from shardkit.errors import EXIT_PREEMPTED, HangError, MachineError, Preempted, RankFailure, ShardkitError
 from shardkit.launch import diagnosis, folders, hangs, names, rank_files, signals, start_methods
@@ -29,7 +26,7 @@ from shardkit.launch.hangs import HangRow
 from shardkit.launch.monitor import CTRL_C_S, Monitor
 from shardkit.launch.output import Output
 from shardkit.launch.restarts import Restarts
-from shardkit.launch.spec import LaunchSpec, headline
+from shardkit.launch.spec import LaunchSpec, greeting, headline
 from shardkit.launch.start_methods import Start
 from shardkit.wording import counted
 
@@ -135,32 +132,6 @@ def native_words_in(path: Path, spec: LaunchSpec) -> Iterator[None]:
             stream.flush()
             sys.stderr = found
             os.dup2(screen, 2)
-
-
-def greeting(spec: LaunchSpec) -> dict[str, Any]:
-    """What the machines of a run compare before the ranks start."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "shardkit": __version__,
-        "torch": version("torch"),
-        "num_machines": spec.num_machines,
-        "num_processes": spec.world_size,
-        "config": files.shared_values(spec.config),
-        "script": script_digest(spec),
-        "arguments": _digest(json.dumps(spec.arguments).encode()),  # not themselves: they may hold secrets
-    }
-
-
-def script_digest(spec: LaunchSpec) -> str | None:
-    """A digest of the script; None where it is no file (a module, a folder), or cannot be read."""
-    with contextlib.suppress(OSError):
-        return None if spec.is_module else _digest(Path(spec.script).read_bytes())
-    return None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def run_attempt(
@@ -283,7 +254,7 @@ def stop_of(watch: Monitor) -> int | None:
 
 def newest_step(watch: Monitor) -> int:
     """The newest step of which a rank here saw a complete checkpoint; -1: none."""
-    return max((rank.place.committed_step for rank in watch.ranks.values()), default=-1)
+    return max((rank.progress.committed_step for rank in watch.ranks.values()), default=-1)
 
 
 def together(reports: dict[int, dict[str, Any]], machines: "Meeting", started_s: float) -> LaunchAttempt:
@@ -348,17 +319,18 @@ def outcomes_of(watch: Monitor, ended: "Ended", errors: dict[int, rank_files.Ran
     outcomes = []
     for rank, code in sorted(ended.codes.items()):
         known = watch.ranks.get(rank)
+        last = known.progress if known else rank_files.RankProgress(rank, local_rank=0, pid=0, phase="")
+        was_stopped = rank in ended.stopped and code in (-signal.SIGTERM, -signal.SIGKILL)
         outcomes.append(
             RankOutcome(
                 rank=rank,
-                pid=known.place.pid if known else 0,
+                pid=last.pid,
                 exit_code=code,
                 ended_s=known.ended_s if known else None,
                 error=errors.get(rank),
-                was_killed=(known is not None and known.place.pid in watch.killed)
-                or (rank in ended.stopped and code in (-signal.SIGTERM, -signal.SIGKILL)),
-                phase=known.place.phase if known else "",
-                step=known.place.step if known else 0,
+                was_killed=last.pid in watch.killed or was_stopped,
+                phase=last.phase,
+                step=last.step,
             )
         )
     return tuple(outcomes)

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     die_with(int(env.get(names.LAUNCHER_PID) or 0))
     signals.as_in_new_process()
     folder, rank = Path(env.get(names.PROGRESS_DIR) or "."), int(env.get("RANK") or 0)
-    place = rank_files.ProgressWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
+    progress = rank_files.ProgressWriter(folder, rank, int(env.get("LOCAL_RANK") or 0))
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     log_file = open(names.log_path(log_dir, rank), "ab", buffering=0, opener=rank_files.private)  # noqa: SIM115
     faulthandler.enable()
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     stack_file = rank_files.private(str(names.stack_path(log_dir, rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     faulthandler.register(processes.STACKS_SIGNAL, file=stack_file)
     processes.take_stack_signals()
-    place.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
+    progress.post("starting", 0, is_watched=False)  # from here on the launcher sends signals
     connect_output(folder)
     if rank:
         leave_input()
@@ -158,11 +158,11 @@ def ignores_script_folder() -> bool:
 
 
 def run_script(script: str, namespace: dict[str, object]) -> None:
-    """Runs a file in the namespacepace of `__main__`."""
+    """Runs a file in the namespace of `__main__`."""
     if script.endswith(".pyc"):
         compiled = SourcelessFileLoader("__main__", script)
         namespace.update(__file__=script, __cached__=None, __loader__=compiled)
-        exec(compiled.get_code("__main__"), namespace)  # type: ignore[arg-type]  # None: of a namespacepace package only
+        exec(compiled.get_code("__main__"), namespace)  # type: ignore[arg-type]  # None: of a namespace package only
         return
     namespace.update(__file__=script, __cached__=None, __loader__=SourceFileLoader("__main__", script))
     exec(compile(Path(script).read_bytes(), script, "exec"), namespace)

@@ -23,7 +23,7 @@ from shardkit.launch import addresses, attempts, connectivity, diagnosis, member
 from shardkit.launch.attempts import LostMachines, say
 from shardkit.launch.membership import Generation, Member
 from shardkit.launch.restarts import WITHOUT_CHECKPOINT, Restarts
-from shardkit.launch.spec import LaunchSpec
+from shardkit.launch.spec import LaunchSpec, greeting
 from shardkit.launch.start_methods import Start
 
 if TYPE_CHECKING:  # they load torch
@@ -73,19 +73,19 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
     from shardkit.launch.rosters import RosterClient, RosterServer
 
     host, port, lost_s = spec.rendezvous.host, spec.rendezvous.port, spec.launch.lost_timeout_s
-    greeting = attempts.greeting(spec)
-    del greeting["config"]["shardkit.checkpoint.resume"]  # a machine that comes later is often started with auto
+    mine = greeting(spec)
+    del mine["config"]["shardkit.checkpoint.resume"]  # a machine that comes later is often started with auto
     with connectivity.open_to_others(host) as place:
         store = hosted_here(spec)
         roster: RosterServer | RosterClient
         if store is not None:
-            roster = RosterServer(store, greeting, spec.num_machines, lost_s, say)
+            roster = RosterServer(store, mine, spec.num_machines, lost_s, say)
         else:
             who = f"machine {spec.machine_rank}" if spec.has_number else "this machine"
             advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
             store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
             roster = RosterClient(
-                store, {**greeting, "place": place}, spec.machine_rank if spec.has_number else None, lost_s
+                store, {**mine, "place": place}, spec.machine_rank if spec.has_number else None, lost_s
             )
         try:
             yield roster

@@ -10,6 +10,7 @@ from enum import Enum
 
 from shardkit.launch.rank_files import RankProgress
 from shardkit.launch.stacks import Stack
+from shardkit.wording import first_few
 
 PATIENCE = 3
 """Number of hang timeouts after which a run is ended although the rank that others wait for uses CPU time: it may be in
@@ -20,7 +21,7 @@ a slow step, or in an endless loop."""
 class Rank:
     """The state of one rank's process. `worked_s`: when it, or a process that it started, last used CPU time."""
 
-    place: RankProgress
+    progress: RankProgress
     exit_code: int | None = None
     ended_s: float | None = None
     is_gone: bool = False
@@ -35,7 +36,7 @@ class Rank:
     @property
     def has_posted(self) -> bool:
         """Whether it reports its progress: its script has an Accelerator."""
-        return self.place.is_watched or self.place.phase != "starting"
+        return self.progress.is_watched or self.progress.phase != "starting"
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ def is_due(running: Mapping[int, Rank], timeout_s: float, now: float) -> bool:
     if any(rank.stopped_since_s and now - rank.stopped_since_s > timeout_s for rank in running.values()):
         return True
     ranks = running.values()
-    if any(rank.has_posted and not rank.place.is_watched for rank in ranks):
+    if any(rank.has_posted and not rank.progress.is_watched for rank in ranks):
         return False
-    if any(rank.place.is_watched for rank in ranks):
-        return min(now - rank.place.since_s for rank in ranks) > timeout_s
+    if any(rank.progress.is_watched for rank in ranks):
+        return min(now - rank.progress.since_s for rank in ranks) > timeout_s
     return len(ranks) > 1 and any(now - rank.worked_s > timeout_s for rank in ranks)
 
 
@@ -100,12 +101,12 @@ def judge(
     if any(one.stack is not None and one.stack.is_debugged for one in seen.values()):
         return Verdict.WORK
     any_waits = any(one.may_wait for one in seen.values())
-    posted = [rank.place for rank in running.values() if rank.has_posted]
+    posted = [rank.progress for rank in running.values() if rank.has_posted]
     all_wait = len(seen) == len(running) and all(one.waits for one in seen.values())
     if any(one.works and not one.waits for one in seen.values()) or (has_others and all_wait):
         if not posted:
             return Verdict.SLOW if any_waits else Verdict.WORK
-        out_of_patience = min(now - place.since_s for place in posted) > PATIENCE * timeout_s
+        out_of_patience = min(now - progress.since_s for progress in posted) > PATIENCE * timeout_s
         return Verdict.HANG if any_waits and out_of_patience else Verdict.SLOW
     # A script without an Accelerator, all ranks idle: it may be a server, or wait for a file.
     return Verdict.HANG if any_waits or posted else Verdict.SLOW
@@ -129,7 +130,7 @@ def rows_of(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> 
     rows = []
     for number in sorted(ranks):
         rank, waits = ranks[number], _waits(seen, number)
-        order = (rank.runs and not rank.stopped_since_s, waits, rank.place.step, rank.place.since_s)
+        order = (rank.runs and not rank.stopped_since_s, waits, rank.progress.step, rank.progress.since_s)
         rows.append(HangRow(number, _row(number, rank, seen, now), waits, order, where(seen, number)))
     return rows
 
@@ -153,7 +154,7 @@ def render(rows: Iterable[HangRow], timeout_s: float, logs: str) -> str:
 def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
     if not rank.runs:
         return f"  rank {number}  exited with code {rank.exit_code or 0}"
-    place = rank.place
+    progress = rank.progress
     at = where(seen, number)
     text = f"  at {at}" if at else ""
     if rank.stopped_since_s:
@@ -162,7 +163,7 @@ def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
         text += f", waiting for its {'peers' if seen[number].waits else 'device'}"
     if not rank.has_posted:
         return f"  rank {number}{text}"
-    return f"  rank {number}  step {place.step}  {place.phase}  for {now - place.since_s:.0f} s{text}"
+    return f"  rank {number}  step {progress.step}  {progress.phase}  for {now - progress.since_s:.0f} s{text}"
 
 
 def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float) -> str:
@@ -173,8 +174,8 @@ def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: floa
     elif not at_work:
         who = "no rank uses any CPU time"
     else:
-        places = [f"rank {number} is at work{f' at {at}' if (at := where(seen, number)) else ''}" for number in at_work]
-        who = ", ".join(places[:4]) + (f", and {len(places) - 4} more" if len(places) > 4 else "")
+        at_lines = {number: where(seen, number) for number in at_work}
+        who = first_few((f"rank {number} is at work{f' at {at}' if at else ''}" for number, at in at_lines.items()), 4)
     lines = [f"launch: no progress for {timeout_s:g} s, but {who}. The run continues."]
     has_posted = any(rank.has_posted for rank in ranks.values())
     limit = f"; the run is ended after {PATIENCE * timeout_s:g} s without progress" if has_posted else ""

@@ -125,9 +125,9 @@ class Monitor:
 
     def has_begun(self, patience_s: float) -> bool:
         """Whether every rank that came up trains with an Accelerator, which takes the signals; or has had this long."""
-        places = [rank.place for rank in self.ranks.values()]
+        phases = [rank.progress.phase for rank in self.ranks.values()]
         waited_s = time.monotonic() - self._started_s
-        return bool(places) and (all(place.phase != "starting" for place in places) or waited_s > patience_s)
+        return bool(phases) and ("starting" not in phases or waited_s > patience_s)
 
     def kill_all(self) -> None:
         """Send SIGKILL to every rank that still runs."""
@@ -137,8 +137,8 @@ class Monitor:
 
     def _running_pids(self) -> list[int]:
         """The pids of the ranks that have started and, as far as known, still run."""
-        places = rank_files.read_progress(self.folder).values()
-        return [place.pid for place in places if place.rank not in self.ranks or self.ranks[place.rank].runs]
+        started = rank_files.read_progress(self.folder).values()
+        return [one.pid for one in started if one.rank not in self.ranks or self.ranks[one.rank].runs]
 
     def _run(self) -> None:
         checked_s = 0.0
@@ -152,18 +152,18 @@ class Monitor:
 
     def _look(self) -> None:
         """Update progress and exit codes."""
-        for number, place in rank_files.read_progress(self.folder).items():
+        for number, progress in rank_files.read_progress(self.folder).items():
             known = self.ranks.get(number)
-            if known is None or known.place.pid != place.pid:
-                self.ranks[number] = known = Rank(place, worked_s=time.monotonic())
-                self._tell(place.pid)  # where it started after the signal was forwarded
-            known.place = place
+            if known is None or known.progress.pid != progress.pid:
+                self.ranks[number] = known = Rank(progress, worked_s=time.monotonic())
+                self._tell(progress.pid)  # where it started after the signal was forwarded
+            known.progress = progress
             if known.runs:
                 self._look_at_exit(known)
 
     def _look_at_exit(self, rank: Rank) -> None:
         try:
-            exit_code = processes.exit_code(rank.place.pid)
+            exit_code = processes.exit_code(rank.progress.pid)
         except ChildProcessError:  # the thread that started the process has already waited for it
             rank.is_gone, rank.ended_s = True, time.monotonic()
             return
@@ -192,7 +192,7 @@ class Monitor:
     def _find_hang(self, now: float) -> None:
         running = {number: rank for number, rank in self.ranks.items() if rank.runs}
         for rank in running.values():
-            stopped = processes.state(rank.place.pid) in {"T", "t"}
+            stopped = processes.state(rank.progress.pid) in {"T", "t"}
             rank.stopped_since_s = (rank.stopped_since_s or now) if stopped else None
         self._check_cpu(running, now)
         if now - self._looked_s < self.hang_timeout_s or not hangs.is_due(running, self.hang_timeout_s, now):
@@ -235,9 +235,9 @@ class Monitor:
                 rank.worked_s = now  # less than before means that a process which it started has ended
 
     def _read_cpu(self, running: dict[int, Rank], now: float) -> None:
-        used = processes.cpu_s({rank.place.pid for rank in running.values()})
+        used = processes.cpu_s({rank.progress.pid for rank in running.values()})
         for rank in running.values():
-            rank.cpu_s = used.get(rank.place.pid)
+            rank.cpu_s = used.get(rank.progress.pid)
         self._cpu_checked_s = now
 
     @property
@@ -270,16 +270,16 @@ class Monitor:
 
     def _warn(self, running: dict[int, Rank], seen: dict[int, Seen], now: float) -> None:
         """Warn once for each line at which ranks stay."""
-        places = {(number, hangs.where(seen, number)) for number in seen}
-        if not places <= self._warned:
-            self._warned |= places
+        lines = {(number, hangs.where(seen, number)) for number in seen}
+        if not lines <= self._warned:
+            self._warned |= lines
             self._say(hangs.warning(running, seen, self.hang_timeout_s, now))
 
     def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
         """The current stacks of the ranks that can write them."""
         paths = {number: stack_path(self.log_dir, number) for number in ranks}
         written = {number: stacks.size(path) for number, path in paths.items()}
-        asked = [number for number, rank in ranks.items() if processes.ask_for_stacks(rank.place.pid)]
+        asked = [number for number, rank in ranks.items() if processes.ask_for_stacks(rank.progress.pid)]
         until = time.monotonic() + STACKS_S
         while any(stacks.size(paths[number]) == written[number] for number in asked):
             if time.monotonic() > until or self._closing.wait(POLL_S):

@@ -158,8 +158,8 @@ class Output:
         except BlockingIOError:
             return
         if stream.rank < 0:
-            places = rank_files.read_progress(self._folder).values()
-            stream.rank = next(place.rank for place in places if place.local_rank == stream.local_rank)
+            started = rank_files.read_progress(self._folder).values()
+            stream.rank = next(one.rank for one in started if one.local_rank == stream.local_rank)
         stream.read_s = time.monotonic()
         self._keep(stream.rank, piece)
         for line in stream.lines.feed(piece):

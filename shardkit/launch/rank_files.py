@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PLACE_BYTES = 512
+PROGRESS_BYTES = 512
 """Size of a rank's progress file; it never changes, so a reader never sees a truncated file."""
 
 
@@ -51,19 +51,19 @@ class ProgressWriter:
         path = progress_path(folder, rank)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            reserve(descriptor, PLACE_BYTES)
-            self._bytes = mmap.mmap(descriptor, PLACE_BYTES)
+            reserve(descriptor, PROGRESS_BYTES)
+            self._bytes = mmap.mmap(descriptor, PROGRESS_BYTES)
         finally:
             os.close(descriptor)
         self._rank, self._local_rank = rank, local_rank
-        self._place: tuple[Any, ...] = ("starting", 0, time.monotonic(), False)
+        self._present: tuple[Any, ...] = ("starting", 0, time.monotonic(), False)
         self._committed = -1
         self._lock = threading.Lock()  # a background save reports its commit from a thread
 
     def post(self, phase: str, step: int, is_watched: bool = True) -> None:
         """Set phase and step. The time without progress is counted from this call."""
         with self._lock:
-            self._place = (phase[:64], step, time.monotonic(), is_watched)
+            self._present = (phase[:64], step, time.monotonic(), is_watched)
             self._write()
 
     def committed(self, step: int) -> None:
@@ -73,8 +73,9 @@ class ProgressWriter:
             self._write()
 
     def _write(self) -> None:
-        place = (self._rank, self._local_rank, os.getpid(), *self._place, self._committed)
-        self._bytes[:] = json.dumps(place).encode().ljust(PLACE_BYTES)
+        values = (self._rank, self._local_rank, os.getpid(), *self._present, self._committed)
+        text = json.dumps(values, ensure_ascii=False)  # a phase may have 64 emoji, of four bytes each
+        self._bytes[:] = text.encode(errors="replace").ljust(PROGRESS_BYTES)
 
 
 def private(path: str, flags: int) -> int:
@@ -91,13 +92,13 @@ def reserve(descriptor: int, size_bytes: int) -> None:
 
 
 def progress_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.place"
+    return folder / f"rank-{rank}.progress"
 
 
 def read_progress(folder: Path) -> dict[int, RankProgress]:
     """{rank: its progress} of all ranks that have written one."""
-    found = (_read_one(path) for path in folder.glob("rank-*.place"))
-    return {place.rank: place for place in found if place is not None}
+    found = (_read_one(path) for path in folder.glob("rank-*.progress"))
+    return {one.rank: one for one in found if one is not None}
 
 
 def _read_one(path: Path) -> RankProgress | None:

@@ -1,7 +1,11 @@
 """One launch as a plain value: script, ranks, variables. `--dry-run` prints it."""
 
+import contextlib
+import hashlib
+import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shardkit.config import host_port, xla
+from shardkit import __version__
+from shardkit.config import files, host_port, xla
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config, DistributedType, LaunchConfig
 from shardkit.launch.environment import rank_variables
@@ -174,8 +179,6 @@ def shown_ranks(show: str) -> frozenset[int] | None:
 
 def headline(spec: LaunchSpec, log_dir: str) -> str:
     """The one line that every launch prints."""
-    from shardkit import __version__
-
     least = f"{spec.launch.min_machines} to " if spec.launch.min_machines else ""
     machines = f"{least}{counted(spec.num_machines, 'machine')} x {spec.ranks_here}"
     port = spec.rendezvous.endpoint if spec.num_machines > 1 else spec.rendezvous.port or "any free"
@@ -190,6 +193,32 @@ def headline(spec: LaunchSpec, log_dir: str) -> str:
             f"logs {log_dir}",
         ]
     )
+
+
+def greeting(spec: LaunchSpec) -> dict[str, Any]:
+    """What the machines of a run compare before the ranks start."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "shardkit": __version__,
+        "torch": _version("torch"),
+        "num_machines": spec.num_machines,
+        "num_processes": spec.world_size,
+        "config": files.shared_values(spec.config),
+        "script": script_digest(spec),
+        "arguments": _digest(json.dumps(spec.arguments).encode()),  # not themselves: they may hold secrets
+    }
+
+
+def script_digest(spec: LaunchSpec) -> str | None:
+    """A digest of the script; None where it is no file (a module, a folder), or cannot be read."""
+    with contextlib.suppress(OSError):
+        return None if spec.is_module else _digest(Path(spec.script).read_bytes())
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def as_json(spec: LaunchSpec) -> dict[str, Any]:
