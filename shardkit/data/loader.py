@@ -279,9 +279,9 @@ class PreparedLoader:
         if self._is_positioned and epoch == self._next.epoch:
             self._passes_finished_epoch = False
             return
-        has_place = self._is_restored and (self._next.samples or self._purpose == "training")
+        has_position = self._is_restored and (self._next.samples or self._purpose == "training")
         is_next = epoch == self._next.epoch + 1 and self._is_over(self._next)
-        if has_place and not is_next and self._rank == 0:
+        if has_position and not is_next and self._rank == 0:
             log.warning(
                 f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
                 f"{self._next.samples:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."

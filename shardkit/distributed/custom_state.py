@@ -44,12 +44,12 @@ def detached_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set
     """The names of the tensors of a state dict that are no parameter or buffer of the model, nor share its memory."""
     inner = unwrapped(model)
     live = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    names, places = {clean_name(name) for name, _ in live}, {_place(tensor) for _, tensor in live}
+    names, memory = {clean_name(name) for name, _ in live}, {_memory_of(tensor) for _, tensor in live}
     empty = {name for name, tensor in tensors.items() if not tensor.numel() and name in names}
-    return {name for name, tensor in tensors.items() if _place(tensor) not in places} - empty
+    return {name for name, tensor in tensors.items() if _memory_of(tensor) not in memory} - empty
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     local = local_part(tensor)
     if local.is_meta or local.device.type == "xla":  # without an address; such a tensor is taken for the model's
         return ()

@@ -40,36 +40,36 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or is_simulated():
         return
-    place = _Arrivals(call, dist.get_rank(), dist.get_world_size())
+    arrivals = _Arrivals(call, dist.get_rank(), dist.get_world_size())
     try:
-        place.arrive()
-        if not place.wait(PATIENCE_S):
-            _wait_long(place, timeout_s, error)
+        arrivals.arrive()
+        if not arrivals.wait(PATIENCE_S):
+            _wait_long(arrivals, timeout_s, error)
     except RuntimeError as lost:  # raised by torch when the process that hosts the store has ended
         raise error(f"{call}: the ranks' store does not answer ({lost}); a rank has ended, see its error.") from lost
     except BaseException:
         with suppress(RuntimeError):
-            place.leave()
+            arrivals.leave()
         raise
 
 
-def _wait_long(place: "_Arrivals", timeout_s: float, error: type[ShardkitError]) -> None:
+def _wait_long(arrivals: "_Arrivals", timeout_s: float, error: type[ShardkitError]) -> None:
     handled = sys.exc_info()[1]
     limit_s = timeout_s if handled is None else min(timeout_s, IN_EXCEPT_S)
-    text = f"{place.call}: rank {place.rank} waits for the others, {limit_s:.0f} s at most"
+    text = f"{arrivals.call}: rank {arrivals.rank} waits for the others, {limit_s:.0f} s at most"
     if handled is not None:
         said = "".join(traceback.format_exception(handled))
         logger.error("%s. It was called while this was handled:\n%s", text, said)
-    if place.wait(min(WARN_AFTER_S, limit_s) - PATIENCE_S):
+    if arrivals.wait(min(WARN_AFTER_S, limit_s) - PATIENCE_S):
         return
-    if place.is_first():
-        logger.warning("%s: %s; %s", text, place.who_is_missing(), _ADVICE)
-    if place.wait(limit_s - min(WARN_AFTER_S, limit_s)):
+    if arrivals.is_first():
+        logger.warning("%s: %s; %s", text, arrivals.who_is_missing(), _ADVICE)
+    if arrivals.wait(limit_s - min(WARN_AFTER_S, limit_s)):
         return
-    missing = place.who_is_missing()
-    if place.leave():
+    missing = arrivals.who_is_missing()
+    if arrivals.leave():
         cause = "" if handled is None else f"\n  It was called while handling {type(handled).__name__}: {handled}"
-        raise error(f"{place.call}: {missing} after {limit_s:.0f} s; {_ADVICE}{cause}") from handled
+        raise error(f"{arrivals.call}: {missing} after {limit_s:.0f} s; {_ADVICE}{cause}") from handled
 
 
 _ADVICE = "every rank must call it, in the same order as the others, outside of `if accelerator.is_main_process`."

@@ -122,21 +122,21 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         )
         selected = trackers.chosen(log_with)
         launched = process.check_world(chosen.config, chosen.chosen)
-        place = process.start(launched)
+        here = process.start(launched)
         project = project_of(project_dir, project_config)
-        missing = trackers.missing(selected) if place.is_main else None
-        place.control.agree(missing or problem_of(project), error=UsageError)
-        supported = precision.supported(launched, place.device)
+        missing = trackers.missing(selected) if here.is_main else None
+        here.control.agree(missing or problem_of(project), error=UsageError)
+        supported = precision.supported(launched, here.device)
         self._run = Run(
             config=supported,
             origins=chosen.chosen,
-            process=place,
-            mesh=build_mesh(supported, place),
+            process=here,
+            mesh=build_mesh(supported, here),
             project=project,
             loops=Loops(step_scheduler_with_optimizer, device_placement),
             handlers=handlers,
             selected_trackers=selected,
-            started_bytes=measure.start(place.device),
+            started_bytes=measure.start(here.device),
         )
         self.state = State(self._run)
         self._speed: speed.Speed | None = None

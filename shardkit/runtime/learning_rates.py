@@ -24,7 +24,7 @@ def as_number(optimizers: Sequence[AcceleratedOptimizer]) -> float:
     memory is left out, because reading it would wait for the device; so is None, as Adafactor has where it computes
     the rate itself."""
     rates: list[Any] = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    total = sum(place * float(rate) for place, rate in enumerate(rates, 1) if _is_at_hand(rate))
+    total = sum(number * float(rate) for number, rate in enumerate(rates, 1) if _is_at_hand(rate))
     return total if math.isfinite(total) else 0.0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from shardkit.distributed.collectives import wait_for_everyone
 from shardkit.errors import UsageError
-from shardkit.runtime.topology import Place
+from shardkit.runtime.topology import RankNumbers
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def decorated(function: Callable[..., Any] | None, condition: Callable[[], bool]
     return only(condition, function)
 
 
-class ProcessControl(Place):
+class ProcessControl(RankNumbers):
     """Process control methods for Accelerator and state objects, from their rank numbers."""
 
     def wait_for_everyone(self) -> None:

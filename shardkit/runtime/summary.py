@@ -163,33 +163,33 @@ def _batch(process: Process, config: Config, loaders: Sequence[PreparedLoader]) 
 
 
 def _settings(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
-    """A line for each place that a setting comes from; settings at their default are left out."""
+    """A line for each source of settings; settings at their default are left out."""
     default = Config()
-    by_place: dict[str, list[str]] = {}
+    by_source: dict[str, list[str]] = {}
     for name, where in origins.items():
         value = attrgetter(name)(config)
         if value == attrgetter(name)(default) and not where.startswith("Accelerator("):
             continue
-        place, line = _place(where)
+        source, line = _source(where)
         at = f" (line {line})" if line else ""
-        by_place.setdefault(place, []).append(f"{name} {_shown(value)}{at}")
-    if not by_place:
+        by_source.setdefault(source, []).append(f"{name} {_shown(value)}{at}")
+    if not by_source:
         yield "all defaults"
-    for place, entries in by_place.items():
+    for source, entries in by_source.items():
         whole = [entry.replace(" ", _NO_BREAK) for entry in entries]
-        text = f"{place}: {', '.join(whole)}"
+        text = f"{source}: {', '.join(whole)}"
         lines = wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         yield from (line.replace(_NO_BREAK, " ") for line in lines)
 
 
-def _place(where: str) -> tuple[str, str]:
+def _source(where: str) -> tuple[str, str]:
     """(the file, the command line, the environment or the code; the line in a file)."""
     if where.startswith("--"):
         return "command line", ""
     if where.startswith("$"):
         return "environment", ""
-    place, _, rest = where.partition(":")
-    return place.removeprefix(f"{Path.cwd()}/"), rest.partition(":")[0]
+    source, _, rest = where.partition(":")
+    return source.removeprefix(f"{Path.cwd()}/"), rest.partition(":")[0]
 
 
 def _shown(value: Any) -> str:

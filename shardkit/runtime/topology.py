@@ -8,8 +8,8 @@ from shardkit.runtime.run import Run
 from shardkit.sharding import mesh as layout
 
 
-class Place:
-    """Properties derived from a rank's numbers, which a subclass provides."""
+class RankNumbers:
+    """What follows from a rank's numbers, which a subclass provides."""
 
     num_processes: int
     process_index: int
@@ -36,7 +36,7 @@ class Place:
         return self.process_index == self.num_processes - 1
 
 
-class Topology(Place):
+class Topology(RankNumbers):
     """The topology of a run."""
 
     _run: Run

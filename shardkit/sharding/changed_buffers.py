@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-Place = tuple[str, str]  # path of the module in its block, name of the buffer
+BufferName = tuple[str, str]
+"""The path of a module in its block, and the name of a buffer in it."""
 
 
 class ChangedBuffers:
@@ -21,35 +22,35 @@ class ChangedBuffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._paths = [path for path, module in block.named_modules() if module._buffers]
-        self._known: set[Place] | None = None
+        self._known: set[BufferName] | None = None
         """Those that changed so far, of which copies are kept; None before the first forward: all may change."""
 
     def contexts(self, block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The contexts of one forward and of its recomputation, of the block or of a copy of it."""
         modules = {path: block.get_submodule(path) for path in self._paths}
-        found: dict[Place, torch.Tensor] = {}
+        found: dict[BufferName, torch.Tensor] = {}
         return self._forward(modules, found), _Recomputation(modules, found)
 
     @contextmanager
-    def _forward(self, modules: Mapping[str, nn.Module], found: dict[Place, torch.Tensor]) -> Iterator[None]:
-        before = {place: (buffer, _version(buffer)) for place, buffer in _present(modules)}
+    def _forward(self, modules: Mapping[str, nn.Module], found: dict[BufferName, torch.Tensor]) -> Iterator[None]:
+        before = {name: (buffer, _version(buffer)) for name, buffer in _present(modules)}
         copied = before if self._known is None else self._known & before.keys()
-        copies = {place: before[place][0].clone() for place in copied}
+        copies = {name: before[name][0].clone() for name in copied}
         yield
         now = dict(_present(modules))
-        for place, (buffer, version) in before.items():
-            is_changed = now.get(place) is not buffer or _version(buffer) != version
-            if place in now and (is_changed or _has_statistics(modules[place[0]])):
-                found[place] = copies[place] if place in copies else now[place].clone()
+        for name, (buffer, version) in before.items():
+            is_changed = now.get(name) is not buffer or _version(buffer) != version
+            if name in now and (is_changed or _has_statistics(modules[name[0]])):
+                found[name] = copies[name] if name in copies else now[name].clone()
         self._known = (self._known or set()) | found.keys()
 
 
 class _Recomputation:
     """Puts copies of the found buffers in their places. May be entered again: a graph can be used twice."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], found: Mapping[Place, torch.Tensor]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], found: Mapping[BufferName, torch.Tensor]) -> None:
         self._modules, self._found = modules, found
-        self._kept: dict[Place, torch.Tensor | None] = {}
+        self._kept: dict[BufferName, torch.Tensor | None] = {}
 
     def __enter__(self) -> None:
         self._kept = {(path, name): self._modules[path]._buffers[name] for path, name in self._found}
@@ -62,7 +63,7 @@ class _Recomputation:
         self._kept = {}
 
 
-def _present(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Place, torch.Tensor]]:
+def _present(modules: Mapping[str, nn.Module]) -> Iterator[tuple[BufferName, torch.Tensor]]:
     for path, module in modules.items():
         for name, buffer in module._buffers.items():
             if buffer is not None:

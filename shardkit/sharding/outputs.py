@@ -48,15 +48,15 @@ class LeftOnModules:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [(vars(module), len(vars(module)), _slots(vars(module))) for module in modules]
+        self._attributes = [(vars(module), len(vars(module)), _slots(vars(module))) for module in modules]
 
     def tensors(self) -> list[torch.Tensor]:
         """The stored tensors with a grad_fn. Only looks at attributes that can hold a tensor."""
         found: list[torch.Tensor] = []
-        for place, size, slots in self._places:
-            if slots or len(place) != size:
-                names = slots if len(place) == size else _slots(place)
-                found += [t for name in names for t in tree_leaves(place.get(name)) if _is_computed(t)]
+        for attributes, size, slots in self._attributes:
+            if slots or len(attributes) != size:
+                names = slots if len(attributes) == size else _slots(attributes)
+                found += [t for name in names for t in tree_leaves(attributes.get(name)) if _is_computed(t)]
         return found
 
 

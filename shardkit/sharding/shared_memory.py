@@ -18,8 +18,8 @@ def pairs_in_same_memory(model: nn.Module) -> list[tuple[str, str]]:
             continue
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin, is_dense = tensor.data_ptr(), extent == tensor.numel()
-        place = (tensor.device, tensor.untyped_storage().data_ptr())
-        by_storage.setdefault(place, []).append((begin, begin + extent * tensor.element_size(), is_dense, name, tensor))
+        end, storage = begin + extent * tensor.element_size(), tensor.untyped_storage().data_ptr()
+        by_storage.setdefault((tensor.device, storage), []).append((begin, end, is_dense, name, tensor))
     found = []
     for members in by_storage.values():
         members.sort(key=lambda member: member[0])

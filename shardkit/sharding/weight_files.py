@@ -132,7 +132,7 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
 def _shapes(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(set(files.values())):
-        named = [name for name, place in files.items() if place == path]
+        named = [name for name, file in files.items() if file == path]
         with safe_open(path, framework="pt") as file:
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in named}
     return found
