@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from shardkit.distributed.seed import set_seed
+from shardkit.launch import signals
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _ITERATORS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -32,7 +32,7 @@ class StartWorker:
         self._user_init = user_init
 
     def __call__(self, worker: int) -> None:
-        for number in STOP_SIGNALS:
+        for number in signals.OF_RANKS:
             signal.signal(number, signal.SIG_IGN)
         if self._user_init is not None:
             self._user_init(worker)
@@ -43,7 +43,7 @@ def batches_of(loader: DataLoader) -> Iterator[Any]:
     if not loader.num_workers:
         return _begun(loader)
     # Workers inherit the mask, so that no signal kills one before StartWorker has run.
-    found = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    found = signal.pthread_sigmask(signal.SIG_BLOCK, signals.OF_RANKS)
     try:
         iterator: Any = _begun(loader)
     finally:

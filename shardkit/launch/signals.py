@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 ENDING = tuple(one for one in signal.Signals if one.name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"})
 """The signals with which users and schedulers end a command."""
+OF_RANKS = tuple(one for one in signal.Signals if one.name in {"SIGINT", "SIGTERM", "SIGUSR1"})
+"""Those after which the ranks of a run save and stop."""
 
 
 def undo_of_parent() -> None:

@@ -11,9 +11,7 @@ from functools import cache
 from types import FrameType
 
 from shardkit import env
-from shardkit.launch import names
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from shardkit.launch import names, signals
 
 _mask = threading.local()
 _received: list[int] = []
@@ -24,9 +22,10 @@ def install() -> None:
     """Installs handlers that record these signals instead of ending the process. Main thread only; idempotent."""
     if _found or threading.current_thread() is not threading.main_thread():
         return
-    ctrl_c = (signal.SIGINT,) if env.get(names.LAUNCHER_PID) else ()  # the launcher ends ranks that take too long
-    for number in (*SIGNALS, *ctrl_c):
-        _found[number] = signal.signal(number, _remember)
+    is_launched = env.get(names.LAUNCHER_PID) is not None  # else nobody ends a process that takes too long after Ctrl-C
+    for number in signals.OF_RANKS:
+        if number != signal.SIGINT or is_launched:
+            _found[number] = signal.signal(number, _remember)
     if hasattr(os, "register_at_fork"):  # not on Windows
         _spare_forked_processes()
 
