@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from shardkit import env
 from shardkit.cli import main as command_line
 from shardkit.config import files
 from shardkit.config.command import settings_from
 from shardkit.config.layers import flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
-from shardkit.launch import attempts, diagnosis, environment, failure, flags, folders, names, ports, preflight, stacks
+from shardkit.launch import attempts, diagnosis, environment, failure, flags, folders, ports, preflight, stacks
 from shardkit.launch.diagnosis import RankOutcome
 from shardkit.launch.hangs import Rank, Seen, Verdict, is_due, judge, render, rows_of, warning
 from shardkit.launch.output import Lines
@@ -996,7 +997,7 @@ def test_launches_that_share_a_log_folder_keep_their_own_configuration(tmp_path)
     for precision in ("no", "bf16"):
         (own := tmp_path / precision).mkdir()
         spec = launch_spec(Config(mixed_precision=precision), "train.py", origins={"mixed_precision": precision})
-        read[precision] = Path(attempts.run_variables(spec, tmp_path, own)[names.RESOLVED_CONFIG])
+        read[precision] = Path(attempts.run_variables(spec, tmp_path, own)[env.RESOLVED])
     for precision, path in read.items():
         assert files.read(path).config.mixed_precision == precision
         assert json.loads(path.with_suffix(".origins.json").read_text()) == {"mixed_precision": precision}

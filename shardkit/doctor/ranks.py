@@ -45,7 +45,7 @@ def main() -> None:
     """Collective: on every rank. Leaves what was found beside the logs of each machine."""
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     say("the ranks meet")
-    place = process.start(files.read(env.get(names.RESOLVED_CONFIG) or "").config)
+    place = process.start(files.read(env.resolved_config_path() or "").config)
     here = int(env.get("GROUP_RANK") or 0)
     own = []
     if place.local_rank == 0:

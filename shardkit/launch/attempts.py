@@ -182,7 +182,7 @@ def run_variables(spec: LaunchSpec, log_dir: Path, folder: Path) -> dict[str, st
     folders.write(path.with_suffix(".origins.json"), json.dumps(spec.origins))  # for the table at the start
     return {
         **spec.environment,
-        names.RESOLVED_CONFIG: str(path.resolve()),
+        env.RESOLVED: str(path.resolve()),
         names.CONFIG_DIGEST: files.digest(spec.config),
         names.PROGRESS_DIR: str(folder),
         names.LOG_DIR: str(log_dir.resolve()),

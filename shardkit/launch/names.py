@@ -5,11 +5,9 @@ from pathlib import Path
 FULL_WORLD_SIZE = "SHARDKIT_FULL_WORLD_SIZE"
 """The world of an elastic run with all its machines, for which batch and accumulation are configured."""
 
-RESOLVED_CONFIG = "SHARDKIT_RESOLVED_CONFIG"
-"""Path of the resolved configuration."""
-
 CONFIG_DIGEST = "SHARDKIT_CONFIG_DIGEST"
-"""Its digest without machine_rank, equal on all machines; ranks compare it at their start."""
+"""The digest of the resolved configuration without machine_rank, equal on all machines; ranks compare it at their
+start."""
 
 NUM_PROCESSES = "SHARDKIT_NUM_PROCESSES"
 """The configured world size."""
