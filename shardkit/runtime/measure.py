@@ -14,6 +14,7 @@ from shardkit.distributed.tensors import local_part
 from shardkit.launch import names
 from shardkit.log import get_logger
 from shardkit.runtime.run import Run
+from shardkit.sizes import in_words
 
 log = get_logger(__name__)
 _STATUS = Path("/proc/self/status")
@@ -74,14 +75,14 @@ def memory_of(run: Run, started_bytes: int) -> MeasuredMemory:
 def report(run: Run, started_bytes: int) -> None:
     """Writes every rank's memory (on a GPU also a snapshot) next to its log, and logs the largest. Collective."""
     mine = memory_of(run, started_bytes)
+    everyone = [MeasuredMemory(**one) for one in run.process.control.exchange(asdict(mine))]
+    log.info("%s", text(everyone))
     folder = env.get(names.LOG_DIR)
     if folder:
         path = Path(folder) / f"rank{mine.rank}.memory.json"
         path.write_text(json.dumps(asdict(mine), indent=1) + "\n")
         if run.device.type == "cuda":  # every allocation with its stack, for pytorch.org/memory_viz
             torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank{mine.rank}.snapshot.pickle")))
-    everyone = [MeasuredMemory(**one) for one in run.process.control.exchange(asdict(mine))]
-    log.info("%s", text(everyone))
 
 
 def text(everyone: list[MeasuredMemory]) -> str:
@@ -94,17 +95,11 @@ def text(everyone: list[MeasuredMemory]) -> str:
         "optimizer": most.optimizer_bytes,
         "the rest": max(0, rest),
     }
-    listed = ", ".join(f"{name} {_shown(size)}" for name, size in parts.items())
-    return f"measured: peak {_shown(most.peak_bytes)} on rank {most.rank} of {len(everyone)} ({most.device}): {listed}"
+    listed = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items())
+    peak = in_words(most.peak_bytes)
+    return f"measured: peak {peak} on rank {most.rank} of {len(everyone)} ({most.device}): {listed}"
 
 
 def _bytes_of(values: Iterable[Any]) -> int:
     tensors = [local_part(value) for value in values if isinstance(value, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _shown(size: int) -> str:
-    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} B"
