@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint import state
-from shardkit.distributed.tensors import clean_name, local_part, unwrapped
+from shardkit.distributed.tensors import class_of, clean_name, local_part, unwrapped
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
@@ -101,7 +101,7 @@ def _write_model_config(model: Any, folder: Path, dtype: torch.dtype | None) -> 
         if hasattr(config, "save_pretrained"):
             config = copy.deepcopy(config)
             if hasattr(config, "architectures"):
-                config.architectures = [_class_name(model)]
+                config.architectures = [class_of(model).__name__]
             if hasattr(config, "dtype") and dtype is not None:
                 config.dtype = dtype  # the dtype in which from_pretrained loads the weights
             config.save_pretrained(folder)
@@ -112,13 +112,6 @@ def _write_model_config(model: Any, folder: Path, dtype: torch.dtype | None) -> 
         logger.warning("save_model: %s: the model's configuration was not written (%s).", folder.parent, error)
 
 
-def _class_name(model: nn.Module) -> str:
-    """The name of the model's original class: fully_shard changes the object's class to a subclass."""
-    kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.")]
-    own = [kind for kind in kinds if not (kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2)]
-    return own[0].__name__
-
-
 def _write_adapter_config(model: Any, adapter: str, folder: Path, dtype: torch.dtype | None) -> None:
     config = copy.deepcopy(model.peft_config[adapter])
     base = model.base_model if config.is_prompt_learning else model.base_model.model
@@ -126,6 +119,6 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path, dtype: torch.d
     config.inference_mode = True
     mapping = None
     if config.task_type is None:
-        inner = model.get_base_model()
-        mapping = {"base_model_class": _class_name(inner), "parent_library": type(inner).__module__}
+        kind = class_of(model.get_base_model())
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
