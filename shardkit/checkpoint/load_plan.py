@@ -11,6 +11,7 @@ from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry, is_model, rank_state, section_name
 from shardkit.checkpoint.state import Live
+from shardkit.checkpoint.state_json import extra_state, is_extra_state
 from shardkit.checkpoint.ties import Tie
 from shardkit.checkpoint.verify import Checkpoint
 from shardkit.distributed import custom_state, random_state
@@ -173,7 +174,7 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         return
     entries, aliases = index.sections[section], index.aliases[section]
     mine, others = state.model_state(model)
-    saved = {*entries, *aliases, *plan.common["objects"].get(custom_state.object_name(section), {})}
+    saved = {*entries, *aliases, *plan.common["objects"].get(extra_state(section), {})}
     ties = state.tied_names(model, mine)
     missing = [name for name in (*mine, *others) if name not in saved and ties.get(name) not in saved]
     plan.differences += differences.listed(section, "in the model, not in the checkpoint", missing, KEEP)
@@ -249,7 +250,7 @@ def _plan_optimizer(
 
 
 def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[Difference]:
-    of_models = [name for name in common["objects"] if custom_state.is_object_name(name)]  # see `_plan_model`
+    of_models = [name for name in common["objects"] if is_extra_state(name)]  # see `_plan_model`
     missing = [name for name in live.objects if name not in (*common["objects"], *OPTIONAL)]
     unexpected = [name for name in common["objects"] if name not in (*live.objects, *OPTIONAL, *of_models)]
     return [

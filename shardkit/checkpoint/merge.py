@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from shardkit.checkpoint import disk, export, layout
+from shardkit.checkpoint import disk, export, layout, state_json
 from shardkit.checkpoint.export import ExportFile, Opened
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
 from shardkit.checkpoint.verify import Checkpoint, Files, Span, hash_file
@@ -64,7 +64,7 @@ def values_left_out(checkpoint: Checkpoint) -> str:
     objects = checkpoint.common()["objects"]
     names = []
     for section in (name for name in checkpoint.index.sections if layout.is_model(name)):
-        kept = f"{section}.extra_state"
+        kept = state_json.extra_state(section)
         names += [f"{section}: {name}" for name in objects.get(kept, [kept] if kept in checkpoint.apart else [])]
     return first_few(names, 4)
 

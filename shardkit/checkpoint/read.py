@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import faults, folder, manifest, optimizers, state, ties, values
+from shardkit.checkpoint import faults, folder, manifest, optimizers, state, state_json, ties, values
 from shardkit.checkpoint.differences import KEEP, Difference
 from shardkit.checkpoint.fill import Saved
 from shardkit.checkpoint.folder import SkippedFolder
@@ -376,7 +376,7 @@ def _fill_here(live: Live, plan: Plan, saved: Saved, rank: int, is_strict: bool)
 
 def _custom_values(custom: CustomState, plan: Plan, saved: Saved) -> dict[str, Any]:
     """What a model's own code loads, by name."""
-    name = custom_state.object_name(custom.section)
+    name = state_json.extra_state(custom.section)
     encoded = plan.common["objects"].get(name)
     found = {} if encoded is None else _decoded(lambda: dict(custom.values), name, encoded, saved)
     for name, (source, like) in custom.tensors.items():

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from shardkit.checkpoint import optimizers, tensors, values
 from shardkit.checkpoint.layout import Index, Kind, Mesh, section_name
-from shardkit.distributed import custom_state, random_state, xla
+from shardkit.checkpoint.state_json import extra_state
+from shardkit.distributed import random_state, xla
 from shardkit.distributed.tensors import clean_name, is_dtensor, layers, unwrapped, whole
 from shardkit.errors import CheckpointError
 
@@ -190,7 +191,7 @@ class _Capture:
         everyone, first = Mesh((self.index.world_size,)), Mesh((1,))
         found, others = model_state(model)
         if others:
-            self.extra_states[custom_state.object_name(section)] = others
+            self.extra_states[extra_state(section)] = others
         ties = tied_names(model, found)
         parameters = {clean_name(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
         is_drifting = not gets_buffers_of_rank_0(model)

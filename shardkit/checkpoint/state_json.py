@@ -12,6 +12,16 @@ from typing import Any
 from shardkit.errors import CheckpointCorrupted
 
 
+def extra_state(section: str) -> str:
+    """The name, among the states of objects, of the values in a model's state dict that are no tensors."""
+    return f"{section}.extra_state"
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether the state of this name is that of a model."""
+    return name.startswith("model") and name.endswith(".extra_state")
+
+
 def common(value: Any, where: str) -> dict[str, Any]:
     """The state that all ranks share. Raises CheckpointCorrupted if it has another form."""
     return _checked(value, where, _is_common)

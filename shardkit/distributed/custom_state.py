@@ -31,15 +31,6 @@ class CustomState:
     """The present values that are no tensors."""
 
 
-def object_name(section: str) -> str:
-    """The name, among the states of objects, of the values in a model's state dict that are no tensors."""
-    return f"{section}.extra_state"
-
-
-def is_object_name(name: str) -> bool:
-    return name.startswith("model") and name.endswith(".extra_state")
-
-
 def detached_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """The names of the tensors of a state dict that are no parameter or buffer of the model, nor share its memory."""
     inner = unwrapped(model)
