@@ -3,7 +3,7 @@
 a save     write, opening, put, attempt, commit; save_request, async_save, lock, retention, additions, in_store
 a load     read, locate, load_plan, fill, differences
 the state  state, optimizers, optimizer_groups, numbered, per_rank, replicas, ties, tensors, values
-the files  layout, manifest, index_json, state_json, digest, folder, disk, paths, reading   (no torch)
+the files  layout, manifest, index_json, state_json, digest, folder, disk, paths, access   (no torch)
 a model    save_model, export, export_to_store, exported_parts
 commands   verify, compare, merge, convert, with dcp and foreign_files for the formats of others
 tests      faults

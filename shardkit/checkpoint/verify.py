@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from shardkit.checkpoint import access, disk, folder, index_json, layout, manifest, state_json
 from shardkit.checkpoint import digest as digests
-from shardkit.checkpoint import disk, folder, index_json, layout, manifest, reading, state_json
 from shardkit.checkpoint.layout import Box, Index, Stored
 from shardkit.checkpoint.manifest import Manifest
 from shardkit.errors import CheckpointCorrupted
@@ -137,13 +137,13 @@ class Files:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._folder: reading.Folder
+        self._folder: access.Folder
         self._opened: OrderedDict[str, tuple[disk.Source, ExitStack]] = OrderedDict()
         self._headers: dict[str, dict[str, Stored]] = {}
         self._seen: dict[str, Any] = {}
 
     def __enter__(self) -> "Files":
-        self._folder = reading.folder(self.checkpoint.path)
+        self._folder = access.folder(self.checkpoint.path)
         try:
             self._refuse_another()
         except BaseException:
