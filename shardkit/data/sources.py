@@ -213,11 +213,11 @@ class StreamSource:
                 if batch.problem:
                     raise UsageError(batch.problem)
                 after = EPOCH_IS_OVER if is_last else state
-                yield Piece(batch.batch, batch.samples, batch.is_padded, is_last, after, batch.first)
+                yield Piece(batch.value, batch.samples, batch.is_padded, is_last, after, batch.first)
         else:
             for (batch, state), is_last, last_samples in end_together(batches, lambda value: value[0].samples):
                 samples = last_samples if is_last else batch.samples * self._parts
-                yield Piece(batch.batch, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
+                yield Piece(batch.value, samples, False, is_last, EPOCH_IS_OVER if is_last else state)
 
     def samples_in(self, seed: int, start: Position, batches: int) -> int:
         return batches * self.total_batch_size

@@ -28,8 +28,9 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One sample with facts of its global batch: the number of real samples, and whether it is padded."""
+class Counted:
+    """A sample, or what samples are collated to, with facts of its global batch: the number of real samples, and
+    whether it is padded."""
 
     value: Any
     samples: int
@@ -39,37 +40,26 @@ class Slot:
     first: list[str] | None = None
     """For the first global batch that is read: digests of its fields, to compare ranks."""
 
-
-@dataclass(frozen=True)
-class Counted:
-    """A collated batch with the same facts, as workers send it."""
-
-    batch: Any
-    samples: int
-    is_padded: bool
-    problem: str | None = None
-    first: list[str] | None = None
-
     def pin_memory(self, device: Any = None) -> "Counted":
         """Called by DataLoader where pin_memory is on."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return replace(self, batch=pin_memory(self.batch, device))
+        return replace(self, value=pin_memory(self.value, device))
 
 
 @dataclass(frozen=True)
 class CountingCollate:
-    """The user's collate function, applied to slots. `is_batched` is False where the dataset yields whole batches."""
+    """The user's collate function, applied to samples with their facts. `is_batched` is False where the dataset yields
+    whole batches."""
 
     collate: Callable[[Any], Any]
     is_batched: bool
 
-    def __call__(self, slots: Any) -> Counted:
-        first = slots[0] if self.is_batched else slots
+    def __call__(self, given: Any) -> Counted:
+        first: Counted = given[0] if self.is_batched else given
         if first.problem:
-            return Counted(None, first.samples, False, first.problem)
-        value = self.collate([slot.value for slot in slots] if self.is_batched else slots.value)
-        return Counted(value, first.samples, first.is_padded, first=first.first)
+            return first
+        return replace(first, value=self.collate([one.value for one in given] if self.is_batched else given.value))
 
 
 class Stream(IterableDataset):
@@ -114,7 +104,7 @@ class Stream(IterableDataset):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[Counted]:
         seed, seed_of_rank, epoch, samples, is_moved = self._start.tolist()
         worker = get_worker_info()
         number_of_workers, own_number = (worker.num_workers, worker.id) if worker else (1, 0)
@@ -132,15 +122,15 @@ class Stream(IterableDataset):
             is_compared = number == 0 and self.layout.world_size > 1 and self.is_compared
             yield from self._own(chunk, fields_of(chunk) if is_compared else None)
 
-    def _own(self, chunk: list[Any], first: list[str] | None) -> Iterator[Slot]:
+    def _own(self, chunk: list[Any], first: list[str] | None) -> Iterator[Counted]:
         """This rank's slice of a global batch."""
         try:
             part, is_padded = split(chunk, self.layout, spare=chunk)
         except UsageError as error:  # raised when the loop gets there: workers may be ahead of it
-            yield Slot(None, len(chunk), False, str(error))
+            yield Counted(None, len(chunk), False, str(error))
             return
         for value in part:
-            yield Slot(value, len(chunk), is_padded, first=first)
+            yield Counted(value, len(chunk), is_padded, first=first)
 
     def _chunks(self, source: Iterator[Any], randomness: PrivateRandom, is_worker: bool) -> Iterator[list[Any]]:
         size = self.layout.global_batch
