@@ -186,7 +186,7 @@ def report(folder: Path, rank: int, error: BaseException, log_file: BinaryIO) ->
         print(f"{text.rstrip()}\nlaunch: the error above could not be reported: {problem}", file=sys.stderr)
     call_own_hook(error, log_file)
     if code == EXIT_PREEMPTED or failure.collectives_of(str(error)):  # let the other ranks report, too
-        leave_together(folder, rank)
+        leave_together(folder)
     return code
 
 
@@ -213,7 +213,7 @@ def call_own_hook(error: BaseException, log_file: BinaryIO) -> None:
         log_file.write(printed.getvalue().encode(errors="backslashreplace"))
 
 
-def leave_together(folder: Path, rank: int) -> None:
+def leave_together(folder: Path) -> None:
     """Waits for the machine's other ranks to report: the launcher kills the rest soon after the first has exited."""
     ranks_here = int(env.get("LOCAL_WORLD_SIZE") or 1)
     until = time.monotonic() + LEAVE_TIMEOUT_S

@@ -166,7 +166,7 @@ def _row(number: int, rank: Rank, seen: Mapping[int, Seen], now: float) -> str:
     return f"  rank {number}  step {progress.step}  {progress.phase}  for {now - progress.since_s:.0f} s{text}"
 
 
-def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float, now: float) -> str:
+def warning(ranks: Mapping[int, Rank], seen: Mapping[int, Seen], timeout_s: float) -> str:
     """The warning about ranks that make no progress but are not ended."""
     at_work = [number for number, one in sorted(seen.items()) if one.works and not one.may_wait]
     if not at_work and len(seen) == len(ranks) and all(one.may_wait for one in seen.values()):

@@ -206,7 +206,7 @@ class Monitor:
         if self.stop is not None or self._is_over:
             return
         if verdict is Verdict.SLOW:
-            self._warn(running, seen, now)
+            self._warn(running, seen)
         elif verdict is Verdict.HANG:
             self.rows = hangs.rows_of(self.ranks, seen, now)
             self.is_hung = self._is_over = True
@@ -268,12 +268,12 @@ class Monitor:
             waits_for_device=self._has_device and bool(known) and known[-1].is_at_device_wait and not moves,
         )
 
-    def _warn(self, running: dict[int, Rank], seen: dict[int, Seen], now: float) -> None:
+    def _warn(self, running: dict[int, Rank], seen: dict[int, Seen]) -> None:
         """Warn once for each line at which ranks stay."""
         lines = {(number, hangs.where(seen, number)) for number in seen}
         if not lines <= self._warned:
             self._warned |= lines
-            self._say(hangs.warning(running, seen, self.hang_timeout_s, now))
+            self._say(hangs.warning(running, seen, self.hang_timeout_s))
 
     def _stacks(self, ranks: dict[int, Rank]) -> dict[int, Stack]:
         """The current stacks of the ranks that can write them."""
