@@ -85,7 +85,7 @@ def test_each_tensor_is_copied_once_and_parameters_never(copied):
     model = nn.Sequential(Twice())
     plain = nn.Sequential(Twice())
     plain.load_state_dict(model.state_dict())
-    offload.offload_blocks(model, list(model))
+    offload.offload_blocks(model)
     x = torch.randn(64, 64, requires_grad=True)
     results = []
     for one in (model, plain):
@@ -97,7 +97,7 @@ def test_each_tensor_is_copied_once_and_parameters_never(copied):
 
 def test_small_and_expanded_tensors_stay(copied):
     model = nn.Sequential(nn.Tanh())
-    offload.offload_blocks(model, list(model))
+    offload.offload_blocks(model)
     model(torch.randn(16, 16, requires_grad=True)).sum().backward()
     assert copied == []
     assert offload._is_expanded(torch.zeros(1, 64).expand(64, 64))

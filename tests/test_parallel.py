@@ -4,7 +4,7 @@ import copy
 import gc
 import inspect
 import sys
-from functools import partial
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,6 @@ from shardkit.errors import ConfigError, MachineError, ModelError, UsageError
 from shardkit.sharding import fsdp_internals
 from shardkit.sharding import parallelize as engine
 from shardkit.sharding.activation import checkpoint_blocks
-from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.gradient_sync import gradient_sync
 from shardkit.sharding.mesh import build_mesh
 from shardkit.sharding.offload import offload_blocks
@@ -679,7 +678,9 @@ def test_every_nth_block_is_recomputed_in_the_order_of_the_model():
     assert [index for index, block in enumerate(model) if "forward" in vars(block)] == [0, 3, 6, 9]
 
 
-@pytest.mark.parametrize("change", [checkpoint_blocks, offload_blocks])
+@pytest.mark.parametrize(
+    "change", [pytest.param(lambda blocks: checkpoint_blocks(blocks, blocks), id="recomputed"), offload_blocks]
+)
 @pytest.mark.parametrize("patched", [False, True])
 def test_a_copy_of_changed_blocks_computes_with_its_own_parameters(change, patched):
     """Such as an average of a model that DDP trains. A forward that was replaced stays the replacement."""
@@ -687,7 +688,7 @@ def test_a_copy_of_changed_blocks_computes_with_its_own_parameters(change, patch
     if patched:
         model[0].forward = lambda x: x + 1
     signature = inspect.signature(model[0].forward)
-    change(model, list(model))
+    change(model)
     copied = copy.deepcopy(model)
     nn.init.zeros_(copied[0].weight)
     nn.init.zeros_(copied[0].bias)
@@ -733,12 +734,12 @@ def compiled(checkpointing: bool) -> tuple[list[bool], float]:
     for compiles in (False, True):
         settings = {"fsdp_activation_checkpointing": checkpointing, "shardkit": {"compile": compiles}}
         torch.manual_seed(0)
-        found = engine.compile_blocks
-        engine.compile_blocks = partial(compile_blocks, backend="eager")  # the tracing, without a C++ compiler
+        found = nn.Module.compile
+        nn.Module.compile = partialmethod(found, backend="eager")  # the tracing, without a C++ compiler
         try:
             model = parallel(models.Gpt(), config_for(2, **settings))
         finally:
-            engine.compile_blocks = found
+            nn.Module.compile = found
         models.next_token_loss(model, tokens()).backward()
         gradients.append([whole(p.grad) for p in model.parameters()])
     difference = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))

@@ -42,7 +42,7 @@ def _(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(copy, device=device)
 
 
-def offload_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+def offload_blocks(blocks: Iterable[nn.Module]) -> None:
     """Make the blocks keep tensors saved for backward in host memory, except parameters and buffers. In place.
 
     Only `forward` is replaced. Apply it after activation checkpointing: then it offloads the inputs of blocks.

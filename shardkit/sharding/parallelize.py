@@ -20,7 +20,6 @@ from shardkit.errors import MachineError, ModelError
 from shardkit.log import get_logger
 from shardkit.sharding import float8, precision
 from shardkit.sharding.activation import checkpoint_blocks
-from shardkit.sharding.compiling import compile_blocks
 from shardkit.sharding.ddp import Replica, replicate
 from shardkit.sharding.gradient_sync import watch_backward
 from shardkit.sharding.init import empty_states, fill, fill_from_rank0, same_everywhere
@@ -81,9 +80,10 @@ def distribute(
     if config.shardkit.offload_activations:  # after activation checkpointing, to offload what that still saves
         from shardkit.sharding.offload import offload_blocks
 
-        offload_blocks(model, blocks)
+        offload_blocks(blocks)
     if config.shardkit.compile:  # after activation checkpointing, which is compiled, too; before the sharding hooks
-        compile_blocks(blocks)
+        for block in blocks:  # in place; equal blocks share one compilation
+            block.compile()
     if mesh is None:
         _fill(model, units, config, weights, process.device, process.device)
         if moves:
