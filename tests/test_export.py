@@ -9,12 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardkit import Accelerator
 from shardkit.checkpoint import export, save_model, state
 from shardkit.distributed import control
-from shardkit.distributed.tensors import class_of
 from shardkit.errors import CheckpointSaveError, UsageError
 from tests import checkpoints, forked
 from tests.checkpoints import build, full, train
@@ -373,17 +371,3 @@ def test_blocks_of_a_sharded_dim_1_and_of_large_tensors(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("2 GiB", 2**31), ("1.5kb", 1500), (7, 7), ("9", 9)])
 def test_sizes(text, size):
     assert export.size_in_bytes(text) == size
-
-
-class Named:
-    """A mixin, as generation and peft have them."""
-
-
-class FSDPLike(Named, nn.Module):
-    """A model whose own name begins as those that FSDP gives."""
-
-
-def test_the_class_of_a_sharded_model_is_the_users():
-    model = FSDPLike()
-    model.__class__ = type("FSDPFSDPLike", (FSDPModule, FSDPLike), {})  # as fully_shard does
-    assert class_of(model) is FSDPLike and class_of(nn.Linear(1, 1)) is nn.Linear

@@ -714,6 +714,7 @@ def test_an_error_in_a_worker_of_a_data_loader_is_told_with_its_own_line():
         ("[/gloo/gloo/transport/tcp/listener.cc:1] bind: Address already in use", "gloo listens on a free port"),
         ("[/gloo/transport/tcp/pair.cc:1]\nfailed to connect", "gloo could not connect ranks"),
         ("[/gloo/transport/tcp/pair.cc:1] timed out", ""),
+        ("'Gpt' object has no attribute 'module'", "only DDP's wrapper has .module"),
         ("can't start new thread", "the system allows no more processes or threads: raise ulimit -u"),
     ],
 )

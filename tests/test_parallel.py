@@ -257,12 +257,22 @@ def attention_by_size(encoder: bool, expected_units: list[str]) -> float:
 @pytest.mark.parametrize(
     ("encoder", "units_found"),
     [
-        (True, ["FSDPSequential", "FSDPTransformerEncoderLayer", "FSDPLinear"]),
-        (False, ["FSDPSequential", "FSDPMultiheadAttention", "FSDPLinear"]),
+        (True, ["Sequential", "TransformerEncoderLayer", "Linear"]),
+        (False, ["Sequential", "MultiheadAttention", "Linear"]),
     ],
 )
 def test_attention_that_uses_weights_without_calling_their_module(ranks, encoder, units_found):
     assert max(ranks.run(2, attention_by_size, encoder, units_found)) < 1e-6
+
+
+def names_of_classes() -> list[str]:
+    sharded = parallel(models.Gpt(), config_for(2))
+    kinds = [type(module) for module in (sharded, sharded.blocks[0]) if isinstance(module, FSDPModule)]
+    return [f"{kind.__module__}.{kind.__qualname__}, {kind.__name__}" for kind in kinds]
+
+
+def test_libraries_that_look_up_the_name_of_a_models_class_find_it(ranks):
+    assert ranks.run(2, names_of_classes)[0] == ["tests.models.Gpt, Gpt", "tests.models.Block, Block"]
 
 
 def test_an_odd_dtype_becomes_a_unit_or_is_refused():
@@ -309,7 +319,7 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_parallelized_is_said_in_words(ranks):
     twice, lazy, sparse, container = ranks.run(2, refusals)[0]
-    assert twice == "model: is already parallel (got a FSDPGpt in it); give the unwrapped model, once."
+    assert twice == "model: is already parallel (got a sharded Gpt in it); give the unwrapped model, once."
     assert "model: 0.weight has no shape yet; run one batch through the model first." in lazy
     assert sparse == "model: 0 has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
     assert "ModuleList is a container without a forward, so it cannot be a unit" in container

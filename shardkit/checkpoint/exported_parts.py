@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint import state
-from shardkit.distributed.tensors import class_of, clean_name, local_part, unwrapped
+from shardkit.distributed.tensors import clean_name, local_part, unwrapped
 from shardkit.errors import CheckpointError
 from shardkit.log import get_logger
 from shardkit.storage.url import Place
@@ -101,7 +101,7 @@ def _write_model_config(model: Any, folder: Path, dtype: torch.dtype | None) -> 
         if hasattr(config, "save_pretrained"):
             config = copy.deepcopy(config)
             if hasattr(config, "architectures"):
-                config.architectures = [class_of(model).__name__]
+                config.architectures = [type(model).__name__]
             if hasattr(config, "dtype") and dtype is not None:
                 config.dtype = dtype  # the dtype in which from_pretrained loads the weights
             config.save_pretrained(folder)
@@ -119,6 +119,6 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path, dtype: torch.d
     config.inference_mode = True
     mapping = None
     if config.task_type is None:
-        kind = class_of(model.get_base_model())
+        kind = type(model.get_base_model())
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)

@@ -32,11 +32,6 @@ def is_fsdp(value: Any) -> bool:
     return isinstance(value, getattr(module, "FSDPModule", ()))
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """The user's class of a module: fully_shard gives it a subclass of FSDPModule and of that."""
-    return type(module).__bases__[1] if is_fsdp(module) else type(module)
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's module, without the wrappers of DistributedDataParallel and torch.compile."""
     *_, inner = layers(model)

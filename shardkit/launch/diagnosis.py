@@ -50,6 +50,11 @@ _BY_MESSAGE = (
         "a copy of the model from before prepare that is prepared, too",
     ),
     (
+        r"^'\w+' object has no attribute 'module'$",
+        "only DDP's wrapper has .module; a sharded model, and that of one process, is the script's own: use "
+        "accelerator.unwrap_model(model), which is right for all of them",
+    ),
+    (
         "invalid python storage",
         "a sharded tensor was written as a plain one: call state_dict = accelerator.get_state_dict(model) on every "
         "rank, then model.save_pretrained(folder, state_dict=state_dict) on rank 0; or on every rank "

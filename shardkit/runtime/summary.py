@@ -16,7 +16,7 @@ from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed import xla
 from shardkit.distributed.process import Process
-from shardkit.distributed.tensors import class_of, is_fsdp, local_part, unwrapped
+from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
 from shardkit.wording import counted
@@ -97,7 +97,7 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     here = sum(local_part(parameter).numel() for parameter in parameters)
     frozen_text = f", {frozen / total:.1%} frozen" if frozen else ""
     where = f"over {_mesh_of(xla.devices())}" if _is_spread(parameters) else f"{count(here)} on this rank"
-    rows = [("model", f"{class_of(inner).__name__}: {count(total)} parameters{frozen_text}; {where}")]
+    rows = [("model", f"{type(inner).__name__}: {count(total)} parameters{frozen_text}; {where}")]
     if is_fsdp(model):
         rows.append(("units", ", ".join(unit_texts(model))))
     tied = tied_groups(inner)
@@ -114,7 +114,7 @@ def unit_texts(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if is_fsdp(module):
             owned = [one.sharded_param for group in groups_of(root_of(module)) for one in group.fsdp_params]
-            units[class_of(module).__name__ if name else "root", sum(map(torch.Tensor.numel, owned))] += 1
+            units[type(module).__name__ if name else "root", sum(map(torch.Tensor.numel, owned))] += 1
     ordered = sorted(units.items(), key=lambda unit: (unit[0][0] == "root", -unit[1]))
     return [
         f"{number} x {name} ({count(size)})" if name != "root" else f"root ({count(size)})"

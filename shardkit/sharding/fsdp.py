@@ -70,11 +70,21 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
             ignored_params=left_out | elsewhere,
             shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
         )
+        _name_as_before(type(unit.module))
         original_parameters.release(unit.parameters)
     modules = [unit.module for unit in units.units if isinstance(unit.module, FSDPModule)]
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
         reduce_unused(modules[-1])
+
+
+def _name_as_before(kind: type[nn.Module]) -> None:
+    """Give the class that fully_shard has put on a module, FSDPGpt, the names of the module's own class.
+
+    Libraries look up models by these: the Trainer whether labels are shifted, diffusers what a saved pipeline loads.
+    """
+    own = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+    kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard:
