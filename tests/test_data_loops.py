@@ -207,6 +207,16 @@ def test_an_epoch_named_by_hand(loader, epochs):
     for _ in loader:
         skip_first_batches(loader, 2)
     assert lists(loader) == epochs[2][2:]
+    for skip_first in (True, False):  # scripts name the epoch before or after they skip, the Trainer after
+        if skip_first:
+            skip_first_batches(loader, 3)
+        loader.set_epoch(1)
+        if not skip_first:
+            skip_first_batches(loader, 3)
+        assert lists(loader) == epochs[1][3:]
+        assert lists(loader) == epochs[2], "once"
+    loader.set_epoch(1)
+    assert lists(loader) == epochs[1]
 
 
 def test_len_is_that_of_a_whole_epoch(loader):

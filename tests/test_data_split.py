@@ -302,6 +302,23 @@ def test_hugging_face_streams_that_are_shuffled_without_a_seed_are_refused(ranks
 
 
 @needs_datasets
+def test_a_hugging_face_stream_that_an_earlier_run_left_begins_anew_in_every_epoch():
+    from datasets import IterableDataset
+
+    def numbers():
+        yield from ({"x": number} for number in range(20))
+
+    stream = IterableDataset.from_generator(numbers)
+    for _ in range(2):
+        loader = prepare_loader(DataLoader(stream, batch_size=4, collate_fn=values), 0, 1, CPU, 7)
+        for epoch in (0, 1):
+            loader.set_epoch(epoch)
+            assert [int(one) for batch in loader for one in batch] == list(range(20))
+        loader.set_epoch(1)
+        next(iter(loader))
+
+
+@needs_datasets
 @pytest.mark.slow
 def test_a_whole_hugging_face_stream_resumes_on_any_number_of_ranks_and_says_what_is_faster(capsys):
     def make(rank, world):

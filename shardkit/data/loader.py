@@ -86,8 +86,8 @@ class PreparedLoader:
         self._loop: Loop | None = None
         self._ended: Loop | None = None
         self._next = self._used = Position()
-        self._is_positioned = False
-        self._is_restored = False
+        self._is_positioned = self._is_restored = False
+        self._skipped = 0
         self._passes_finished_epoch = False
         self._purpose: Purpose | None = None
         self._facts = facts_of(source.dataset, source.dataset_length, source.split)
@@ -118,6 +118,7 @@ class PreparedLoader:
             if self._is_restored and self._is_over(start):
                 start = self._after(start)
             self._is_positioned = self._is_restored = self._passes_finished_epoch = False
+            self._skipped = 0
         elif outer is not None:
             outer.inner += 1
             start = Position(outer.position.epoch + outer.inner)
@@ -275,7 +276,7 @@ class PreparedLoader:
         return self._source.total_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration runs this epoch. A restored position within the same epoch is kept."""
+        """The next iteration runs this epoch. A restored position in it is kept, and so are batches to skip."""
         if self._is_positioned and epoch == self._next.epoch:
             self._passes_finished_epoch = False
             return
@@ -286,7 +287,7 @@ class PreparedLoader:
                 f"data: set_epoch({epoch}) drops the restored position (epoch {self._next.epoch}, after "
                 f"{self._next.samples:,} samples); start the epoch loop at loader.epoch, or do not call set_epoch."
             )
-        self._move_to(Position(epoch))
+        self._skip(Position(epoch), self._skipped)
 
     def skip_to(self, batches: int) -> None:
         """The next iteration starts after this many batches of the epoch, regardless of the position in it.
@@ -298,8 +299,12 @@ class PreparedLoader:
         samples = self._source.samples_in(self._seed, start, batches)
         if self._is_restored and samples < self._next.samples and self._is_over(self._next):
             start = Position(start.epoch + 1)
-            samples = self._source.samples_in(self._seed, start, batches)
+        self._skip(start, batches)
+
+    def _skip(self, start: Position, batches: int) -> None:
+        samples = self._source.samples_in(self._seed, start, batches) if batches else 0
         self._move_to(replace(start, samples=samples))
+        self._skipped = batches
 
     def pass_finished_epoch(self) -> None:
         """If the restored position is the end of an epoch, the next iteration runs the next epoch. Without this call it
@@ -307,7 +312,7 @@ class PreparedLoader:
         self._passes_finished_epoch = self._is_restored
 
     def _move_to(self, position: Position) -> None:
-        self._next, self._is_positioned, self._is_restored = position, True, False
+        self._next, self._is_positioned, self._is_restored, self._skipped = position, True, False, 0
         if self._loop is None:
             self._used = position
 

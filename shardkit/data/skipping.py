@@ -10,7 +10,7 @@ from shardkit.errors import UsageError
 
 
 def skip_first_batches(loader: Any, batches: int) -> Any:
-    """The loader; its next iteration skips the first `batches` batches of the epoch.
+    """The loader; its next iteration skips the first `batches` batches of its epoch, also of one set after this call.
 
     Counted from the start of the epoch. It replaces a restored position, so skipping by hand after `load_state` does
     not skip twice. A loader that is not prepared is read, and its first batches are dropped.

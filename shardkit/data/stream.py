@@ -80,7 +80,7 @@ class Stream(IterableDataset):
         """A snapshot to start from instead of skipping; only without workers."""
         self.snapshot: Any = None
         """The dataset's own state after the newest chunk; only without workers."""
-        self._beginning: Any = None
+        self._beginning: tuple[Any] | None = None
         self._was_left = False
         self._start = torch.zeros(5, dtype=torch.int64, device="cpu")
 
@@ -153,9 +153,11 @@ class Stream(IterableDataset):
         saved, self.saved = (None if is_worker else self.saved), None
         if self.keeps_state:
             if self._beginning is None:
-                self._beginning = deepcopy(self.dataset.state_dict())
+                # Hugging Face's state is that of its newest iteration, maybe in an earlier run; None begins anew.
+                is_beginning_none = hugging_face.is_stream(self.dataset)
+                self._beginning = (None if is_beginning_none else deepcopy(self.dataset.state_dict()),)
             elif saved is None and (is_moved or (is_worker and self._was_left)):
-                self.dataset.load_state_dict(deepcopy(self._beginning))
+                self.dataset.load_state_dict(deepcopy(self._beginning[0]))
             if saved is not None:
                 self.dataset.load_state_dict(saved)
                 return items_of(self.dataset)

@@ -71,8 +71,8 @@ first.train()
 first.save_model(str(OUT / "model"))
 found = {"losses": history(first)[0], "evaluated": history(first)[1], "steps": first.state.global_step}
 if first.is_world_process_zero():
-    for later in (OUT / "first").glob("checkpoint-*"):  # the newest is in the middle of the first epoch
-        if later.name != "checkpoint-2":
+    for later in (OUT / "first").glob("checkpoint-*"):  # the newest is in the middle of the second epoch
+        if later.name != "checkpoint-4":
             shutil.rmtree(later)
 first.accelerator.wait_for_everyone()
 again = trainer(OUT / "first")
