@@ -302,8 +302,23 @@ def test_another_dataset_is_refused_unless_the_epoch_starts_anew():
         other.load_state_dict(state)
     other.load_state_dict(state, restart_epoch=True)
     assert sorted(flat(other)) == list(range(50))
+    of_a_stream = {"dataset_length": None, "sampler": None}
     with pytest.raises(CheckpointError, match="ended after 10 samples, before the saved position"):
-        list(moved(prepared(dataset=Flow(10)), {**state, "dataset_length": None, "samples_seen": 20}))
+        list(moved(prepared(dataset=Flow(10)), {**state, **of_a_stream, "samples_seen": 20}))
+
+
+def test_another_order_is_refused_inside_an_epoch_only():
+    loader = prepared(shuffle=True)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    other = prepared(shuffle=False)
+    with pytest.raises(CheckpointError, match=r"another sampler .*\(got SequentialSampler, saved RandomSampler\)"):
+        other.load_state_dict(state)
+    assert flat(other) == [*range(40)]
+    assert sorted(flat(moved(prepared(shuffle=True), {**state, "sampler": None}))) == sorted(flat(iterator))
+    other.load_state_dict(loader.state_dict())  # after the epoch
+    assert flat(other) == [*range(40)]
 
 
 def test_skipping_by_hand_replaces_the_restored_position():

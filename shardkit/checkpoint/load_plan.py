@@ -71,6 +71,8 @@ class Plan:
     """Optimizers and schedulers of another class than was saved. They are not loaded."""
     weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     """(section, saved name, live tensor)."""
+    notes: list[str] = field(default_factory=list)
+    """What is loaded and may be meant otherwise."""
     ties: list[Tie] = field(default_factory=list)
     """Tensors of the models that were saved as two."""
     custom: list[CustomState] = field(default_factory=list)
@@ -135,6 +137,8 @@ def warn_of(plan: Plan, checkpoint: Checkpoint) -> None:
             "that of rank 0.",
             first_few(plan.of_rank_0, 5),
         )
+    for note in plan.notes:
+        logger.warning("checkpoint: %s.", note)
     if plan.differences:
         lines = "".join(f"\n  {one.text}" for one in plan.differences)
         logger.warning("checkpoint: %s: loaded with strict=False, without what differs:%s", checkpoint.path, lines)
@@ -277,6 +281,11 @@ def _compare_kinds(live: Live, plan: Plan) -> None:
             pairs.append((name, getattr(item, "scheduler", item), saved, item.state_dict()))
     for name, now, saved, own in pairs:
         lost, new = sorted(saved.keys() - own.keys() - _ADDED), sorted(own.keys() - saved.keys() - _ADDED)
+        if lost and not new and type(now).__module__.startswith("torch.optim"):  # others may add keys as they run
+            plan.notes.append(
+                f"{name}: the saved state has {', '.join(lost[:3])}, which {type(now).__name__} has not; if it was "
+                "saved from another class, its settings are used now"
+            )
         if saved and lost and new:
             plan.unlike.add(name)
             text = (

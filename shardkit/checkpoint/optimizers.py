@@ -7,7 +7,7 @@ optimizer (SAM's base optimizer) and does not override `state_dict`, torch would
 and restored here.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,7 +108,10 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def _overrides(optimizer: Optimizer, method: str) -> bool:
-    return method in vars(optimizer) or getattr(type(optimizer), method, None) is not getattr(Optimizer, method)
+    """Whether it does more than torch's method: by its class, or by hooks."""
+    hooks = [vars(optimizer).get(f"_optimizer_{method}_{when}_hooks") for when in ("pre", "post")]
+    is_own = method in vars(optimizer) or getattr(type(optimizer), method, None) is not getattr(Optimizer, method)
+    return is_own or any(hooks)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,6 +236,7 @@ class _Loading:
                 self.optimizer.state[parameter] = row
         for key, value in self._decoded("globals", {}).items():
             self.optimizer.state[key] = value  # type: ignore[index]
+        _settle(self.optimizer)
         if inner_of(self.optimizer):
             self._fill_inner(with_numbers(self._decoded("extra", {}), self.members))
 
@@ -261,6 +265,7 @@ class _Loading:
                 fqn, parameter = parameters[number]
                 if fqn not in self.left_out:
                     inner.state[parameter] = row
+            _settle(inner)
 
     def _in_torch_form(self, now: OptimizerDescription, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         order = {fqn: number for number, fqn in enumerate(self.mine)}
@@ -282,20 +287,29 @@ class _Loading:
         saved = self.state["groups"]
         owner = {fqn: group for group in saved for fqn in group["params"]}
         found = []
+        loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, (those, group) in enumerate(zip(self.members, self.optimizer.param_groups, strict=True)):
             source = next((owner[fqn] for fqn in those if fqn in owner), None)
             if not those and len(saved) == len(self.members) and not saved[number]["params"]:
                 source = saved[number]
             settings = {} if source is None else source["settings"]
-            found.append(values.decode(settings, self._setting_loader(group)))
+            found.append(values.decode(settings, partial(self._setting, group, loaded)))
         return found
 
-    def _setting_loader(self, group: Mapping[str, Any]) -> Callable[[str], torch.Tensor]:
-        def load(name: str) -> torch.Tensor:
-            now = group.get(name.rpartition(".")[2])
-            return self.saved.new(self.section, name, None, now.device if isinstance(now, torch.Tensor) else None)
-
-        return load
+    def _setting(
+        self, group: Mapping[str, Any], loaded: list[tuple[torch.Tensor, torch.Tensor]], name: str
+    ) -> torch.Tensor:
+        """A saved setting of a group. Groups that share a tensor go on sharing one: a schedule may set it once for all.
+        `loaded`: the live tensors of the settings so far, each with the one that replaces it."""
+        now = group.get(name.rpartition(".")[2])
+        if not isinstance(now, torch.Tensor):
+            return self.saved.new(self.section, name)
+        new = self.saved.new(self.section, name, None, now.device)
+        for live, other in loaded:
+            if live is now and other.dtype == new.dtype and torch.equal(other, new):
+                return other
+        loaded.append((now, new))
+        return new
 
     def _decoded(self, kind: str, live: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The saved "globals" or "extra", with tensors sharded as the current ones are, or as their parameter is."""
@@ -342,6 +356,12 @@ class _Loading:
             return False
         was = entry_of_parameter(self.saved.index, fqn)
         return was is None or not was.is_sharded or entry.is_sharded
+
+
+def _settle(optimizer: Optimizer) -> None:
+    """What torch's load_state_dict does at its end: classes convert a state of another version there, or of the class
+    that they derive from. AdamW, for one, sets the decay that is its own in groups of Adam."""
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _can_hold(entry: TensorEntry, before: Any) -> bool:

@@ -90,7 +90,7 @@ class PreparedLoader:
         self._skipped = 0
         self._passes_finished_epoch = False
         self._purpose: Purpose | None = None
-        self._facts = facts_of(source.dataset, source.dataset_length, source.split)
+        self._facts = facts_of(source.dataset, source.dataset_length, source.split, source.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         if self.before_loop is not None and (before_loop := self.before_loop()) is not None:

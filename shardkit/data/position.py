@@ -40,12 +40,15 @@ def order_of(state: Mapping[str, Any]) -> str:
     return state.get("order", DRAWN_WHOLE)
 
 
-def facts_of(dataset: Any, length: int | None, split: tuple[int, int] | None) -> dict[str, Any]:
-    """What a position in the data depends on, JSON-able."""
+def facts_of(
+    dataset: Any, length: int | None, split: tuple[int, int] | None, sampler: str | None = None
+) -> dict[str, Any]:
+    """What a position in the data depends on, JSON-able. `sampler`: the class that orders a map-style dataset."""
     return {
         "dataset_length": length if split is None else None,
         "split": None if split is None else split[1],
         "shuffle": hugging_face.shuffle_digest(dataset),
+        "sampler": sampler,
     }
 
 
@@ -77,6 +80,12 @@ def misfit(state: Mapping[str, Any], facts: Mapping[str, Any], saved_ranks: int 
         return (
             "the stream is shuffled in a different order than when the position was saved (no seed?); give its "
             f"shuffle(seed=...) the same number as before, or {REMEDIES}"
+        )
+    if state.get("sampler") not in (None, facts["sampler"]):
+        return (
+            "another sampler orders the samples than when the position was saved (got "
+            f"{facts['sampler'] or 'a stream'}, saved {state['sampler']}); use the same shuffle or sampler, or "
+            f"{REMEDIES}"
         )
     return None
 

@@ -61,6 +61,8 @@ class Source(Protocol):
     dataset_length: int | None
     units: int | None
     """Length of an epoch over all ranks, in the units of `layout.global_batch`; None where unknown."""
+    sampler: str | None
+    """The class of what orders a map-style dataset; None of a stream."""
 
     def pieces(self, seed: int, start: Position, is_moved: bool) -> Iterator[Piece]:
         """This rank's batches from a position to the end of its epoch. `is_moved`: the position was set, and does not
@@ -120,6 +122,7 @@ class SampledSource:
         self.dataset_length = sampler.length_of(loader.dataset)
         self._sampler = _without_ranks(getattr(batch_sampler_of(loader), "sampler", loader.sampler), loader.dataset)
         self.units = sampler.epoch_length(self._sampler)
+        self.sampler: str | None = type(self._sampler).__name__
         self._indices = IndexQueue(loader)
         self.loader = _rebuilt(loader, **self._indices.as_argument())
 
@@ -156,6 +159,7 @@ class BatchSampledSource:
         self.dataset = loader.dataset
         self.dataset_length = sampler.length_of(loader.dataset)
         self.units = sampler.epoch_length(self._sampler)
+        self.sampler: str | None = type(self._sampler).__name__
         self._shares_of = shares.shares_of_each_batch if split_batches else shares.shares_of_batches
         self._indices = IndexQueue(loader)
         self.loader = _rebuilt(loader, **self._indices.as_argument())
@@ -179,6 +183,8 @@ class BatchSampledSource:
 class StreamSource:
     """An iterable dataset. One that is already split by rank is not split again; its epoch ends on all ranks with the
     shortest part."""
+
+    sampler: str | None = None
 
     def __init__(self, loader: DataLoader, layout: BatchLayout) -> None:
         self.dataset, self.split = loader.dataset, split_of(loader.dataset)
