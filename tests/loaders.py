@@ -109,8 +109,13 @@ class Backwards(Sampler):
 
 
 class Chance(Backwards):
+    """`drawn` samples by Python's generator, whatever its length says."""
+
+    def __init__(self, drawn=40):
+        self._drawn = drawn
+
     def __iter__(self):
-        return iter(random.sample(range(40), 40))
+        return iter(random.sample(range(40), self._drawn))
 
 
 class Pairs(Sampler):
