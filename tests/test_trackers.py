@@ -103,6 +103,21 @@ def test_every_rank_logs_and_rank_0_writes(ranks, tmp_path):
     assert json.loads((folder / "config.json").read_text()) == {"lr": 0.1, "path": str(tmp_path)}
 
 
+class Failing(Mine):
+    def finish(self) -> None:
+        raise ConnectionError("the tracker's server is gone")
+
+
+def test_a_tracker_that_fails_at_the_end_leaves_no_save_and_no_rank_waiting(tmp_path, alone):
+    accelerator = Accelerator(config=ALONE, log_with=Failing())
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.init_trackers("run")
+    accelerator.save_state(tmp_path / "saved", blocking=False)
+    with pytest.raises(ConnectionError):
+        accelerator.end_training()
+    assert accelerator._run.saving is None and (tmp_path / "saved" / "MANIFEST.json").exists()
+
+
 def in_own_world(function: Callable, *args: Any) -> Any:
     """end_training leaves a group that it did not start."""
     result = function(*args)

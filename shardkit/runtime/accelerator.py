@@ -345,6 +345,6 @@ class Accelerator(ProcessControl, TrainingStep, Checkpointing, Communication):
         return profiling.traced(self._run, profile_handler)
 
     def end_training(self) -> None:
-        """Finishes trackers, waits for all ranks and for a save in flight, then destroys the process group; under
+        """Waits for a save in flight and for all ranks, finishes trackers, then destroys the process group; under
         `launch --measure` reports the memory used. The last call of a script. Collective."""
         step_boundary.end(self._run)

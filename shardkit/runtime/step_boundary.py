@@ -106,11 +106,19 @@ def resume(run: Run) -> bool:
 
 
 def end(run: Run) -> None:
-    """Waits for a save in flight and for all ranks, then destroys the process group that this run started.
-    Collective."""
+    """Waits for a save in flight and for all ranks, finishes the trackers, then destroys the process group that this
+    run started. Collective."""
+    try:
+        _end_together(run)
+    finally:
+        run.trackers.finish()  # they may upload for long, or fail: no rank waits for another any more
+    if run.process.owns_group:
+        leave()
+
+
+def _end_together(run: Run) -> None:
     from shardkit.runtime import saving
 
-    run.trackers.finish()
     session = run.saving
     saving.close(run)  # counts a save in flight
     saved = session.last_step if session is not None else None
@@ -127,8 +135,6 @@ def end(run: Run) -> None:
     if measure.is_asked_for():
         measure.report(run, run.started_bytes)
     progress.leave("done", run.counters.step)
-    if run.process.owns_group:
-        leave()
 
 
 def collect_garbage() -> None:
