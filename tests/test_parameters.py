@@ -156,6 +156,19 @@ def added_to_the_optimizer(strategy: int) -> list[str]:
     return [*refused, refusal(late.step)]
 
 
+def test_what_is_refused_is_forgotten(alone):
+    """A notebook corrects the cell and runs it again."""
+    accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "NO"})
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="trains parameters of no prepared model"):
+        accelerator.prepare(model, torch.optim.SGD(other.parameters()))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+    with pytest.raises(UsageError, match="trains parameters of no prepared model"):
+        optimizer.add_param_group({"params": other.parameters()})
+    assert len(optimizer.param_groups) == 1
+    assert accelerator.prepare(optimizer) is optimizer
+
+
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_an_optimizer_does_not_train_what_is_not_reduced(ranks, strategy):
     for strangers, late in ranks.run(2, added_to_the_optimizer, strategy):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardkit.distributed import collectives, progress
 from shardkit.distributed.tensors import local_part
-from shardkit.errors import UsageError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.local_step import Stepper, stepper_of
@@ -71,9 +71,13 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, of parameters of prepared models; those taken before `prepare` are replaced by the present
-        ones. UsageError where they belong to no prepared model."""
+        ones. UsageError, without the group, where they belong to no prepared model."""
         self.optimizer.add_param_group(param_group)
-        self._accumulation.events.on_new_group()
+        try:
+            self._accumulation.events.on_new_group()
+        except ShardkitError:
+            self.optimizer.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

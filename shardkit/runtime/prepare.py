@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from shardkit.data.agreement import generator_of
 from shardkit.data.loader import PreparedLoader, prepare_loader
 from shardkit.distributed.tensors import is_composed, is_dtensor, layers, unwrapped
-from shardkit.errors import UsageError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit.log import get_logger
 from shardkit.optim import rebind
 from shardkit.runtime.lr_scheduler import AcceleratedScheduler
@@ -35,7 +35,7 @@ def prepare(
     device_placement: Sequence[bool | None] | None = None,
 ) -> list[Any]:
     """The prepared objects, in the given order; `device_placement`: which of them are moved to the rank's device; None:
-    as set in the run. Collective.
+    as set in the run. Collective. Optimizers and schedulers that are refused are not among the run's afterwards.
 
     The work has a fixed order, so that the order of the arguments does not matter: models first, then loaders, then
     optimizers, which need the models' new parameters, then schedulers, which need optimizers.
@@ -43,7 +43,7 @@ def prepare(
     kinds = _kinds(objects)
     moves = _placement(run, objects, device_placement)
     _refuse_shared(run, [one for one, kind in zip(objects, kinds, strict=True) if kind == "model"])
-    prepared = list(objects)
+    prepared, found_before = list(objects), ([*run.optimizers], [*run.schedulers])
     for kind, one in (
         ("model", lambda model, moves: _model(run, model, weights, moves)),
         ("loader", lambda loader, moves: _loader(run, loader, moves)),
@@ -53,7 +53,11 @@ def prepare(
         for position, found in enumerate(kinds):
             if found == kind:
                 prepared[position] = one(objects[position], moves[position])
-    _follow(run)
+    try:
+        _follow(run)
+    except ShardkitError:
+        run.optimizers[:], run.schedulers[:] = found_before
+        raise
     return prepared
 
 
