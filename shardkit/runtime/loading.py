@@ -6,14 +6,14 @@ from shardkit.checkpoint import folder, locate, manifest, paths, read
 from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.read import LoadedState
 from shardkit.distributed import progress
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import in_url, settings
+from shardkit.runtime import settings
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
 from shardkit.runtime.saving import live_of, met, root_of, wait
 from shardkit.sharding import ddp_hooks
-from shardkit.storage.url import Place
+from shardkit.storage.url import Place, Url
 
 logger = get_logger(__name__)
 
@@ -32,7 +32,7 @@ def load_state(run: Run, path: str | Path | None = None, *, data_position: bool 
         return found
     place = paths.named(path, "load_state")
     session = begin_load(run, "load_state")
-    in_url.refuse_load(run, place)
+    _refuse_hooks(run, place)
     _refuse_series(place, session)
     options = _options(run, session, data_position, strict)
     return _loaded(run, session, read.load(live_of(run), place, session.control, options))
@@ -49,7 +49,7 @@ def resume(run: Run) -> bool:
 
 def _load_newest(run: Run, call: str, root: Place, data_position: bool = True, strict: bool = True) -> Place | None:
     session = begin_load(run, call)
-    in_url.refuse_load(run, root)
+    _refuse_hooks(run, root)
     options = _options(run, session, data_position, strict)
     loaded = read.load_newest(live_of(run), root, session.control, options)
     return None if loaded is None else _loaded(run, session, loaded)
@@ -64,6 +64,15 @@ def begin_load(run: Run, call: str) -> SaveSession:
     session = met(run, call, "load")
     wait(run)
     return session
+
+
+def _refuse_hooks(run: Run, place: Place) -> None:
+    """UsageError where this run has load hooks, which cannot load from an object store."""
+    if isinstance(place, Url) and run.hooks.at_load:
+        raise UsageError(
+            f"load_state: {place}: load hooks read files from a folder, which an object store does not have; copy the "
+            "checkpoint to a disk and load that, or remove the hooks."
+        )
 
 
 def _refuse_series(path: Place, session: SaveSession) -> None:

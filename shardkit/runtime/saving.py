@@ -22,7 +22,7 @@ from shardkit.distributed import control, named_barrier, progress
 from shardkit.distributed.long_work import LongWork
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.log import get_logger
-from shardkit.runtime import in_url, learning_rates, state_hooks
+from shardkit.runtime import learning_rates, state_hooks
 from shardkit.runtime.run import Run
 from shardkit.runtime.save_session import SaveSession
 from shardkit.storage.url import Place, Url, place_of
@@ -91,7 +91,7 @@ def save_state(run: Run, output: str | Path | None = None, *, blocking: bool | N
     unless it has `blocking` True.
     """
     final = _final(run, output)
-    in_url.refuse_save(run, final, state_kind(run))
+    _refuse_in_store(run, final)
     session = begin_save(run, "save_state")
     _settle(run, is_last_chance=blocking is True)
     is_blocking = run.config.shardkit.checkpoint.blocking if blocking is None else blocking
@@ -102,10 +102,26 @@ def save_alone(run: Run, output: str | Path | None = None) -> Place:
     """As `save_state`, by rank 0 without the others, where every rank holds the whole state. What the others hold
     differently, their random states too, is not in it."""
     final = _final(run, output)
-    in_url.refuse_save(run, final, state_kind(run))
+    _refuse_in_store(run, final)
     session = _session_alone(run, "save_state")
     progress.post("save", run.counters.step)
     return _save(run, session, _request(run, session, final, output), is_blocking=True)
+
+
+def _refuse_in_store(run: Run, final: Place) -> None:
+    """UsageError where this run's state cannot be saved into an object store."""
+    if not isinstance(final, Url):
+        return
+    if run.hooks.at_save:
+        raise UsageError(
+            f"save_state: {final}: save hooks write files into a folder, which an object store does not have; save to "
+            "a folder on a disk, or remove the hooks."
+        )
+    if state_kind(run) == "full":
+        raise UsageError(
+            f"save_state: {final}: with FULL_STATE_DICT all ranks write one file, which object stores do not support; "
+            "use SHARDED_STATE_DICT, and for whole files save_model or `shardkit checkpoint merge URL -o FOLDER`."
+        )
 
 
 def _session_alone(run: Run, call: str) -> SaveSession:
