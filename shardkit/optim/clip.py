@@ -13,14 +13,11 @@ from shardkit.distributed.tensors import is_dtensor, local_part
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-) -> torch.Tensor:
+def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """The global norm of the gradients over all ranks before clipping, a plain tensor. Clips them in place.
 
     Collective: one all-reduce of one number for each shard group; none where all gradients are replicated.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = _global_norm(gradients, float(norm_type))
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
