@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -265,6 +265,21 @@ def test_attention_that_uses_weights_without_calling_their_module(ranks, encoder
     assert max(ranks.run(2, attention_by_size, encoder, units_found)) < 1e-6
 
 
+def mixed_into_a_model_that_torch_sharded() -> float:
+    torch.manual_seed(0)
+    trained, reference = parallel(models.Gpt(), config_for(2)), models.Gpt()
+    expected = [(whole(q) + p) / 2 for p, q in zip(reference.parameters(), trained.parameters(), strict=True)]
+    fully_shard(reference)
+    for parameter, other in zip(reference.parameters(), trained.parameters(), strict=True):
+        parameter.data.mul_(0.5).add_(other.data, alpha=0.5)
+    found = zip(reference.parameters(), expected, strict=True)
+    return max((whole(parameter) - wanted).abs().max().item() for parameter, wanted in found)
+
+
+def test_weights_are_mixed_into_a_model_that_a_library_has_sharded_itself(ranks):
+    assert max(ranks.run(2, mixed_into_a_model_that_torch_sharded)) < 1e-6
+
+
 def names_of_classes() -> list[str]:
     sharded = parallel(models.Gpt(), config_for(2))
     kinds = [type(module) for module in (sharded, sharded.blocks[0]) if isinstance(module, FSDPModule)]
@@ -293,6 +308,27 @@ def test_ignored_modules_are_a_regular_expression():
         units_of(models.Gpt(), FsdpConfig(ignored_modules="block"))
     with pytest.raises(ModelError, match=r"not a regular expression \(got '\['"):
         units_of(models.Gpt(), FsdpConfig(ignored_modules="["))
+
+
+class WithPrompt(nn.Module):
+    """As peft's models with prompt learning: what it saves is what a part of it returns, on rank 0 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt_encoder = nn.ModuleDict({"default": nn.Linear(4, 4)})
+        self.prompt_tokens = nn.Buffer(torch.ones(2, 4))
+        self.base_model = models.Gpt()
+
+    def get_prompt_embedding_to_save(self):
+        return self.prompt_encoder["default"](self.prompt_tokens)
+
+
+def test_a_prompt_encoder_is_whole_on_every_rank():
+    cut = units_of(WithPrompt(), FsdpConfig())
+    assert set(cut.ignored) == {"prompt_encoder"}
+    assert set(cut.replicated) == {"prompt_encoder.default.weight", "prompt_encoder.default.bias"}
+    by_hand = units_of(WithPrompt(), FsdpConfig(ignored_modules=r"prompt_encoder\.default|base_model\.norm"))
+    assert set(by_hand.ignored) == {"prompt_encoder", "base_model.norm"}
 
 
 def wrong_class() -> None:

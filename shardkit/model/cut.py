@@ -277,9 +277,10 @@ class _Area:
 
 
 def _ignored(tree: ModuleNode, pattern: str | None) -> tuple[str, ...]:
-    """Names of the outermost matching modules."""
+    """Names of the outermost modules that match or are kept whole."""
+    kept = [node.fqn for node in tree.walk() if node.is_kept_whole]
     if not pattern:
-        return ()
+        return tuple(kept)
     try:
         matches = re.compile(pattern).fullmatch
     except re.error as error:
@@ -293,7 +294,7 @@ def _ignored(tree: ModuleNode, pattern: str | None) -> tuple[str, ...]:
             f"fsdp_ignored_modules: no module name fully matches (got {pattern!r}); "
             f"names look like {', '.join(all_names[:3])}."
         )
-    return tuple(outermost(names))
+    return tuple(outermost([*names, *(fqn for fqn in kept if fqn not in names)]))
 
 
 def outermost(names: Sequence[str]) -> list[str]:

@@ -20,22 +20,32 @@ def tree_of(model: nn.Module) -> ModuleNode:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Parameter(name, tuple(tensor.shape), dtype, tensor.requires_grad, None if first == full else first)
 
-    def visit(module: nn.Module, fqn: str) -> ModuleNode:
+    def visit(module: nn.Module, fqn: str, is_kept_whole: bool = False) -> ModuleNode:
         prefix = f"{fqn}." if fqn else ""
         first = modules.setdefault(id(module), fqn)
         return ModuleNode(
             fqn,
             type(module).__name__,
             tuple(parameter(fqn, name, p) for name, p in module._parameters.items() if p is not None),
-            tuple(visit(child, prefix + name) for name, child in module._modules.items() if child is not None),
+            tuple(
+                visit(child, prefix + name, _is_called_to_save(module, name))
+                for name, child in module._modules.items()
+                if child is not None
+            ),
             _is_container(module),
             tuple(parameter(fqn, name, b) for name, b in module._buffers.items() if b is not None),
             None if first == fqn else first,
             isinstance(module, nn.modules.batchnorm._NormBase),
             isinstance(module, (nn.Embedding, nn.EmbeddingBag)),
+            is_kept_whole,
         )
 
     return visit(model, "")
+
+
+def _is_called_to_save(module: nn.Module, name: str) -> bool:
+    """Whether a model of peft with prompt learning has this module, which it calls where it saves: on one rank."""
+    return name == "prompt_encoder" and hasattr(module, "get_prompt_embedding_to_save")
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -30,7 +30,8 @@ class ModuleNode:
     """One module. `fqn` is "" for the root; `is_container`: ModuleList, ModuleDict, without a forward.
 
     `alias_of` is the first fqn of the same module, if this is a later name; `has_statistics`: a norm with
-    running statistics; `is_lookup`: its parameters are tables from which rows are read, without arithmetic.
+    running statistics; `is_lookup`: its parameters are tables from which rows are read, without arithmetic;
+    `is_kept_whole`: it is called on one rank alone, which sharded parameters do not allow.
     """
 
     fqn: str
@@ -42,6 +43,7 @@ class ModuleNode:
     alias_of: str | None = None
     has_statistics: bool = False
     is_lookup: bool = False
+    is_kept_whole: bool = False
 
     def walk(self) -> Iterator["ModuleNode"]:
         """This module and all modules below it, parents first, in registration order."""

@@ -1,13 +1,16 @@
 """In-place arithmetic of sharded tensors that is an error in torch: `total += p.grad.norm()`, where a number of a
 sharded tensor goes into a plain one; and a sum into what has one element along the sharded dim, such as the bias of a
-single output, by a tensor that is whole: the gradient of a penalty. (torch takes such a dim for one that is broadcast.)
-Checked on torch 2.13.
+single output, by a tensor that is whole: the gradient of a penalty (torch takes such a dim for one that is broadcast);
+and between meshes over the same ranks: a library that shards a reference model itself, with `fully_shard(model)`, gets
+a mesh without our names, and then mixes the trained weights into it. Checked on torch 2.13.
 """
 
 from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardkit.distributed.tensors import is_dtensor, local_part, whole
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
@@ -27,7 +30,20 @@ def _change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensor, value = args
     if not is_dtensor(tensor) and not value.dim():
         return operator(tensor, whole(value), **kwargs)  # a plain tensor counts as equal on all ranks
+    if is_dtensor(tensor) and is_dtensor(value) and _are_over_the_same_ranks(tensor.device_mesh, value.device_mesh):
+        value = _on(tensor.device_mesh, value)
+        args = (tensor, value)
     if is_dtensor(tensor) and is_dtensor(value) and value.shape == tensor.shape and is_single(tensor):
         operator(local_part(tensor), local_part(redistributed(value, tensor.placements)), **kwargs)
         return tensor
     return as_torch_does(operator, args, kwargs)
+
+
+def _are_over_the_same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes that torch takes for different ones differ in the names of their axes only."""
+    return mesh != other and mesh.device_type == other.device_type and torch.equal(mesh.mesh, other.mesh)
+
+
+def _on(mesh: DeviceMesh, value: DTensor) -> DTensor:
+    placements, part = value.placements, value.to_local()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
