@@ -413,6 +413,14 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path, capsys):
     (tmp_path / "step-00000001").mkdir()
     assert run(["checkpoint", "inspect", str(tmp_path)]) == EXIT_CHECKPOINT
     assert "none of its 1 checkpoints is complete" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"file: is a file; give the folder of a checkpoint\."):
+        manifest.read(tmp_path / "file")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".metadata").touch()
+    assert run(["checkpoint", "verify", str(tmp_path / "other")]) == EXIT_CHECKPOINT
+    assert "was saved by Accelerate or torch.distributed.checkpoint; write it" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="other: was saved by Accelerate or torch"):
+        manifest.read(tmp_path / "other")
     assert run(["checkpoint", "merge", str(tmp_path)]) == EXIT_CONFIG
 
 

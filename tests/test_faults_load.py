@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardkit import Accelerator, ProjectConfiguration
 from shardkit.checkpoint import disk, folder, lock, manifest
 from shardkit.errors import CheckpointCorrupted, CheckpointError, CheckpointSaveError
 from tests import checkpoints, forked
@@ -418,6 +420,30 @@ def test_a_second_run_in_one_folder_is_refused_by_name(tmp_path, caplog):
     caplog.clear()
     lock.acquire(tmp_path / "r", "third").release()
     assert caplog.text == ""
+
+
+@pytest.mark.fault_row(35)
+def test_a_run_whose_folder_was_deleted_does_not_save_into_that_of_another(tmp_path):
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(config={"use_cpu": True}, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state()
+    root = tmp_path / "checkpoints"
+    shutil.rmtree(root)
+    assert manifest.is_here(accelerator.save_state())  # nobody else uses it
+    shutil.rmtree(root)
+    ready, leave = forked.context.Event(), forked.context.Event()
+    process = forked.context.Process(target=hold_lock, args=(root, ready, leave))
+    process.start()
+    try:
+        assert ready.wait(120)
+        with pytest.raises(CheckpointSaveError, match=rf"another run \(process {process.pid} on .*\) saves into"):
+            accelerator.save_state()
+    finally:
+        process.kill()
+        process.join()
+    assert manifest.is_here(accelerator.save_state())
+    accelerator.end_training()
 
 
 def load_killed(root, fault):

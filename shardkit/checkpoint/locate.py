@@ -36,6 +36,8 @@ def _none_at(path: Place, others: list[Place]) -> CheckpointError:
         what = "no such folder; give a project folder or a folder of checkpoints"
     elif not isinstance(path, Url) and path.is_file():
         what = "is a file; give a project folder or a folder of checkpoints"
+    elif manifest.is_to_convert(path):
+        what = manifest.TO_CONVERT
     elif others:
         what = f"its checkpoints are not named by step ({', '.join(other.name for other in others)}); give one of them"
     else:

@@ -36,19 +36,26 @@ class Lock:
     """A run's use of a held lock. It ends with `release`, or with the process."""
 
     path: Path
+    key: Path
+    """Its path without links, when it was locked."""
     is_released: bool = False
+
+    def is_in_place(self) -> bool:
+        """Whether the locked file is still the folder's. If the folder was deleted or replaced, another run may hold
+        the lock of the new one."""
+        return self.key in _held and _is_in_place(_held[self.key].descriptor, self.path)
 
     def release(self) -> None:
         """Allow other runs to use the folder. A second call does nothing."""
         if self.is_released:
             return
         self.is_released = True
-        held = _held.get(_key(self.path))
+        held = _held.get(self.key)
         if held is None:  # the process ends
             return
         held.users -= 1
         if not held.users:
-            _end(_key(self.path))
+            _end(self.key)
 
 
 @atexit.register
@@ -75,10 +82,21 @@ def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock
     Raises CheckpointSaveError that names the run which holds the lock, and ends with the advice.
     """
     path = root / NAME
-    if _key(path) not in _held:
-        _held[_key(path)] = _Held(_locked(root, path, run_id, advice))
-    _held[_key(path)].users += 1
-    return Lock(path)
+    key = _key(path)
+    held = _held.get(key)
+    if held is None:
+        held = _held[key] = _Held(_locked(root, path, run_id, advice))
+    elif not _is_in_place(held.descriptor, path):
+        lost, held.descriptor = held.descriptor, _locked(root, path, run_id, advice)
+        os.close(lost)
+    held.users += 1
+    return Lock(path, key)
+
+
+def _is_in_place(descriptor: int, path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
 
 
 def _locked(root: Path, path: Path, run_id: str, advice: str) -> int:

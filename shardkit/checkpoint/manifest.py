@@ -133,9 +133,26 @@ def read(folder: Place) -> Manifest:
     return from_bytes(text, str(folder / NAME))
 
 
+TO_CONVERT = (
+    "was saved by Accelerate or torch.distributed.checkpoint; write it in this form with shardkit checkpoint convert "
+    "FOLDER -o OUTPUT"
+)
+# Each alone tells such a folder: an export of weights has none of them.
+_OF_OTHERS = (".metadata", "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer.bin", "random_states_0.pkl")
+
+
+def is_to_convert(folder: Place) -> bool:
+    """Whether `shardkit checkpoint convert` reads this folder, by the names in it."""
+    return not isinstance(folder, Url) and any(os.path.exists(folder / name) for name in _OF_OTHERS)
+
+
 def _missing(folder: Place) -> CheckpointError:
     if not (objects.is_there(folder) if isinstance(folder, Url) else folder.exists()):
         return CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint.")
+    if isinstance(folder, Path) and folder.is_file():
+        return CheckpointError(f"{folder}: is a file; give the folder of a checkpoint.")
+    if is_to_convert(folder):
+        return CheckpointError(f"{folder}: {TO_CONVERT}.")
     return CheckpointError(
         f"{folder}: not a checkpoint, or an incomplete one ({NAME} is missing); use another checkpoint."
     )

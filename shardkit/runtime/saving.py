@@ -271,7 +271,7 @@ def _claim(session: SaveSession, root: Place) -> None:
     if isinstance(root, Url):
         session.claim = in_store.claim(root, session.run_id, session.claim)
         return
-    if session.lock is not None and session.lock.path.parent == root:
+    if session.lock is not None and session.lock.path.parent == root and session.lock.is_in_place():
         return
     root.mkdir(parents=True, exist_ok=True)
     if session.lock is not None:
