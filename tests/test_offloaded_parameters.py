@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import Accelerator
 from shardkit.distributed.tensors import local_part, sharded_like
-from shardkit.optim import local_step, rebind
+from shardkit.optim import clip, local_step, rebind
 from shardkit.optim.local_step import stepper_of
 from shardkit.sharding import fsdp_internals, pickled_parts
 from shardkit.sharding.sharded_parameter import ShardedParameter
@@ -177,3 +178,21 @@ def test_weights_may_be_written_after_an_evaluation_that_still_reads_them(alone)
         with torch.no_grad():
             net(torch.ones(2, 4))
         assert copies.waits == forwards
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies to another device."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wanted = (kwargs or {}).get("device")
+        self.found += func is torch.ops.aten._to_copy.default and wanted not in (None, args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_of_offloaded_gradients_is_one_copy_to_the_device():
+    """The host waits for each, so that one a parameter would be hundreds a step."""
+    with Copies() as copies:
+        found = clip._power_sum([torch.ones(3), torch.ones(2, 2)], 2.0, torch.device("meta"), torch.float32)
+    assert (copies.found, found.device.type) == (1, "meta")

@@ -63,8 +63,9 @@ def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.devi
     for same in _by_kind(tensors):
         if same[0].is_complex():
             same = [tensor.abs() for tensor in same]
-        norms += torch._foreach_norm(same, norm_type, dtype=dtype)
-    stacked = torch.stack([norm.to(device) for norm in norms])
+        # One copy for all: those of offloaded gradients are in host memory, and the host waits for each copy.
+        norms.append(torch.stack(list(torch._foreach_norm(same, norm_type, dtype=dtype))).to(device))
+    stacked = torch.cat(norms)
     return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
 
 
