@@ -2,7 +2,6 @@
 
 import re
 from collections import UserDict
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,9 +40,7 @@ def test_torch_cuda_is_named_where_the_list_says_and_nowhere_else():
 
 
 class FakeModule:
-    """What an extension registers for its device."""
-
-    empty_cache: Callable[[], None]
+    """What an extension registers for its device: `empty_cache` is not part of it."""
 
     def __init__(self) -> None:
         self.state = torch.arange(16, dtype=torch.uint8)
@@ -62,7 +59,6 @@ class FakeModule:
 def fake(monkeypatch) -> SimpleNamespace:
     """A machine with four devices of a kind that is not CUDA, on which every call to torch.cuda raises."""
     taken, module = [], FakeModule()
-    module.empty_cache = lambda: taken.append("emptied")
     machine = SimpleNamespace(kind="xpu", count=4, taken=taken, module=module)
     generic = {
         "is_available": lambda: True,
@@ -70,6 +66,7 @@ def fake(monkeypatch) -> SimpleNamespace:
         "device_count": lambda: machine.count,
         "set_device_index": taken.append,
         "max_memory_allocated": lambda device: 1000 + device.index,
+        "empty_cache": lambda: taken.append("emptied"),
     }
     for name, function in generic.items():
         monkeypatch.setattr(torch.accelerator, name, function)

@@ -116,8 +116,12 @@ def peak_bytes(device: torch.device) -> int:
 def empty_cache() -> None:
     """Releases cached memory to the device; does nothing without one."""
     found = torch.accelerator.current_accelerator()
-    if found is not None and torch.accelerator.is_available():
-        _module(found).empty_cache()  # torch.accelerator's raises on MPS before torch 2.14 (pytorch/pytorch#186430)
+    if found is None or not torch.accelerator.is_available():
+        return
+    if found.type == "mps":  # torch.accelerator's raises there before torch 2.14 (pytorch/pytorch#186430)
+        _module(found).empty_cache()
+    else:  # the module of a device that an extension registers may lack it
+        torch.accelerator.empty_cache()
 
 
 def can_pin() -> bool:
