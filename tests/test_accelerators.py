@@ -1,5 +1,6 @@
 """Any accelerator that torch knows is used through its generic interface; CUDA is named where only CUDA has a thing."""
 
+import json
 import re
 from collections import UserDict
 from pathlib import Path
@@ -250,6 +251,22 @@ def test_memory_names_and_pinning(fake):
     assert accelerators.can_pin()
     accelerators.empty_cache()
     assert fake.taken == ["emptied"]
+
+
+def test_a_device_without_collectives_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.distributed.Backend, "default_device_backend_map", {"xpu": "xccl"})
+    assert accelerators.backend_for(torch.device("xpu", 1)) == "cpu:gloo,xpu:xccl"
+    with pytest.raises(MachineError, match="no collectives for hpu devices"):
+        accelerators.backend_for(torch.device("hpu", 1))
+
+
+def test_the_devices_that_torch_sees_are_printed(fake, capsys):
+    from shardkit.distributed import device_list
+
+    fake.module.get_device_properties = lambda device: SimpleNamespace(total_memory=1024 + device.index)
+    fake.count = 2
+    device_list.main()
+    assert json.loads(capsys.readouterr().out) == [["Fake 0", 1024, "xpu"], ["Fake 1", 1025, "xpu"]]
 
 
 def test_without_an_accelerator_nothing_is_asked_of_one(monkeypatch):

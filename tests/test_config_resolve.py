@@ -1,17 +1,23 @@
 """Which file is used, which source wins, and the hardware defaults for unset settings."""
 
 import os
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardkit import env
-from shardkit.config import files, hardware, hardware_defaults
+from shardkit.config import files, hardware, hardware_defaults, other_devices
 from shardkit.config.command import command_for, settings_of
 from shardkit.config.hardware import Device, Hardware, parse_nvidia_smi
 from shardkit.config.scheduler import Scheduler, first_host, scheduler
 from shardkit.config.schema import Config, ShardingStrategy
 from shardkit.errors import ConfigError, UsageError
+from shardkit.launch.preflight import Machine
 
 
 @pytest.fixture
@@ -236,6 +242,48 @@ def test_a_part_of_a_gpu_has_its_own_memory_not_that_of_the_whole(monkeypatch, t
         ("NVIDIA H100 MIG 3g.40gb", 40 * 10**9, 9.0),
         ("NVIDIA H100", 0, 9.0),
     ]
+
+
+@pytest.fixture
+def only_torch_knows(monkeypatch):
+    """A machine without GPUs of NVIDIA or AMD, where torch has answered with two devices of a third kind."""
+    monkeypatch.setattr(hardware, "_nvidia", list)
+    monkeypatch.setattr(hardware, "_nvidia_without_tool", list)
+    monkeypatch.setattr(hardware, "_rocm", list)
+    monkeypatch.setattr(other_devices, "_may_exist", lambda: True)
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout='[["Max 1550", 137438953472, "xpu"], ["Max 1550", 137438953472, "xpu"]]')
+
+    monkeypatch.setattr(subprocess, "run", run)
+    other_devices.found.cache_clear()
+    yield asked
+    other_devices.found.cache_clear()
+
+
+def test_devices_of_which_only_torch_knows_are_trained_on(only_torch_knows):
+    """XPU, MPS, devices of extensions: a run on them was taken for one on the CPU."""
+    found = hardware.detect()
+    assert hardware.detect() == found and found.in_words == "2 x Max 1550"
+    assert only_torch_knows == [[sys.executable, "-m", "shardkit.distributed.device_list"]]
+    wanted = {"use_cpu": False, "num_processes": 2, "mixed_precision": "bf16", "distributed_type": "FSDP"}
+    values = hardware_defaults.for_hardware(found)
+    assert {name: values[name,] for name in wanted} == wanted
+    assert (Machine.of(found).kind, Machine.of(found).noun) == ("xpu", "xpu device")
+
+
+def test_torch_is_asked_for_devices_only_where_something_speaks_for_one(monkeypatch):
+    monkeypatch.setattr(other_devices.platform, "machine", lambda: "x86_64")
+    for version, packages, expected in [
+        ("2.13.0+xpu", [], True),
+        ("2.13.0", ["npu"], True),
+        ("2.13.0+cu130", [], False),
+    ]:
+        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
+        monkeypatch.setattr(metadata, "entry_points", lambda group, packages=packages: packages)
+        assert other_devices._may_exist() is expected
 
 
 def test_the_command_that_gives_a_configuration_again():

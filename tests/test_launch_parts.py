@@ -338,6 +338,18 @@ def test_enough_devices_and_too_few_cores():
     assert 'check CUDA_VISIBLE_DEVICES (now "")' in hidden
 
 
+def test_devices_of_other_kinds_are_counted_and_named():
+    four = Machine(("Max 1550",) * 4, 16, installed=4, kind="xpu")
+    assert not preflight.run_problems(config(num_processes=4), four, {})
+    assert "this machine has 4 xpu devices; set it to 4" in texts(
+        preflight.device_problems(config(num_processes=5), four, {})
+    )
+    of_ids = texts(preflight.device_problems(config(num_processes=2, gpu_ids="0,1"), four, {}))
+    assert "gpu_ids: chooses among GPUs of NVIDIA and AMD (got 0,1; this machine has 4 xpu devices)" in of_ids
+    assert launch_spec(config(num_processes=4), "train.py", kind="xpu").backend == "xpu"
+    assert launch_spec(config(num_processes=4, use_cpu=True), "train.py", kind="xpu").backend == "gloo"
+
+
 @pytest.mark.fault_row(34)
 def test_a_port_in_use_names_its_owner():
     with socket.socket() as taken:

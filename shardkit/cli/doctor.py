@@ -125,6 +125,7 @@ def together(config: "Config", config_name: str, folder: Path, here: "Machine", 
             has_prefix=False,
             variables=env.copy(),
             more_variables={ranks_files.FOLDER: str(folder)},
+            kind=here.kind,
         )
         (logs / ranks_files.OWN).write_text(json.dumps(findings.as_json(own)))
         attempts.run(launched)

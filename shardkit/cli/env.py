@@ -91,7 +91,16 @@ def _backends() -> dict[str, Any]:
         "nccl": torch.distributed.is_nccl_available(),
         "mpi": torch.distributed.is_mpi_available(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else False,
+        **_own_backend(),
     }
+
+
+def _own_backend() -> dict[str, Any]:
+    """The backend of an accelerator that is neither NVIDIA's nor AMD's."""
+    from shardkit.distributed import accelerators
+
+    kind = accelerators.kind()
+    return {} if kind in (None, "cuda") else {kind: accelerators.own_backend(kind) or False}
 
 
 def _configuration() -> str | None:

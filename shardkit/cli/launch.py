@@ -187,6 +187,7 @@ def start(
         origins=loaded.chosen,
         more_variables=_compat_variables(switches),
         has_number=has_number(loaded),
+        kind=machine.kind,
     )
     if dry_run:
         is_elastic = launched.launch.min_machines is not None

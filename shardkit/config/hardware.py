@@ -1,4 +1,4 @@
-"""The hardware of this machine, found without torch: devices, cores, memory, and the scheduler's job."""
+"""The hardware of this machine: devices, cores, memory, and the scheduler's job. This process does not load torch."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from shardkit import env
+from shardkit.config import other_devices
 from shardkit.config.scheduler import Scheduler, scheduler
 from shardkit.digits import number_in
 
@@ -63,7 +64,8 @@ class Hardware:
 def detect() -> Hardware:
     """The hardware that this process may use."""
     found = _nvidia() or _nvidia_without_tool() or _rocm()
-    return Hardware(tuple(_visible(found)), _cores(), _memory_bytes(), scheduler(), len(found))
+    visible = _visible(found) if found else [Device(*one) for one in other_devices.found()]
+    return Hardware(tuple(visible), _cores(), _memory_bytes(), scheduler(), len(found or visible))
 
 
 def _run(command: list[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.distributed import xla
+from shardkit.errors import MachineError
 
 # Devices on which torch has no collectives: one process.
 ALONE = ("mps",)
@@ -72,11 +73,22 @@ def is_lost_after_fork() -> bool:
 def backend_for(device: torch.device) -> str:
     """The process group backend for this kind of device: gloo for CPU tensors, and the device's own backend.
 
-    torch also finds a backend that an extension has registered for its device.
+    torch also finds a backend that an extension has registered for its device. MachineError where there is none.
     """
     if device.type in ("cpu", "xla") or device.type in ALONE:
         return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if (own := own_backend(device.type)) is None:
+        raise MachineError(
+            f"this machine: torch has no collectives for {device.type} devices (got no backend registered for them); "
+            "import the package that registers one before the Accelerator is made, train with one process "
+            "(distributed_type: NO), or set use_cpu: true."
+        )
+    return f"cpu:gloo,{device.type}:{own}"
+
+
+def own_backend(kind: str) -> str | None:
+    """The name of the backend for tensors on this kind of device."""
+    return dist.Backend.default_device_backend_map.get(kind)
 
 
 def name_of(device: torch.device) -> str:
@@ -91,6 +103,12 @@ def identity(device: torch.device) -> str:
     """The hardware's own number, equal in all processes that see it; empty where the device has none."""
     tell = getattr(_module(device), "get_device_properties", None)
     return "" if tell is None else str(getattr(tell(device), "uuid", ""))
+
+
+def total_bytes(device: torch.device) -> int:
+    """The device's memory; 0 where it does not tell, or shares the host's."""
+    tell = getattr(_module(device), "get_device_properties", None)
+    return 0 if tell is None else int(getattr(tell(device), "total_memory", 0))
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

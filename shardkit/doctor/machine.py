@@ -67,7 +67,8 @@ def configuration(config: Config, machine: Machine, variables: dict[str, str]) -
         for problem in preflight.run_problems(config, machine, variables)
     ]
     ranks = f"{config.num_processes} ranks on {counted(config.num_machines, 'machine')}"
-    return found or [Finding("configuration", f"{ranks}, {device_of(config)}")]
+    device = device_of(config)
+    return found or [Finding("configuration", f"{ranks}, {machine.kind if device == 'cuda' else device}")]
 
 
 def versions() -> Finding:

@@ -38,7 +38,8 @@ SLOW = {"gloo": 50e6}
 GPU_SLOW = 1e9
 """... and NCCL at a 10 Gbit/s network, which an accelerator never waits for in less than its own time."""
 ADVICE = {"gloo": "GLOO_SOCKET_IFNAME chooses the interface, and the cores may be busy"}
-GPU_ADVICE = "NCCL_DEBUG=INFO says over what it goes; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose"
+NCCL_ADVICE = "NCCL_DEBUG=INFO says over what it goes; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose"
+OTHER_ADVICE = "the documentation of this backend says how to see over what it goes, and how to choose"
 
 
 def main() -> None:
@@ -226,7 +227,7 @@ def judged(row: dict[str, Any], rows: list[dict[str, Any]]) -> Finding:
     speed, number = row["bytes_per_s"], row["machine"]
     size, taken_ms = in_words(row["size_bytes"]), row["seconds"] * 1e3
     text = f"{in_words(int(speed))}/s ({size} in {taken_ms:.1f} ms, {row['ranks']} ranks)"
-    advice = ADVICE.get(backend, GPU_ADVICE)
+    advice = ADVICE.get(backend, NCCL_ADVICE if "nccl" in backend else OTHER_ADVICE)
     if speed < SLOW.get(backend, GPU_SLOW):
         return Finding(check, text, Level.WARNING, f"slow: {advice}", number)
     others = [o["bytes_per_s"] for o in rows if o["kind"] == row["kind"] and o["machine"] not in (None, number)]

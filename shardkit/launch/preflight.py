@@ -51,12 +51,20 @@ class Machine:
     memory_bytes: int | None = None
     installed: int = 0
     """GPUs of the machine, with those that variables hide."""
+    kind: str = "cuda"
+    """The devices' kind, for torch; that of AMD's GPUs is cuda, too."""
 
     @classmethod
     def of(cls, hardware: Hardware) -> "Machine":
         """This one, as its hardware was detected."""
         names = tuple(device.name for device in hardware.devices)
-        return cls(names, hardware.cores, hardware.memory_bytes, hardware.installed)
+        kind = next((device.kind for device in hardware.devices if device.kind != "rocm"), "cuda")
+        return cls(names, hardware.cores, hardware.memory_bytes, hardware.installed, kind)
+
+    @property
+    def noun(self) -> str:
+        """What one of its devices is called."""
+        return "GPU" if self.kind == "cuda" else f"{self.kind} device"
 
 
 def raise_all(problems: list[Problem]) -> None:
@@ -130,7 +138,7 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
         return []
     if wanted <= len(machine.devices):
         return _of_gpu_ids(config, machine)
-    have = counted(len(machine.devices), "GPU") if machine.devices else "no GPU"
+    have = counted(len(machine.devices), machine.noun) if machine.devices else "no GPU"
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     check = f' or check CUDA_VISIBLE_DEVICES (now "{visible}")' if visible is not None else ""
     fewer = f"set it to {len(machine.devices) * config.num_machines}, or " if machine.devices else ""
@@ -144,6 +152,13 @@ def device_problems(config: Config, machine: Machine, variables: Mapping[str, st
 
 def _of_gpu_ids(config: Config, machine: Machine) -> list[Problem]:
     """Whether the chosen GPUs exist. Their numbers are those of the machine, whatever CUDA_VISIBLE_DEVICES is."""
+    if machine.kind != "cuda" and config.gpu_ids and config.gpu_ids.strip().lower() != "all":
+        text = (
+            f"launch: gpu_ids: chooses among GPUs of NVIDIA and AMD (got {config.gpu_ids}; this machine has "
+            f"{counted(len(machine.devices), machine.noun)}); leave it out, and set the variable that the devices' own "
+            "driver reads."
+        )
+        return [Problem(text, EXIT_MACHINE)]
     numbers = [int(number) for number in (config.gpu_ids or "").split(",") if number.strip().isdigit()]
     beyond = [number for number in numbers if number >= machine.installed]
     if not beyond or not machine.installed:

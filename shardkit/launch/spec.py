@@ -99,10 +99,11 @@ def launch_spec(
     origins: dict[str, str] | None = None,
     more_variables: Mapping[str, str] | None = None,
     has_number: bool = True,
+    kind: str = "cuda",
 ) -> LaunchSpec:
     """The launch of a valid configuration. `variables`: those that the ranks would inherit; `origins`: the sources of
     the settings that the user chose; `more_variables`: those that the command sets for the ranks; `has_number`: whether
-    this machine's number was given."""
+    this machine's number was given; `kind`: that of this machine's accelerators."""
     device = device_of(config)
     world_size = world_size_of(config)
     ranks_here = world_size // config.num_machines
@@ -115,7 +116,7 @@ def launch_spec(
         num_machines=config.num_machines,
         machine_rank=config.machine_rank,
         device=device,
-        backend={"cpu": "gloo", "cuda": "nccl"}.get(device, device),
+        backend=_backend(kind if device == "cuda" else device),
         rendezvous=rendezvous_of(config),
         config_name=config_name,
         strategy=strategy_of(config),
@@ -132,6 +133,11 @@ def launch_spec(
     )
 
 
+def _backend(kind: str) -> str:
+    """The backend's name for this kind of device, or the kind itself, for which torch finds one in the ranks."""
+    return {"cpu": "gloo", "cuda": "nccl"}.get(kind, kind)
+
+
 def python_command(module: str, arguments: Sequence[str]) -> list[str]:
     """The command line that runs a module with the options (-X, -W, ...) that this Python was started with."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -139,7 +145,7 @@ def python_command(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def device_of(config: Config) -> str:
-    """The kind of device that the ranks run on: cpu, cuda or xla."""
+    """The kind of device that the ranks run on: cpu, xla, or cuda for any accelerator that torch knows."""
     if config.distributed_type is DistributedType.XLA or config.xla:
         return "xla"
     return "cpu" if runs_on_cpu(config) else "cuda"

@@ -47,10 +47,11 @@ def notebook_launcher(
     devices = len(hardware.detect().devices)  # found without the driver, which forked ranks could not use afterwards
     settings = {} if read_precision(mixed_precision) == "no" else {"mixed_precision": mixed_precision}
     if accelerators.is_used() or (devices and _forks_lose_devices()):
+        module = f"torch.{accelerators.kind() or 'cuda'}"
         raise UsageError(
-            "notebook_launcher: this process has already used the GPU, or asked CUDA about it, and forked ranks cannot "
-            "use it then (got torch.cuda initialized, or a call such as torch.cuda.is_available); restart the "
-            "notebook, and use torch.cuda only inside the function."
+            f"notebook_launcher: this process has already used the GPU, or asked its driver about it, and forked ranks "
+            f"cannot use it then (got {module} initialized, or a call such as {module}.is_available); restart the "
+            f"notebook, and use {module} only inside the function."
         )
     number = num_processes or devices or accelerators.count() or 1
     _launch("notebook_launcher", function, args, number, settings, use_port)
