@@ -11,6 +11,8 @@ TORCH_oldest := 2.11.*
 TORCH_newest := 2.15.*
 # torch_xla goes with the torch of its own version, and Python 3.10 to 3.13.
 TORCH_xla := 2.9.*
+# The folder of torch_openreg in a checkout of PyTorch, at the release that is installed: make test-openreg OPENREG=...
+OPENREG ?=
 # For `make gpu` on a machine without a network: a folder of wheels of the small dependencies. torch is the machine's own.
 WHEELS ?=
 # Where a Python has all of these: make gpu GPU_PYTHON=python3
@@ -22,7 +24,7 @@ GPU_WANTS := accelerate torchao
 GPU_MINUTES ?= 19
 # Some sections only, where a command may not take so long: gpu.json keeps the others.
 GPU_ONLY ?=
-.PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla gpu lint format docs clean
+.PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla test-openreg gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -87,6 +89,15 @@ test-oldest test-newest: test-%: .venv-%/.ready
 test-xla: .venv-xla/.ready
 	.venv-xla/bin/python -m pytest -m xla tests/test_xla.py
 
+.venv-openreg/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' setuptools wheel cmake ninja
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation --no-deps '$(OPENREG)'
+	touch $@
+
+test-openreg: .venv-openreg/.ready
+	PATH="$(CURDIR)/.venv-openreg/bin:$$PATH" .venv-openreg/bin/python -m pytest -m openreg tests/test_openreg.py
+
 # PYTHON's own packages, pip among them, are named in around.pth: venv itself takes none of another environment.
 .venv-gpu/.ready: pyproject.toml
 	$(PYTHON) -m venv --without-pip --system-site-packages .venv-gpu
@@ -114,4 +125,4 @@ docs: .venv/.ready
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf .venv .venv-storage .venv-oldest .venv-newest .venv-xla .venv-gpu build dist *.egg-info
+	rm -rf .venv .venv-storage .venv-oldest .venv-newest .venv-xla .venv-openreg .venv-gpu build dist *.egg-info

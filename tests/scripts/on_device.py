@@ -2,10 +2,10 @@
 
     python on_device.py ORDER.json RESULT.json
 
-The order: `device` (cpu or cuda), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`, `export`. Ranks
-split each batch; with `gloo` they meet through gloo, each alone with the first device as on a machine of its own. With
-`exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where its work is done,
-and leaves a result of its own.
+The order: `device` (cpu, cuda or openreg), `config`, `steps`; `dropout`; folders `load`, `save`, `save_beside`,
+`export`. Ranks split each batch; with `gloo` they meet through gloo, each alone with the first device as on a machine
+of its own. With `exact` torch takes kernels that give the same bits each time. With `ends_alone` each rank ends where
+its work is done, and leaves a result of its own.
 """
 
 import json
@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit import Accelerator
-from tests import models
+from tests import models, openreg
 
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
     torch.use_deterministic_algorithms(order.get("exact", False))  # warn_only leaves attention's backward as it is
+    if order["device"] == "openreg":
+        openreg.prepare()
     if order.get("gloo"):
         dist.init_process_group("gloo")
     world = {"num_processes": int(os.environ.get("WORLD_SIZE", "1")), "use_cpu": order["device"] == "cpu"}

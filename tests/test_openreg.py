@@ -1,0 +1,76 @@
+"""Training on a device of an extension: PyTorch's own test extension torch_openreg, which needs no hardware.
+
+Its operators run on the CPU, so that losses are those of plain torch there; its memory cannot be read from the host, so
+that a tensor left on the wrong device ends the process. Skipped with the reason where it is not installed;
+`docs/contributing.md` says how to build it.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import openreg
+from tests.printed import ROOT
+from tests.test_gpu import fsdp, reference, run, variables
+
+pytestmark = [
+    pytest.mark.openreg,
+    pytest.mark.skipif(find_spec("torch_openreg") is None, reason="torch_openreg is not installed here"),
+]
+DEVICE = "openreg"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collectives() -> None:
+    """Compiled before ranks need it: they would wait for each other."""
+    openreg.built()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [*((strategy, "no") for strategy in range(1, 6)), (1, "bf16"), (1, "fp16"), (3, "fp16")]
+)
+def test_two_devices_train_as_one_process(tmp_path, strategy, precision):
+    """As `launch` finds them, through the backend that is registered for them; with a save beside training."""
+    order, answer = tmp_path / "order.json", tmp_path / "answer.json"
+    section = {"mesh": {"replicate_size": 2}} if strategy > 3 else {}
+    config = fsdp(strategy, mixed_precision=precision, shardkit=section)
+    beside = {"save_beside_at": 2, "save_beside": str(tmp_path / "state")}
+    order.write_text(json.dumps({"device": DEVICE, "steps": 4, "config": config, "ends_alone": True, **beside}))
+    script = [ROOT / "tests" / "scripts" / "on_device.py", order, answer]
+    command = [sys.executable, "-m", "shardkit", "launch", "-n", "2", *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, env=variables())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / f"answer.json.{rank}").read_text()) for rank in range(2)]
+    assert [one["device"] for one in found] == ["openreg:0", "openreg:1"]
+    assert found[0]["norms"] == found[1]["norms"]
+    losses = [sum(pair) / 2 for pair in zip(*(one["losses"] for one in found), strict=True)]
+    assert losses == pytest.approx(reference("cpu", 4), abs=1e-4 if precision == "no" else 0.05)
+
+
+def test_offloaded_parameters_live_in_pinned_host_memory(tmp_path):
+    found = run(tmp_path, DEVICE, config=fsdp(fsdp_offload_params=True))
+    assert found["parameter"] == {"device": "cpu", "dtype": "torch.float32", "pinned": True}
+    assert found["losses"] == pytest.approx(reference("cpu"), abs=1e-4)
+
+
+def test_a_resumed_run_is_equal_to_the_bit(tmp_path):
+    """With recomputed dropout: the state of the device's generator is that of the saved step."""
+    config = fsdp(fsdp_activation_checkpointing=True)
+    whole = run(tmp_path, DEVICE, dropout=0.1, config=config)
+    run(tmp_path, DEVICE, steps=3, dropout=0.1, config=config, save=tmp_path / "state")
+    rest = run(tmp_path, DEVICE, first=3, dropout=0.1, config=config, load=tmp_path / "state")
+    assert (rest["losses"], rest["sum"]) == (whole["losses"][3:], whole["sum"])
+
+
+@pytest.mark.parametrize(("first", "second"), [(DEVICE, "cpu"), ("cpu", DEVICE)])
+def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, second):
+    saved = run(tmp_path, first, steps=3, config=fsdp(), save=tmp_path / "state", export=tmp_path / "model")
+    loaded = run(tmp_path, second, steps=0, config=fsdp(2), load=tmp_path / "state", export=tmp_path / "again")
+    assert loaded["sum"] == saved["sum"]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
