@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardkit import Accelerator
+from shardkit import Accelerator, compat
 from shardkit.checkpoint import verify
 from shardkit.cli.main import run
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
@@ -205,3 +205,27 @@ def test_what_hooks_must_not_do_fails_on_all_ranks_and_leaves_nothing(ranks, tmp
         assert "load hooks loaded different models on different ranks (got models [" in unlike
         assert "model: prepared in this run, but not in the checkpoint" in unknown
     assert sorted(os.listdir(tmp_path)) == ["good"]
+
+
+def resumed_without_a_load_hook(folder: Path) -> bool:
+    accelerator = compat.Accelerator(config=FSDP)
+    model = accelerator.prepare(Model())
+    before = weights_of(model)
+
+    def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        if accelerator.is_main_process and weights:
+            weights.pop()
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.save_state(folder / "saved")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder / "saved")
+    after = weights_of(model)
+    accelerator.end_training()
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_hooks_written_for_accelerate_may_remove_a_sharded_model_and_not_load_it(ranks, tmp_path):
+    assert all(ranks.run(2, resumed_without_a_load_hook, tmp_path))

@@ -114,6 +114,8 @@ class Accelerator(PlainAttributes, own.Accelerator):
         state.parallelism_config = parallelism_config
         self.state = state  # type: ignore[assignment]
         self.gradient_state = GradientState(gradient_accumulation_plugin, _run=self._run)
+        # Accelerate shows hooks no sharded model, so scripts remove what is there and rely on the checkpoint's copy.
+        self._run.hooks.keep_models = self.is_fsdp2
         if self.is_fsdp2 and "fsdp.state_dict_type" not in self._run.origins:
             # Accelerate's default: the Trainer writes a model for from_pretrained only with FULL_STATE_DICT.
             self.state.fsdp_plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)

@@ -79,7 +79,7 @@ MEMBERS: dict[str, str] = {
     "end_training": "also waits for a running background save",
     "save": "safetensors or JSON instead of pickle; --accelerates-meaning save uses torch.save",
     "save_model": "every rank writes its part, nothing is gathered; on the main process only: as save_state",
-    "register_save_state_pre_hook": _SAME,
+    "register_save_state_pre_hook": "under FSDP the checkpoint has the models also if the hook removes their weights",
     "save_state": "writes one checkpoint atomically, named by the step, without pickle. If the script calls it on the "
     "main process only, rank 0 saves alone; under FSDP that raises an error",
     "register_load_state_pre_hook": _SAME,

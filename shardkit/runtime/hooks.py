@@ -22,6 +22,8 @@ class StateHooks:
 
     at_save: "OrderedDict[int, SaveHook]" = field(default_factory=OrderedDict)
     at_load: "OrderedDict[int, LoadHook]" = field(default_factory=OrderedDict)
+    keep_models: bool = False
+    """Whether a checkpoint has all models, also those whose weights a save hook has removed."""
 
 
 def register(hooks: "OrderedDict[int, Any]", hook: Any, name: str) -> RemovableHandle:

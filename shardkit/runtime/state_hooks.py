@@ -4,7 +4,7 @@ A save hook, `hook(models, weights, output_dir)`, runs on every rank before the 
 prepared models without the wrappers of DDP and torch.compile; `weights` has a mapping of names to tensors for each of
 them (sharing memory, sharded under FSDP). Files written into `output_dir` are committed with the checkpoint, or not at
 all. If the hook removes a model's weights (`weights.pop()`), it has saved that model itself, and the checkpoint
-contains no copy; rank 0's list counts.
+contains no copy; rank 0's list counts. With `StateHooks.keep_models` it contains one nevertheless.
 
 A load hook, `hook(models, input_dir)`, runs on every rank after the whole checkpoint has been verified and before
 anything is loaded. If it removes a model (`models.pop()`), it has loaded that model itself; all ranks must remove the
@@ -54,7 +54,7 @@ def save(
         for one in begun:
             one.discard()
         raise
-    return staging, frozenset(attempt.verdict)
+    return staging, frozenset() if hooks.keep_models else frozenset(attempt.verdict)
 
 
 def _run_at_save(hooks: StateHooks, models: list[Any], folder: Path) -> set[int]:
