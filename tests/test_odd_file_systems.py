@@ -202,3 +202,25 @@ def test_where_the_disk_cannot_read_the_newest_the_one_before_is_resumed(tmp_pat
     assert "skipped step 2" in caplog.text and "cannot be read (Input/output error)" in caplog.text
     assert "resuming at step 1, 1 steps are repeated" in caplog.text
     assert [found.step for found in folder.steps(tmp_path)] == [2, 1], "it may be read again, once the disk is mended"
+
+
+def test_a_folder_that_cannot_be_listed_any_more_does_not_end_what_has_succeeded(tmp_path, monkeypatch, caplog):
+    """Rank 0 alone looks after a commit and after a load: an error there would leave the others in a collective."""
+    live = checkpoints.build("plain")
+    for step in (1, 2):
+        checkpoints.save(live, folder.step_folder(tmp_path, step), step, in_series=True)
+    found = folder.candidates(tmp_path)
+
+    def unlisted(root):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(folder, "_on_disk", unlisted)
+    checkpoints.save(live, folder.step_folder(tmp_path, 3), 3, in_series=True, keep_last=1)
+    assert manifest.read(tmp_path / "step-00000003").step == 3
+    assert (
+        f"step 3 is saved, but cleaning up failed: checkpoint: {tmp_path}: cannot be read (Input/output" in caplog.text
+    )
+    with pytest.raises(CheckpointSaveError, match=r"save of step 3 .* failed: a checkpoint with this name exists"):
+        checkpoints.save(live, folder.step_folder(tmp_path, 3), 3, in_series=True)
+    monkeypatch.setattr(folder, "candidates", lambda root: found)
+    assert checkpoints.load_newest(checkpoints.build("plain"), tmp_path).checkpoint.manifest.step == 2

@@ -51,7 +51,7 @@ def _earlier_checkpoint(request: SaveRequest) -> str:
     """Which checkpoint is still available. Looks at names only, so that it cannot fail or wait."""
     if isinstance(request.final, Url):  # a request to a store may take long
         return "The incomplete save has no manifest, so it is not a checkpoint."
-    with suppress(OSError):
+    with suppress(CheckpointError, OSError):
         good = [found for found in folder.steps(request.final.parent) if found.path != request.final]
         if request.in_series and good:
             return f"The incomplete save is not used. Last checkpoint: step {good[0].step} ({good[0].path})."

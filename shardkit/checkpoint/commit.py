@@ -70,7 +70,8 @@ def _commit_on_disk(temporary: Path, final: Path, record: Manifest) -> None:
 
 
 def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> None:
-    """On rank 0: LATEST and retention. The checkpoint is already committed, so errors here are warnings."""
+    """On rank 0: LATEST and retention. The checkpoint is already committed, so errors here are warnings: raised on
+    rank 0 alone, they would leave the others in the next collective."""
     request = prepared.request
     try:
         if isinstance(prepared.temporary, Path) and prepared.temporary.exists():
@@ -85,8 +86,10 @@ def after_commit(prepared: PreparedSave, record: Manifest, started: float) -> No
                 retention.apply(request.final.parent, request.keep_last, request.keep_every, kept)
         if prepared.attempt is not None:
             in_store.tidy(prepared.attempt)
-    except OSError as error:
-        logger.warning("checkpoint: step %d is saved, but cleaning up failed: %s.", request.step, words(error))
+    except (CheckpointError, OSError) as error:
+        logger.warning(
+            "checkpoint: step %d is saved, but cleaning up failed: %s.", request.step, words(error).rstrip(".")
+        )
     seconds = time.monotonic() - started
     where, size = request.final, sizes.in_words(record.bytes)
     logger.info("checkpoint: step %d saved in %s (%s, %.1f s)", request.step, where, size, seconds)

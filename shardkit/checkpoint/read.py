@@ -14,7 +14,7 @@ A sharded checkpoint and a full one differ only in `layout.pieces`: in a full on
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,16 +150,14 @@ def _warn_of(skipped: list[SkippedFolder], checkpoint: Checkpoint, control: Cont
     for item in skipped:
         lost = f"resuming at step {step}, {max(0, item.step - step)} steps are repeated"
         logger.warning("checkpoint: skipped step %d (%s); %s.", item.step, item.reason, lost)
-    known = {item.step for item in skipped}
-    above = [found.step for found in folder.steps(checkpoint.path.parent) if found.step > step]
-    stale = sorted(set(above) - known)
-    if stale:
-        given_up = ", ".join(map(str, stale[:5]))
-        logger.warning(
-            "checkpoint: resuming at step %d, which was saved after the checkpoints of the higher steps %s.",
-            step,
-            given_up,
-        )
+    with suppress(CheckpointError):  # the state is loaded: an error on rank 0 alone would leave the others waiting
+        above = {found.step for found in folder.steps(checkpoint.path.parent) if found.step > step}
+        if stale := sorted(above - {item.step for item in skipped}):
+            logger.warning(
+                "checkpoint: resuming at step %d, which was saved after the checkpoints of the higher steps %s.",
+                step,
+                ", ".join(map(str, stale[:5])),
+            )
 
 
 def _load(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: LoadOptions) -> LoadedState:

@@ -130,7 +130,7 @@ def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
             else:
                 disk.remove_folder(found.path)
             removed.append(found.path)
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             logger.warning("checkpoint: %s: cannot be deleted (%s); delete it manually.", found.path, error)
     return removed
 
