@@ -430,11 +430,20 @@ def test_what_the_file_system_refuses_is_told(project, tmp_path, capsys):
     assert f"checkpoint: {tmp_path / 'file' / 'below'}: Not a directory; choose another path" in capsys.readouterr().err
 
 
-def test_an_empty_name_is_refused(project, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run(["checkpoint", "merge", str(project), "-o", ""]) == EXIT_CONFIG
+EMPTY = [
+    ["list", ""], ["verify", ""], ["pin", ""], ["prune", "", "--keep-last", "1"], ["merge", "PROJECT", "-o", ""],
+    ["convert", "", "-o", "out"], ["convert", "PROJECT", "-o", ""],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", EMPTY, ids=" ".join)
+def test_an_empty_name_is_refused(project, capsys, monkeypatch, words):
+    """As from a shell variable that is not set: it is not the current folder."""
+    monkeypatch.chdir(project)
+    before = sorted(project.rglob("*"))
+    assert run(["checkpoint", *(str(project) if word == "PROJECT" else word for word in words)]) == EXIT_CONFIG
     assert "not the path of a folder (got ''); give a folder, or . for the current one." in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert sorted(project.rglob("*")) == before
 
 
 def test_a_folder_that_cannot_be_read_is_told(project, capsys, monkeypatch):

@@ -24,11 +24,27 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=HELP)
 
+
+def _named(path: str) -> Place:
+    """The place. An empty text, as from a shell variable that is not set, is not the current folder: prune would delete
+    checkpoints there."""
+    if path == "":
+        raise typer.BadParameter("not the path of a folder (got ''); give a folder, or . for the current one.")
+    return place_of(path)
+
+
+def _on_disk(path: str) -> Path:
+    found = _named(path)
+    if isinstance(found, Url):
+        raise typer.BadParameter(f"an object store is not supported here (got {found}); give a folder on a disk.")
+    return found
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 Where = Annotated[
     Path,
     typer.Argument(
-        parser=place_of,
+        parser=_named,
         metavar="PATH",
         help="A checkpoint, a folder of checkpoints (its newest), or a project folder; or the URL of one.",
     ),
@@ -36,30 +52,17 @@ Where = Annotated[
 Each = Annotated[
     Path,
     typer.Argument(
-        parser=place_of,
+        parser=_named,
         metavar="PATH",
         help="A checkpoint, a folder of checkpoints (all of them), or a project folder; or the URL of one.",
     ),
 ]
 Series = Annotated[
     Path,
-    typer.Argument(parser=place_of, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
+    typer.Argument(parser=_named, metavar="DIR", help="A folder of checkpoints, or a project folder; or its URL."),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default as saved.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest file, such as 5GB or 500MB.")]
-
-
-def _named(path: str) -> Path:
-    if not path:
-        raise typer.BadParameter("not the path of a folder (got ''); give a folder, or . for the current one.")
-    return _on_disk(path)
-
-
-def _on_disk(path: str) -> Path:
-    found = place_of(path)
-    if isinstance(found, Url):
-        raise typer.BadParameter(f"an object store is not supported here (got {found}); give a folder on a disk.")
-    return found
 
 
 @app.callback()
@@ -229,7 +232,7 @@ def merge(
     path: Where,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", parser=_named, metavar="PATH", help="The folder for the safetensors files."),
+        typer.Option("--output", "-o", parser=_on_disk, metavar="PATH", help="The folder for the safetensors files."),
     ],
     dtype: Dtype = None,
     max_shard_size: ShardSize = "5GB",
