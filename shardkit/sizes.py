@@ -2,10 +2,13 @@
 
 import re
 
+from shardkit.digits import number_in
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 
 _READ = {"k": KIB, "m": MIB, "g": GIB, "t": 2**40, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
+_READ |= {"ki": KIB, "mi": MIB, "gi": GIB, "ti": 2**40}
 _READ |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgt]i?b?)\s*", re.IGNORECASE)
 
@@ -19,7 +22,12 @@ def in_words(size_bytes: int) -> str:
 
 
 def read_bytes(text: str) -> int | None:
-    """The bytes of a size with its unit: 80GiB and 80g (2^30), 24 GB (10^9), 512MiB; None if it is none, or is 0."""
+    """The bytes of a size with its unit: 80GiB, 80Gi and 80g (2^30), 24 GB (10^9); None if it is none, or is 0."""
     match = _SIZE.fullmatch(text)
     factor = _READ.get(match[2].lower()) if match else None
     return int(float(match[1]) * factor) or None if match and factor else None
+
+
+def read_bytes_or_number(text: str) -> int | None:
+    """As `read_bytes`; also a plain number of bytes: 500, 500B."""
+    return number_in(text.strip().upper().removesuffix("B")) or read_bytes(text)

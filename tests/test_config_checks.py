@@ -63,6 +63,8 @@ def complaint(text: str) -> str:
             "shardkit: {checkpoint: {max_shard_size: big}}\n",
             "max_shard_size: is not a size (got 'big'); write one such",
         ),
+        ("shardkit: {checkpoint: {max_shard_size: '1.5'}}\n", "max_shard_size: is not a size (got '1.5'); write one"),
+        ("shardkit: {checkpoint: {max_shard_size: 0.1B}}\n", "max_shard_size: is not a size (got '0.1B'); write one"),
         ("shardkit: {launch: {show: some}}\n", "show: is not all, nor ranks with commas (got 'some'); write all, or"),
         ("fsdp_config: {fsdp_ignored_modules: '('}\n", "fsdp_ignored_modules: is not a regular expression (got '(':"),
     ],

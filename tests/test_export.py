@@ -368,6 +368,8 @@ def test_blocks_of_a_sharded_dim_1_and_of_large_tensors(tmp_path, monkeypatch):
     assert_equal(tensors_in(tmp_path), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("2 GiB", 2**31), ("1.5kb", 1500), (7, 7), ("9", 9)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("2 GiB", 2**31), ("2Gi", 2**31), ("1.5kb", 1500), (7, 7), ("9", 9)]
+)
 def test_sizes(text, size):
     assert export.size_in_bytes(text) == size

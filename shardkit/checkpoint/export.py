@@ -23,7 +23,6 @@ from shardkit import sizes
 from shardkit.checkpoint import disk, faults, layout, manifest
 from shardkit.checkpoint import folder as folders
 from shardkit.checkpoint.layout import ITEM_BYTES, Stored
-from shardkit.digits import number_in
 from shardkit.errors import CheckpointSaveError, UsageError
 from shardkit.model.tree import by_numbers
 
@@ -60,7 +59,7 @@ class Opened:
 
 def size_in_bytes(size: str | int) -> int:
     """The bytes of a size such as 5GB (10^9 bytes), 512MiB (2^20) or a number of bytes; UsageError for other text."""
-    bytes_ = number_in(str(size).strip().upper().removesuffix("B")) or sizes.read_bytes(str(size))
+    bytes_ = sizes.read_bytes_or_number(str(size))
     if not bytes_:
         raise UsageError(f"max_shard_size: not a size (got {size!r}); write 5GB, 500MB, 2GiB or a number of bytes.")
     return bytes_

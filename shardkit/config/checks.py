@@ -13,6 +13,7 @@ from shardkit.config.host_port import problem_of_host
 from shardkit.config.meaning import dtypes, eight_bits, given_sizes, runs_on_cpu
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ConfigError
+from shardkit.sizes import read_bytes_or_number
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _names(config: Config) -> Iterator[Finding]:
 
 def _texts(config: Config) -> Iterator[Finding]:
     size = config.shardkit.checkpoint.max_shard_size
-    if not re.fullmatch(r"\d+(\.\d+)? *([KMGT]i?)?B?", size, re.IGNORECASE) or not re.search("[1-9]", size):
+    if not read_bytes_or_number(size):
         what = f"is not a size (got {size!r})"
         yield Finding(("shardkit.checkpoint.max_shard_size",), f"{what}; write one such as 5GB or 500MB.")
     shown = config.shardkit.launch.show
