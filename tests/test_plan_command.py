@@ -78,7 +78,7 @@ def test_the_report_for_gpt_175b(capsys):
 
 def test_without_a_file_the_precision_is_that_of_a_launch(capsys):
     arguments = ("--model", "gpt:layers=2,hidden=64,heads=2", "--world", "2")
-    for device, precision in [("h100-80", "bf16"), ("cpu", "fp32")]:
+    for device, precision in [("h100-80", "bf16"), ("cpu", "fp32"), ("CPU", "fp32")]:
         assert f", {precision}, adamw" in plan(capsys, *arguments, "--device", device)
     assert "CPU, fp32, adamw" in plan(capsys, *arguments, "--set", "use_cpu=true")
     assert "CPU, bf16, adamw" in plan(capsys, *arguments, "--device", "cpu", "--set", "mixed_precision=bf16")

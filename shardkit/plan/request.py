@@ -52,7 +52,8 @@ def _with_implied(path: Path | None, given: dict[str, str], strategy: str | None
         found = resolve(path, given, defaults_for_hardware=False).config
     except ConfigError:
         found = Config()  # the caller resolves all settings, and reports all problems
-    if path is None and device != "cpu" and not runs_on_cpu(found):
+    is_for_cpu = device is not None and device.strip().lower() == "cpu"  # as `devices.find` reads it
+    if path is None and not is_for_cpu and not runs_on_cpu(found):
         given = {"mixed_precision": "bf16", **given}
     if strategy is None:
         return given
