@@ -31,6 +31,11 @@ def test_a_model_in_several_files_is_one(tmp_path):
     assert {*converted(tmp_path)} == {"a", "b"}
 
 
+def test_numbers_of_parts_need_no_leading_zeros(tmp_path):
+    put(tmp_path, {f"model-{number}-of-11": {f"w{number}": torch.ones(1)} for number in range(1, 12)})
+    assert len(converted(tmp_path)) == 11
+
+
 def test_an_index_decides_which_files_belong_to_the_model(tmp_path):
     stale = {"model-00001-of-00003": {"a": torch.full((2,), 9.0), "c": torch.ones(1)}}
     put(tmp_path, PARTS | stale, {"a": "model-00001-of-00002", "b": "model-00002-of-00002"})
@@ -113,3 +118,10 @@ def test_pieces_that_overlap_leave_no_hole_unseen(tmp_path):
     assert key.fqn == "weight"
     with pytest.raises(CheckpointCorrupted, match="weight: its pieces overlap; the checkpoint is damaged"):
         dcp.read(tmp_path)["weight"].to("cpu")
+
+
+def test_a_step_that_no_resume_would_find_is_refused(tmp_path):
+    put(tmp_path, PARTS)
+    with pytest.raises(CheckpointError, match=r"--step: no such step can be resumed \(got 1000000000000000000\)"):
+        convert.convert(tmp_path, tmp_path / "out", step=10**18)
+    assert not (tmp_path / "out").exists()

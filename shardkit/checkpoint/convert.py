@@ -72,6 +72,8 @@ def convert(
                 found.notes.append("its step is unknown; saved as step 0: set it with --step")
         captured = _captured(found, named, step, source)
     final = root / folder.step_name(step)
+    if not folder.STEP.fullmatch(final.name):
+        raise CheckpointError(f"convert: --step: no such step can be resumed (got {step}); give at most 18 digits.")
     if final.exists():
         advice = "give another --step, or another folder"
         raise CheckpointError(f"convert: {final}: exists already, and checkpoints are not overwritten; {advice}.")

@@ -49,7 +49,7 @@ def _named_in(index: Path) -> dict[str, Path]:
 def _refuse_incomplete(folder: Path, numbered: list[Path]) -> None:
     found = [(int(match[1]), int(match[2])) for path in numbered if (match := _NUMBERED.fullmatch(path.name))]
     counts = {count for _, count in found}
-    if len(counts) > 1 or [number for number, _ in found] != [*range(1, max(counts, default=0) + 1)]:
+    if len(counts) > 1 or sorted(number for number, _ in found) != [*range(1, max(counts, default=0) + 1)]:
         shown = first_few([path.name for path in numbered], 4)
         raise CheckpointError(
             f"convert: {folder}: the numbered files are not those of one model (got {shown}, and no index); copy the "
