@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import disk, folder, locate, manifest, retention, save_model, state
+from shardkit.checkpoint import compare, disk, folder, locate, manifest, retention, save_model, state, verify
 from shardkit.cli import checkpoint_text
 from shardkit.cli.main import EXIT_UNREAD, run
 from shardkit.cli.progress import Progress
@@ -228,6 +228,29 @@ def test_diff_compares_what_different_ranks_saved(project, ranks, capsys):
     assert re.search(r"model: embed\.weight: [\d,]+ of [\d,]+ values differ, at most by \S+ \(relative: \S+\)", text)
     assert "scheduler.0" in found["other_state"]
     assert not found["only_first"] and not found["only_second"]
+
+
+APART = [
+    (torch.tensor([2**53, 1]), torch.tensor([2**53 + 1, 1]), (1, 1.0)),
+    (torch.tensor([2**63 - 1, 1]), torch.tensor([-(2**63), 1]), (1, 2.0**64)),
+    (torch.tensor([2**63], dtype=torch.uint64), torch.tensor([2**63 - 1], dtype=torch.uint64), (1, 1.0)),
+    (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), (0, None)),
+    (torch.tensor([torch.inf, torch.nan]), torch.tensor([0.0, torch.nan]), (1, None)),
+]
+
+
+@pytest.mark.parametrize(("one", "two", "expected"), APART)
+def test_diff_counts_values_and_not_what_doubles_hold_of_them(tmp_path, one, two, expected):
+    for name, values in (("a", one), ("b", two)):
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+        model.register_buffer("values", values)
+        save(state.Live([model]), tmp_path / name)
+    found = compare.compare(*(verify.open_checkpoint(tmp_path / name) for name in ("a", "b")))
+    magnitude = found.magnitudes["model: values"]
+    assert (magnitude.count, magnitude.max_abs) == expected
+    text = "no value differs, only their bits" if not magnitude.count else "1 of "
+    assert f"model: values: {text}" in "\n".join(checkpoint_text.difference(found))
 
 
 @pytest.mark.parametrize("section", ["model", "optim"])

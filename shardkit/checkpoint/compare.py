@@ -4,13 +4,16 @@ compute how far they are apart."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkit.checkpoint import digest as digests
 from shardkit.checkpoint import disk, index_json, layout, paths, values
 from shardkit.checkpoint.layout import ITEM_BYTES, Box, TensorEntry
 from shardkit.checkpoint.verify import Checkpoint, Files, damages, section_of
 from shardkit.errors import CheckpointCorrupted
+
+if TYPE_CHECKING:
+    import torch
 
 FACTS = ("kind", "step", "epoch", "samples_seen", "world_size", "mesh", "config_sha256", "model_fingerprint", "run_id")
 
@@ -167,7 +170,7 @@ def _same_bytes(a: Files, b: Files, key: tuple[str, str], on_bytes: Callable[[in
 
 
 def _magnitude(a: Files, b: Files, key: tuple[str, str]) -> Magnitude:
-    """How much the values differ, computed block by block. The only function here that needs torch."""
+    """How much the values differ, computed block by block. Only this and `_in_halves` need torch."""
     import torch
 
     from shardkit.checkpoint.tensors import TORCH_DTYPES
@@ -176,15 +179,30 @@ def _magnitude(a: Files, b: Files, key: tuple[str, str]) -> Magnitude:
     wide = torch.complex128 if entry.dtype == "C64" else torch.float64
     count, largest, relative = 0, None, None
     for box in _blocks(entry):
-        one, two = (torch.frombuffer(read_box(f, *key, box), dtype=TORCH_DTYPES[entry.dtype]).to(wide) for f in (a, b))
-        apart = (one - two).abs()
-        count += int((~((one == two) | (one.isnan() & two.isnan()))).sum())
+        given = [torch.frombuffer(read_box(f, *key, box), dtype=TORCH_DTYPES[entry.dtype]) for f in (a, b)]
+        one, two = (tensor.to(wide) for tensor in given)
+        # Doubles hold integers up to 2^53, so those of 64 bits are subtracted in halves.
+        apart = (_in_halves(*given) if entry.dtype in ("I64", "U64") else one - two).abs()
+        alike = (apart == 0) | (one.isinf() & (one == two)) | (one.isnan() & two.isnan())
+        count += int((~alike).sum())
         finite = apart.isfinite() & (apart > 0)
         if finite.any():
             share = apart[finite] / torch.maximum(one.abs(), two.abs())[finite]
             largest = max(largest or 0.0, float(apart[finite].max()))
             relative = max(relative or 0.0, float(share.max()))
     return Magnitude(count, entry.whole.count, largest, relative)
+
+
+def _in_halves(one: "torch.Tensor", two: "torch.Tensor") -> "torch.Tensor":
+    """The difference of two tensors of 64-bit integers, as doubles; exact if it is below 2^53."""
+    import torch
+
+    def halves(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        signed, low = given.view(torch.int64), 0xFFFFFFFF
+        return (signed >> 32) & (low if given.dtype is torch.uint64 else -1), signed & low
+
+    (high, low), (other_high, other_low) = halves(one), halves(two)
+    return (high - other_high).double() * 2.0**32 + (low - other_low).double()
 
 
 def _blocks(entry: TensorEntry) -> Iterator[Box]:
