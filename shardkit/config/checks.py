@@ -9,11 +9,15 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardkit.config.document import shortened
 from shardkit.config.host_port import problem_of_host
 from shardkit.config.meaning import dtypes, eight_bits, given_sizes, runs_on_cpu
 from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
 from shardkit.errors import ConfigError
 from shardkit.sizes import read_bytes_or_number
+
+# As `digits.number_in` reads each of them.
+_NUMBERS = re.compile(r"[0-9]{1,18}( *, *[0-9]{1,18})*")
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def _gpus(config: Config) -> Iterator[Finding]:
     chosen = config.gpu_ids
     if chosen is None or chosen.lower() == "all":
         return
-    if not re.fullmatch(r"\d+( *, *\d+)*", chosen):
+    if not _NUMBERS.fullmatch(chosen):
         yield Finding(("gpu_ids",), f"is not numbers with commas (got {chosen!r}); write all, or 0,1.")
         return
     count, needed = len(chosen.split(",")), config.processes_per_machine
@@ -168,15 +172,15 @@ def _texts(config: Config) -> Iterator[Finding]:
         what = f"is not a size (got {size!r})"
         yield Finding(("shardkit.checkpoint.max_shard_size",), f"{what}; write one such as 5GB or 500MB.")
     shown = config.shardkit.launch.show
-    if shown != "all" and not re.fullmatch(r"\d+( *, *\d+)*", shown):
+    if shown.strip().lower() != "all" and not _NUMBERS.fullmatch(shown):
         what = f"is not all, nor ranks with commas (got {shown!r})"
         yield Finding(("shardkit.launch.show",), f"{what}; write all, or 0,1.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the pattern are not checked here
             re.compile(config.fsdp.ignored_modules or "")
-    except re.error as error:
-        what = f"is not a regular expression (got {config.fsdp.ignored_modules!r}: {error})"
+    except (re.error, OverflowError, RecursionError) as error:
+        what = f"is not a regular expression (got {shortened(config.fsdp.ignored_modules)!r}: {error})"
         yield Finding(("fsdp.ignored_modules",), f"{what}; correct the pattern.")
 
 

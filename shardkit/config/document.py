@@ -111,10 +111,16 @@ def raw(node: yaml.Node) -> Any:
     return None if node.tag == _PLAIN + "null" else node.value
 
 
-def typed(node: yaml.Node) -> Any:
-    """The value as YAML types it, for settings that are passed through."""
+def typed(node: yaml.Node, where: str = "") -> Any:
+    """The value as YAML types it, for settings that are passed through. Raises ConfigError, after `where`, for what has
+    no value, such as 2024-13-45, which looks like a date."""
     constructor = yaml.SafeLoader("")
-    return constructor.construct_document(node)
+    try:
+        return constructor.construct_document(node)
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        reason = getattr(error, "problem", None) or error
+        what = f"has a value that YAML does not read ({shortened(reason, 80)}); write it in quotes."
+        raise ConfigError(f"{where}: {what}" if where else what) from None
 
 
 def shortened(text: Any, limit: int = 40) -> str:

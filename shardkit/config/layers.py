@@ -191,7 +191,10 @@ def _read_block(layer: Layer, block: yaml.MappingNode, section: Path, name: str)
         else:
             value = document.raw(node)
             if path == ("xla_fsdp_settings",) and isinstance(node, yaml.MappingNode):
-                value = document.typed(node)
+                try:
+                    value = document.typed(node, f"{where}: {written}")
+                except ConfigError as error:
+                    layer.problems += error.problems
             _put(
                 layer,
                 path,

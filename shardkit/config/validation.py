@@ -215,6 +215,8 @@ def _words(detail: Any, field: FieldInfo, path: Path, value: Any) -> str:
             return f"is too small {got}; write {_number(limit['ge'])} or more."
         case "less_than_equal":
             return f"is too large {got}; write {_number(limit['le'])} or less."
+        case "less_than":
+            return f"is too large {got}; write less than {_number(limit['lt'])}."
         case "greater_than":
             return f"is too small {got}; write more than {_number(limit['gt'])}."
     return f"is not {_kind_in_words(detail['type'])} {got}; {_example(field)}"

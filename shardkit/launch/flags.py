@@ -217,18 +217,16 @@ def _the_file_in(path: Path) -> Path:
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    import yaml
-
     name = f"--fsdp-config: {file}"
     try:
         with file.open("rb") as stream:
             text = document.decode(stream.read(document.MAX_BYTES + 1), name)
         is_json = file.suffix == ".json"
-        content = json.loads(text) if is_json else document.typed(document.compose(text, name))
+        content = json.loads(text) if is_json else document.typed(document.compose(text, name), name)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read ({error.strerror}); check the path.") from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{name} is not JSON or YAML ({' '.join(str(error).split())}); correct it.") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON ({' '.join(str(error).split())}); correct it.") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"{name}: is a block of keys (got {type(content).__name__}); write `key: value` lines.")
     return content
