@@ -319,6 +319,14 @@ def test_a_full_state_is_refused_in_words(root, live):
     assert names_in(root) == []
 
 
+def test_a_bucket_is_no_folder_of_a_checkpoint(live):
+    with pytest.raises(
+        CheckpointSaveError, match="memory://bucket is a whole bucket; give a folder in it"
+    ):
+        checkpoints.save(live, place_of("memory://bucket"), 1)
+    assert not objects.below(place_of("memory://bucket"))
+
+
 def test_a_file_of_a_script_is_refused_in_words(tmp_path):
     with pytest.raises(UsageError, match="give a file on a disk"):
         save_file({"a": 1}, "s3://bucket/a.json")

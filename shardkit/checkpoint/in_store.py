@@ -64,6 +64,8 @@ def begin(request: "SaveRequest") -> StoreSave:
     """On rank 0: write the mark, and delete objects of dead saves. Raises FileExistsError if the name is taken."""
     final, root = request.final, request.final.parent
     assert isinstance(final, Url) and isinstance(root, Url)
+    if final == root:  # its mark would be an object of another bucket
+        raise CheckpointError(f"{final} is a whole bucket; give a folder in it, such as {final / 'checkpoint'}")
     if not objects.is_exclusive(root):
         _warn_of_no_condition(root)
     before = objects.look(final / manifest.NAME)
