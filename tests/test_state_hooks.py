@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardkit import Accelerator, compat
-from shardkit.checkpoint import verify
+from shardkit.checkpoint import additions, verify
 from shardkit.cli.main import run
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime import saving
@@ -229,3 +229,13 @@ def resumed_without_a_load_hook(folder: Path) -> bool:
 
 def test_hooks_written_for_accelerate_may_remove_a_sharded_model_and_not_load_it(ranks, tmp_path):
     assert all(ranks.run(2, resumed_without_a_load_hook, tmp_path))
+
+
+def test_a_link_to_a_folder_is_refused_as_one_to_a_file(tmp_path):
+    """Its files would not be in the checkpoint."""
+    (tmp_path / "there").mkdir()
+    staging = additions.begin(tmp_path / "new", "0" * 32)
+    os.symlink(tmp_path / "there", staging.path / "link")
+    with pytest.raises(CheckpointError, match="a save hook wrote link, which is not a regular file"):
+        additions.take(staging, tmp_path, "xxh3")
+    staging.discard()

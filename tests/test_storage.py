@@ -320,9 +320,7 @@ def test_a_full_state_is_refused_in_words(root, live):
 
 
 def test_a_bucket_is_no_folder_of_a_checkpoint(live):
-    with pytest.raises(
-        CheckpointSaveError, match="memory://bucket is a whole bucket; give a folder in it"
-    ):
+    with pytest.raises(CheckpointSaveError, match="memory://bucket is a whole bucket; give a folder in it"):
         checkpoints.save(live, place_of("memory://bucket"), 1)
     assert not objects.below(place_of("memory://bucket"))
 

@@ -49,12 +49,18 @@ def take(staging: Staging, temporary: Path, digest: str) -> dict[str, File]:
     """
     taken: dict[str, File] = {}
     (staging.path / PROBE).unlink()
-    for here, _, names in os.walk(staging.path):
-        for name in names:
+    for here, folders, names in os.walk(staging.path, onerror=_refuse):
+        links = [name for name in folders if (Path(here) / name).is_symlink()]  # which os.walk does not enter
+        for name in [*names, *links]:
             source = Path(here) / name
             relative = source.relative_to(staging.path).as_posix()
             taken[relative] = _taken(source, relative, temporary, digest)
     return taken
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be read; os.walk would pass over it."""
+    raise error
 
 
 def _taken(source: Path, name: str, temporary: Path, digest: str) -> File:
