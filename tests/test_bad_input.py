@@ -15,7 +15,7 @@ from shardkit.config import files, tasks
 from shardkit.config.scheduler import scheduler
 from shardkit.convert.to_accelerate import to_accelerate
 from shardkit.digits import number_in
-from shardkit.errors import ConfigError, ModelError, UsageError
+from shardkit.errors import EXIT_CONFIG, ConfigError, ModelError, UsageError
 from shardkit.launch import flags
 from shardkit.model import sources
 from shardkit.model.sources import describe
@@ -280,3 +280,9 @@ def test_the_name_of_a_model_may_be_longer_than_paths_are(tmp_path, spec):
     assert sources.has_form(spec + "+", tmp_path) is False
     with pytest.raises(ModelError):
         describe(spec + "+", folder=tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--seq-len", "--per-machine", "--world"])
+def test_counts_beyond_any_run_are_refused_by_plan(flag, capsys):
+    assert run(["plan", "gpt:layers=2,hidden=64,heads=2", flag, "1" + "0" * 330]) == EXIT_CONFIG
+    assert flag in capsys.readouterr().err

@@ -28,7 +28,9 @@ def plan(
     world: Annotated[
         int | None, typer.Option(min=1, max=1_000_000, help="Total number of ranks; by default from the file.")
     ] = None,
-    per_machine: Annotated[int | None, typer.Option(min=1, help="Ranks per machine; by default 8.")] = None,
+    per_machine: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Ranks per machine; by default that of the file, or 8.")
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -41,9 +43,11 @@ def plan(
     network: Annotated[
         float | None, typer.Option(min=0.1, help="Total Gb/s of one machine's network adapters.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per micro-batch and rank.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, max=options.MOST, help="Sequences per micro-batch and rank.")
+    ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence; by default the model's maximum.")
+        int | None, typer.Option(min=1, max=options.MOST, help="Tokens per sequence; by default the model's maximum.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, momentum, adafactor, ...")] = "adamw",
     strategy: Annotated[

@@ -69,10 +69,15 @@ def submit(
     model: Annotated[
         str | None, typer.Option(help="Model to plan for, as in shardkit plan; default: the one in the file.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="For the plan: sequences in a micro-batch.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="For the plan: tokens in a sequence.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, max=options.MOST, help="For the plan: sequences in a micro-batch.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, max=options.MOST, help="For the plan: tokens in a sequence.")
+    ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps of the run; sets the time limit from the plan.")
+        int | None,
+        typer.Option(min=1, max=options.MOST, help="Optimizer steps of the run; sets the time limit from the plan."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the job to this file.", **options.PATH)
