@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from shardkit.checkpoint import disk, folder, locate, manifest
+from shardkit.checkpoint import disk, export, folder, locate, manifest
 from shardkit.checkpoint.lock import acquire
 from shardkit.cli.main import run
 from shardkit.errors import EXIT_CHECKPOINT, CheckpointError, CheckpointSaveError
@@ -224,3 +224,26 @@ def test_a_folder_that_cannot_be_listed_any_more_does_not_end_what_has_succeeded
         checkpoints.save(live, folder.step_folder(tmp_path, 3), 3, in_series=True)
     monkeypatch.setattr(folder, "candidates", lambda root: found)
     assert checkpoints.load_newest(checkpoints.build("plain"), tmp_path).checkpoint.manifest.step == 2
+
+
+def test_without_locks_the_last_user_of_a_folder_is_not_said_to_have_ended(tmp_path, monkeypatch, caplog):
+    (tmp_path / ".lock").write_text('{"run_id": "another", "host": "elsewhere", "pid": 7}')
+
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    acquire(tmp_path, "run").release()
+    assert "a second run in the folder is not detected" in caplog.text and "takes it over" not in caplog.text
+
+
+def test_what_another_process_deletes_meanwhile_is_no_leftover_to_tell_of(tmp_path, monkeypatch, caplog):
+    (tmp_path / f".tmp-step-00000001-{SAVE_ID}").mkdir()
+    (tmp_path / f"{export.TEMPORARY}1").mkdir()
+
+    def gone(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(folder, "is_held", gone)
+    assert folder.debris(tmp_path) == export.clean_debris(tmp_path) == []
+    assert not caplog.text

@@ -240,7 +240,8 @@ def clean_debris(folder: Path) -> list[Path]:
     """Remove temporary folders of killed exports. Those of running exports stay."""
     removed = []
     for path in folder.glob(f"{TEMPORARY}*"):
-        if path.is_dir() and not path.is_symlink() and not folders.is_held(path):
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
+        with suppress(FileNotFoundError):  # another process has just finished its export
+            if path.is_dir() and not path.is_symlink() and not folders.is_held(path):
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
     return removed

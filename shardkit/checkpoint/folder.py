@@ -254,6 +254,8 @@ def debris(root: Path, name: str | None = None) -> list[Path]:
         try:
             if path.is_dir() and not path.is_symlink() and not is_held(path) and not _is_needed(path):
                 found.append(path)
+        except FileNotFoundError:  # another process has deleted it meanwhile
+            continue
         except OSError as error:
             logger.warning("checkpoint: %s: leftover of a killed save, cannot be read (%s).", path, error)
     return found

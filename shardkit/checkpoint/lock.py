@@ -115,6 +115,7 @@ def _locked(root: Path, path: Path, run_id: str, advice: str) -> int:
             root,
             error,
         )
+        return descriptor  # the name in the file may be that of a run that goes on
     before = _holder(descriptor)
     if before and before.get("run_id") != run_id:
         logger.warning(
