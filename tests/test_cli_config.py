@@ -157,6 +157,14 @@ def test_validate(capsys):
     assert error == "config validate: no shardkit.yaml in this folder or its parents; give the file.\n"
 
 
+def test_show_prints_dates_of_xla_settings_as_json(capsys):
+    Path("shardkit.yaml").write_text("distributed_type: XLA\nxla_fsdp_settings: {a: 2024-01-01}\n")
+    for words in ([], ["--origin"], ["--diff", "other.yaml"]):
+        Path("other.yaml").write_text("num_processes: 4\n")
+        out, _ = shardkit(capsys, "config", "show", "xla_fsdp_settings", "--json", *words)
+        assert '"a": "2024-01-01"' in out and json.loads(out)
+
+
 def test_show_proves_where_each_value_comes_from(capsys, monkeypatch):
     Path("shardkit.yaml").write_text("num_processes: 2\nmixed_precision: fp16\n")
     monkeypatch.setenv("SHARDKIT_SET_MIXED_PRECISION", "bf16")

@@ -1,5 +1,6 @@
 """Every file that the wizard can write loads, round-trips, and is valid: sampled over all answers."""
 
+import shlex
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardkit.config.scheduler import Scheduler
 from shardkit.config.schema import Config
 from shardkit.launch.spec import launch_spec
 from shardkit.model.sources import describe
+from shardkit.wizard import commands
 from shardkit.wizard.answers import from_config, settle, to_config
 from shardkit.wizard.questions import QUESTIONS
 from shardkit.wizard.situation import Situation
@@ -183,3 +185,9 @@ def test_every_question_has_help_and_every_option_a_consequence():
         assert question.help, question.key
         for option in question.options(base):
             assert option.consequence or option.disabled, (question.key, option.value)
+
+
+def test_a_size_with_a_space_is_one_word_of_the_printed_command():
+    s = Situation(CPU_ONLY, answers={"where": "elsewhere", "gpu": "other", "gpu_memory": "48 GiB"})
+    plan = commands.lines(s, Path("shardkit.yaml"), "m:f")[-1]
+    assert shlex.split(plan)[-2:] == ["--device", "48 GiB"]

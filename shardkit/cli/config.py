@@ -107,6 +107,8 @@ def show(
     ] = None,
 ) -> int:
     """Show the configuration of a launch in this folder: flags, then environment, then file, then defaults."""
+    from pydantic_core import to_jsonable_python
+
     from shardkit.config.files import read, resolve
 
     loaded = resolve(file, _settings(settings))
@@ -115,13 +117,14 @@ def show(
     if diff is not None:
         found = _difference(loaded.config, read(diff).config)
         if as_json:
-            print(json.dumps({name: {"here": here, "other": other} for name, here, other in found}, indent=2))
+            rows = {name: {"here": here, "other": other} for name, here, other in found}
+            print(json.dumps(to_jsonable_python(rows), indent=2))
         else:
             _print_difference(found)
         return 0
     names = _names_below(key)
     if as_json:
-        print(json.dumps(_as_data(loaded, names, origin), indent=2))
+        print(json.dumps(to_jsonable_python(_as_data(loaded, names, origin)), indent=2))
     elif origin:
         _print_origins(loaded, names, everything=key is not None)
     elif key is not None:

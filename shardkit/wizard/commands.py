@@ -50,7 +50,8 @@ def _launches(s: Situation, path: Path) -> list[tuple[str, str]]:
 
 def _plan(s: Situation, path: Path, model: str | None) -> str:
     """The plan command of the same run; without a model in the file it has a placeholder for one."""
-    flags = ["" if model else " --model MODULE:FUNCTION", f" --device {s.planned_device}" if s.planned_device else ""]
+    flags = [] if model else [" --model MODULE:FUNCTION"]
+    flags += [f" --device {shlex.quote(s.planned_device)}"] if s.planned_device else []  # it may be `48 GiB`
     return f"shardkit plan{config_flag(path)}{''.join(flags)}"
 
 
