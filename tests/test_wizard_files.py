@@ -191,3 +191,17 @@ def test_a_size_with_a_space_is_one_word_of_the_printed_command():
     s = Situation(CPU_ONLY, answers={"where": "elsewhere", "gpu": "other", "gpu_memory": "48 GiB"})
     plan = commands.lines(s, Path("shardkit.yaml"), "m:f")[-1]
     assert shlex.split(plan)[-2:] == ["--device", "48 GiB"]
+
+
+@pytest.mark.parametrize("key", ["shardkit.seed", "shardkit.gradient_accumulation_steps", "fsdp.min_num_params"])
+def test_numbers_that_a_file_may_not_have_are_refused_where_they_are_typed(key):
+    question = next(question for question in QUESTIONS if question.key == key)
+    with pytest.raises(ValueError, match=r"out of range \(got 1,0+"):
+        question.check(Situation(CPU_ONLY), "1" + "0" * 30)
+    with pytest.raises(ValueError, match=r"not a whole number \(got 'many'\); give \d to 1[0-9,]+\.$"):
+        question.check(Situation(CPU_ONLY), "many")
+
+
+def test_a_seed_is_not_rounded():
+    question = next(question for question in QUESTIONS if question.key == "shardkit.seed")
+    assert question.check(Situation(CPU_ONLY), str(2**64 - 1)) == 2**64 - 1

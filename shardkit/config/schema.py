@@ -78,6 +78,7 @@ class StateDictType(str, Enum):
 _YES = {"yes", "true", "on", "y", "1"}
 _NO = {"no", "false", "off", "n", "0"}
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+_EXACT_DIGITS = 30  # floating-point numbers hold 15
 
 
 def read_bool(value: Any) -> Any:
@@ -98,8 +99,11 @@ def read_count(value: Any) -> Any:
         return value
     text = value.strip().lower().replace("_", "").replace(",", "")
     factor = _UNITS.get(text[-1:], 1)
+    text = text[:-1] if factor > 1 else text
+    if text.isascii() and text.isdigit() and len(text) <= _EXACT_DIGITS:
+        return int(text) * factor
     try:
-        number = float(text[:-1] if factor > 1 else text) * factor
+        number = float(text) * factor
     except ValueError:
         return value
     return int(number) if number.is_integer() else value
@@ -206,8 +210,9 @@ def read_numbers(value: Any) -> Any:
 
 Bool = Annotated[bool, BeforeValidator(read_bool)]
 # Beyond these, arithmetic in 64 bits overflows: of sizes in bytes, and of times in nanoseconds.
-_MOST, _LONGEST_S = 10**15, 10**9
-Count = Annotated[int, BeforeValidator(read_count), Field(le=_MOST)]
+MOST, _LONGEST_S = 10**15, 10**9
+SEEDS = 2**64
+Count = Annotated[int, BeforeValidator(read_count), Field(le=MOST)]
 Seconds = Annotated[float, BeforeValidator(read_count), Field(le=_LONGEST_S)]
 Names = Annotated[list[str], BeforeValidator(read_names)]
 Lines = Annotated[list[str], BeforeValidator(read_lines)]
@@ -426,7 +431,7 @@ class DataConfig(Section):
     """Pad a short last batch, so that every rank gets the same number of samples; `gather_for_metrics` drops the
     padding."""
 
-    seed: int | None = Field(None, ge=0, lt=2**64)
+    seed: int | None = Field(None, ge=0, lt=SEEDS)
     """Seed of the data order only; None: shardkit.seed, else rank 0's."""
 
 
@@ -506,7 +511,7 @@ class ShardkitConfig(Section):
     compile: Bool = False
     """torch.compile each repeated block."""
 
-    seed: int | None = Field(None, ge=0, lt=2**64)
+    seed: int | None = Field(None, ge=0, lt=SEEDS)
     """Seed of every random generator and of the data order; None: the script decides."""
 
     gradient_accumulation_steps: Count = Field(1, ge=1)

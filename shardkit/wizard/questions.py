@@ -301,7 +301,7 @@ QUESTIONS: tuple[Question, ...] = (
         key="shardkit.seed",
         title="Seed? (none: set by the script)",
         default=always(None, "set by the script"),
-        check=readers.optional_number,
+        check=readers.seed,
         asked=conditions.never,
         when="advanced",
     ),

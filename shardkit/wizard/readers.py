@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardkit.config import host_port
-from shardkit.config.schema import read_count, read_names
+from shardkit.config.schema import MOST, SEEDS, read_count, read_names
 from shardkit.digits import number_in
 from shardkit.model import sources
 from shardkit.sizes import read_bytes
@@ -14,18 +14,18 @@ from shardkit.wizard.situation import HERE, SEVERAL, Situation
 NONE_WORDS = {"none", "no", "-"}
 
 
-def in_range(typed: str, low: int, high: int | None) -> int:
+def in_range(typed: str, low: int, high: int) -> int:
     """A whole number: 2, 1e8, 100M, 100,000,000."""
     number = read_count(typed)
-    allowed = f"{low:,} to {high:,}" if high else f"{low:,} or more"
+    allowed = f"{low:,} to {high:,}"
     if not isinstance(number, int):
         raise ValueError(f"not a whole number (got {typed!r}); give {allowed}.")
-    if number < low or (high is not None and number > high):
+    if not low <= number <= high:
         raise ValueError(f"out of range (got {number:,}); give {allowed}.")
     return number
 
 
-def whole_number(low: int, high: int | None = None) -> Callable[[Situation, str], int]:
+def whole_number(low: int, high: int = MOST) -> Callable[[Situation, str], int]:
     """A reader of integers within fixed bounds."""
 
     def check(s: Situation, typed: str) -> int:
@@ -34,9 +34,9 @@ def whole_number(low: int, high: int | None = None) -> Callable[[Situation, str]
     return check
 
 
-def optional_number(s: Situation, typed: str) -> int | None:
-    """An integer from 0, or none."""
-    return None if typed.lower() in NONE_WORDS else in_range(typed, 0, None)
+def seed(s: Situation, typed: str) -> int | None:
+    """A seed of torch's random generators, or none."""
+    return None if typed.lower() in NONE_WORDS else in_range(typed, 0, SEEDS - 1)
 
 
 def optional_text(s: Situation, typed: str) -> str | None:
