@@ -286,3 +286,12 @@ def test_the_name_of_a_model_may_be_longer_than_paths_are(tmp_path, spec):
 def test_counts_beyond_any_run_are_refused_by_plan(flag, capsys):
     assert run(["plan", "gpt:layers=2,hidden=64,heads=2", flag, "1" + "0" * 330]) == EXIT_CONFIG
     assert flag in capsys.readouterr().err
+
+
+def test_plan_tells_of_a_file_in_another_encoding_once(tmp_path, capsys):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"num_processes: 2 # \xe9\n")
+    assert run(["plan", "--config", str(path)]) == EXIT_CONFIG
+    assert capsys.readouterr().err.count("is not a UTF-8 text file (got byte 0xe9 at 19)") == 1
+    path.write_bytes(b"\xef\xbb\xbf# model: gpt:layers=2,hidden=64,heads=2\nnum_processes: 2\n")
+    assert run(["plan", "--config", str(path)]) == 0, "a byte order mark hides no line"

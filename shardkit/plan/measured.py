@@ -91,7 +91,7 @@ def beside_the_plan(config: Config, path: Path | None, folder: Path) -> str:
     The file has neither batch nor optimizer: the plan is for AdamW without activations, and a line says how to
     include them.
     """
-    named = comment.read(path.read_text(encoding="utf-8")) if path else None
+    named = comment.in_file(path)
     if not any(folder.glob("rank*.memory.json")):
         return f"--measure: the script left nothing in {folder}; end it with accelerator.end_training()."
     model, where = shlex.quote(named or "MODULE:FUNCTION"), shlex.quote(str(folder))

@@ -65,7 +65,7 @@ def model_name(model: str | None, path: Path | None) -> str:
     """The model as given, else the one that the file names. UsageError if there is none."""
     if model:
         return model
-    named = comment.read(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else None
+    named = comment.in_file(path) if path is not None and path.is_file() else None
     if named is None:
         place = f"{path} names none" if path else "no configuration here names one"
         raise UsageError(f"--model: no model ({place}); give {FORMS}, or gpt:layers=..,hidden=..,heads=..")

@@ -199,7 +199,7 @@ def _planned(
     """(the job, with memory and time from the plan if no flags set them; notes). Unchanged without a model.
 
     A model that only the file names may be missing on this machine: that is a note, not an error."""
-    model = asked.model or (comment.read(path.read_text(encoding="utf-8")) if path is not None else None)
+    model = asked.model or comment.in_file(path)
     if model is None:
         wanted = [flag for flag, value in (("--batch-size", asked.batch_size), ("--steps", asked.steps)) if value]
         if wanted:
