@@ -9,6 +9,7 @@ import pytest
 
 from shardkit.checkpoint import disk, folder, manifest, values
 from shardkit.checkpoint.values import NotStorable, decode, encode
+from shardkit.errors import CheckpointCorrupted
 
 
 class Mode(Enum):
@@ -148,3 +149,8 @@ def test_debris_goes_and_what_is_being_written_stays(tmp_path):
 
     os.close(held)
     assert len(folder.clean_debris(tmp_path)) == 1
+
+
+def test_a_bound_that_no_deque_has_is_damage():
+    with pytest.raises(CheckpointCorrupted, match="a value is not as it was saved"):
+        decode({"$bounded_deque": [10**30, []]}, str)

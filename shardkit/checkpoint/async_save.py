@@ -149,7 +149,8 @@ class AsyncSave:
         try:
             problem_of_some = control.decide(problem, _first)
         except LostRank as error:
-            raise CheckpointSaveError(f"checkpoint: save of {self._where}: {error}; {problem or ''}") from error
+            own = f"; {problem}" if problem else ""
+            raise CheckpointSaveError(f"checkpoint: save of {self._where}: {error}{own}") from error
         if problem_of_some is not None:
             raise CheckpointSaveError(problem_of_some)
 

@@ -109,7 +109,7 @@ def decode(value: Any, load_tensor: Callable[[str], Any]) -> Any:
     that `encode` does not write."""
     try:
         return _decode(value, load_tensor)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointCorrupted(f"state: a value is not as it was saved ({error}); the file is damaged.") from error
 
 

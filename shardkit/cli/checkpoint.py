@@ -309,12 +309,12 @@ def prune(
     with _as_checkpoint_error(), nullcontext() if dry_run else _no_run_in(root):
         going = retention.expendable(root, keep_last, keep_every, is_good=is_good)
         left = retention.debris(root)
-        sizes = {found: _bytes_below(found) for found in [*left, *(found.path for found in going)]}
+        freed = {found: _bytes_below(found) for found in [*left, *(found.path for found in going)]}
         removed = [found.path for found in going]
         if not dry_run:
             left, removed = retention.clean_debris(root), retention.delete(going)
     result: dict[str, Any] = {"removed": [str(found) for found in removed], "debris": [str(found) for found in left]}
-    result |= {"bytes": sum(sizes.get(found, 0) for found in [*removed, *left]), "damaged": damaged, "dry_run": dry_run}
+    result |= {"bytes": sum(freed.get(found, 0) for found in [*removed, *left]), "damaged": damaged, "dry_run": dry_run}
     if as_json:
         print(json.dumps(result, indent=2))
     else:
