@@ -295,3 +295,12 @@ def test_plan_tells_of_a_file_in_another_encoding_once(tmp_path, capsys):
     assert capsys.readouterr().err.count("is not a UTF-8 text file (got byte 0xe9 at 19)") == 1
     path.write_bytes(b"\xef\xbb\xbf# model: gpt:layers=2,hidden=64,heads=2\nnum_processes: 2\n")
     assert run(["plan", "--config", str(path)]) == 0, "a byte order mark hides no line"
+
+
+@pytest.mark.parametrize("size", ["null", '"1e3"', "NaN", "1.5"])
+def test_a_measurement_without_numbers_is_none(tmp_path, capsys, size):
+    names = ("peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    text = ", ".join(f'"{name}": {size}' for name in names)
+    (tmp_path / "rank0.memory.json").write_text(f'{{"rank": 0, "device": "cpu", {text}}}')
+    assert run(["plan", "gpt:layers=2,hidden=64,heads=2", "--measured", str(tmp_path)]) == EXIT_CONFIG
+    assert "peak_bytes is no number of bytes" in capsys.readouterr().err

@@ -36,6 +36,8 @@ def read(folder: Path) -> Measured:
         if not found:
             raise UsageError(f"--measured {folder}: no measurement found (no rank*.memory.json); {_ADVICE}")
         most = max(found, key=lambda each: each["peak_bytes"])
+        if wrong := [name for name in most if name.endswith("_bytes") and type(most[name]) is not int]:
+            raise ValueError(f"{wrong[0]} is no number of bytes")
         return Measured(
             **{name: most[name] for name in Measured.__dataclass_fields__ if name != "ranks"}, ranks=len(found)
         )
