@@ -180,7 +180,9 @@ def assert_close(found, expected):
             torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("has_stepped", [False, True], ids=["fresh", "after a step"])
+@pytest.mark.parametrize(
+    "has_stepped", [pytest.param(False, marks=pytest.mark.slow, id="fresh"), pytest.param(True, id="after a step")]
+)
 @pytest.mark.parametrize(("before", "after"), [((2, "fsdp"), (2, "fsdp")), ((1, "plain"), (2, "fsdp"))], ids=str)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(ranks, tmp_path, kind, before, after, has_stepped):
@@ -349,7 +351,7 @@ def blockwise_again(strategy, steps, first, folder, has_stepped):
 
 @pytest.mark.parametrize("has_stepped", [False, True], ids=["fresh", "after a step"])
 @pytest.mark.parametrize("how", ["sharded", "full"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_plain_tensors_of_a_sharded_parameter_come_back_to_their_rank(ranks, tmp_path, world, how, has_stepped):
     expected = ranks.run(world, blockwise, "fsdp", 5)
     ranks.run(world, blockwise, "fsdp", 3, tmp_path / "c", how)

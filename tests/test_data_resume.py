@@ -181,6 +181,7 @@ def steps_of(folder, first=0, skips=False):
     return given
 
 
+@pytest.mark.slow
 def test_a_script_for_accelerate_goes_on_after_a_whole_number_of_epochs(ranks, tmp_path):
     whole = ranks.run(2, steps_of, str(tmp_path))[0]
     for first in (4, 6):  # an epoch has four steps

@@ -55,14 +55,8 @@ def test_killed_while_saving_beside_the_old_step_is_whole(tmp_path, point):
 
 
 @pytest.mark.fault_row(8)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "write:1:raise=ENOSPC",
-        pytest.param("manifest:0:raise=EIO", marks=pytest.mark.slow),
-        pytest.param("stage:1:raise=ENOMEM", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("fault", ["write:1:raise=ENOSPC", "manifest:0:raise=EIO", "stage:1:raise=ENOMEM"])
+@pytest.mark.slow
 def test_a_failure_beside_training_is_answers_to_all_ranks_at_once(tmp_path, fault):
     outcomes = forked.run(2, save_beside, tmp_path, fault)
     assert outcomes[0].value == outcomes[1].value, outcomes

@@ -141,6 +141,7 @@ def initialised(strategy: int) -> dict[str, Any]:
 
 
 @pytest.mark.requirement("A7")
+@pytest.mark.slow
 def test_own_initialisation_is_equal_for_any_world_and_strategy(ranks):
     expected = ranks.run(1, initialised, 1)[0]
     weights = torch.tensor(expected["blocks.0.up.weight"])

@@ -945,6 +945,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path):
     assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr + (tmp_path / "rank0.log").read_text()
 
 
+@pytest.mark.slow
 def test_what_a_script_has_begun_on_its_device_is_awaited_and_may_fail(tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch\n"

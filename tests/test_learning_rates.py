@@ -40,7 +40,7 @@ def _train(accelerator: Accelerator, how: str) -> None:
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("strategy", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_schedule_by_each_ranks_own_metric_is_noticed_once(ranks, strategy):
     of_rank_0, of_rank_1 = ranks.run(2, said_of_rates, strategy, "by its own metric")
     assert of_rank_0 == [
@@ -51,7 +51,7 @@ def test_a_schedule_by_each_ranks_own_metric_is_noticed_once(ranks, strategy):
     assert of_rank_1 == []
 
 
-@pytest.mark.parametrize("how", ["alike", "rounded"])
+@pytest.mark.parametrize("how", ["alike", pytest.param("rounded", marks=pytest.mark.slow)])
 def test_nothing_is_said_of_equal_learning_rates(ranks, how):
     assert ranks.run(2, said_of_rates, 1, how) == [[], []]
 

@@ -215,6 +215,7 @@ def test_whole_gradients_that_are_equal_on_all_ranks_are_taken(ranks, kind):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_states_that_a_load_has_replaced_are_freed(alone, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

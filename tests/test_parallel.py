@@ -692,7 +692,7 @@ def with_changed_buffers(strategy: int, recompute: str | None) -> list[torch.Ten
     return [*(whole(p.grad) for p in model.parameters()), *model.buffers()]
 
 
-@pytest.mark.parametrize("strategy", [1, 2])
+@pytest.mark.parametrize("strategy", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_a_recomputed_forward_changes_is_changed_once(ranks, strategy):
     expected = ranks.run(2, with_changed_buffers, strategy, None)
     for recompute in ("blocks", "operators"):
@@ -857,6 +857,7 @@ def freed_soon_after_a_collective() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+@pytest.mark.slow
 def test_a_model_is_freed_after_its_group(ranks):
     for _ in range(12):  # of those in another order one in three hung
         ranks.run(2, freed_soon_after_a_collective)

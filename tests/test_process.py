@@ -141,6 +141,7 @@ def limited_to(files: int, world_size: int) -> str:
     return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
+@pytest.mark.slow
 def test_too_few_open_files_are_told_before_gloo_ends_the_process():
     assert forked.run(1, limited_to, 900, 100)[0].value == "900"
     text = forked.run(1, limited_to, 900, 300)[0].value

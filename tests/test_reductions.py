@@ -64,7 +64,10 @@ def on_ranks(strategy: int) -> dict[str, Any]:
     return results(RanksRun(accelerator=Accelerator(config=loops.config_of(strategy, loops.LOOPS["usual"]))))
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
 def test_penalties_and_numbers_are_those_of_whole_tensors(ranks, world, strategy):
     expected = results(Run())
     for found in ranks.run(world, on_ranks, strategy):

@@ -113,7 +113,12 @@ def parted_replicas(folder, kind, changed, blocking):
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocking"), [("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)]
+    ("kind", "blocking"),
+    [
+        ("SHARDED_STATE_DICT", False),
+        pytest.param("SHARDED_STATE_DICT", True, marks=pytest.mark.slow),
+        pytest.param("FULL_STATE_DICT", True, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_that_a_second_replica_changed_alone_are_saved_as_the_first_has_them(ranks, tmp_path, kind, blocking):
     told = ranks.run(4, parted_replicas, tmp_path, kind, ["0.weight", "1.bias", "2.weight"], blocking)
