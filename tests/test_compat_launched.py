@@ -92,7 +92,7 @@ def compare_trainer(kind: str, world: int, flags: tuple[str, ...], tmp_path: Pat
 @pytest.mark.compat  # test_launch has a Trainer on two ranks
 def test_the_trainer_on_two_shards_is_one_process(tmp_path, shared):
     compare_trainer("causal", 2, FULL_SHARD, tmp_path, shared)
-    names = {path.name for path in (tmp_path / "first" / "checkpoint-2").iterdir()}
+    names = {path.name for path in (tmp_path / "first" / "checkpoint-4").iterdir()}
     assert {"pytorch_model_fsdp_0", "optimizer_0", "model.safetensors"} <= names
 
 
