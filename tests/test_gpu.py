@@ -143,16 +143,21 @@ def test_a_save_beside_training_holds_the_moment_it_was_asked_for(tmp_path, devi
     assert loaded["sum"] == then["sum"]
 
 
-ACROSS = [pytest.param(*pair, marks=CUDA.marks) for pair in (("cuda", "cpu"), ("cpu", "cuda"))]
-
-
-@pytest.mark.parametrize(("first", "second"), [pytest.param("cpu", "cpu", marks=pytest.mark.loops), *ACROSS])
-def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, second):
+def carry(tmp_path: Path, first: str, second: str) -> None:
+    """A state and an export of one device give the same weights on another."""
     saved = run(tmp_path, first, steps=3, config=fsdp(), save=tmp_path / "state", export=tmp_path / "model")
     loaded = run(tmp_path, second, steps=0, config=fsdp(2), load=tmp_path / "state", export=tmp_path / "again")
     assert loaded["sum"] == saved["sum"]
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+ACROSS = [pytest.param(*pair, marks=CUDA.marks) for pair in (("cuda", "cpu"), ("cpu", "cuda"))]
+
+
+@pytest.mark.parametrize(("first", "second"), [pytest.param("cpu", "cpu", marks=pytest.mark.loops), *ACROSS])
+def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, second):
+    carry(tmp_path, first, second)
 
 
 @ON_BOTH

@@ -11,12 +11,10 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests import openreg
 from tests.printed import ROOT
-from tests.test_gpu import fsdp, reference, run, variables
+from tests.test_gpu import carry, fsdp, reference, run, variables
 
 pytestmark = [
     pytest.mark.openreg,
@@ -69,8 +67,4 @@ def test_a_resumed_run_is_equal_to_the_bit(tmp_path):
 
 @pytest.mark.parametrize(("first", "second"), [(DEVICE, "cpu"), ("cpu", DEVICE)])
 def test_a_state_and_an_export_go_from_one_device_to_another(tmp_path, first, second):
-    saved = run(tmp_path, first, steps=3, config=fsdp(), save=tmp_path / "state", export=tmp_path / "model")
-    loaded = run(tmp_path, second, steps=0, config=fsdp(2), load=tmp_path / "state", export=tmp_path / "again")
-    assert loaded["sum"] == saved["sum"]
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    carry(tmp_path, first, second)
