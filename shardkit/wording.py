@@ -1,4 +1,4 @@
-"""Counts, lists, ranks and errors in messages: `1 rank`, `3 ranks`; `a, b and 4 more`."""
+"""Counts, lists, ranks and errors in messages: `1 rank`, `3 ranks`; `6.74 B`; `a, b and 4 more`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,6 +6,14 @@ from collections.abc import Iterable, Sequence
 def counted(number: int, noun: str, plural: str = "") -> str:
     """`1 rank`, `3 ranks`; `plural`: of a noun that does not just take an s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def count_text(number: int) -> str:
+    """A count in short form: 6.74 B, 124 M, 8,192."""
+    for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:,}"
 
 
 def first_few(names: Iterable[object], most: int) -> str:

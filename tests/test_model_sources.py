@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 
 from shardkit.errors import ModelError
 from shardkit.model import comment, gpt
-from shardkit.model.describe import count_text, from_json, to_json
+from shardkit.model.describe import from_json, to_json
 from shardkit.model.facts import transformer_facts
 from shardkit.model.gpt_module import GPT
 from shardkit.model.live import tree_of
 from shardkit.model.probe import build_factory, build_transformers
 from shardkit.model.sources import describe
 from shardkit.model.tree import ModuleNode
+from shardkit.wording import count_text
 
 SMALL = "gpt:layers=2,hidden=16,heads=4,vocab=50,seq=8"
 

@@ -122,6 +122,8 @@ def test_a_given_mesh_decides_the_hybrid_axes():
     assert planned(model(), config, world_size=16).axes.shards == 4
     with pytest.raises(ConfigError, match=r"does not divide the number of ranks \(got 4 of 6\)"):
         planned(model(), config, world_size=6)
+    with pytest.raises(ConfigError, match=r"unset, so that the 8 ranks of a machine .* \(got 12\); set shard_size"):
+        planned(model(), configuration(4), world_size=12)
 
 
 def test_one_rank_gathers_nothing():

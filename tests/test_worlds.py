@@ -278,9 +278,9 @@ def test_a_name_that_means_loopback_only_here_is_not_listened_on(monkeypatch):
 
 def test_a_machine_whose_own_name_means_loopback_takes_part_by_the_way_to_the_others(monkeypatch):
     monkeypatch.setattr(addresses, "resolve", {"gpu03": "127.0.1.1", "10.0.0.2": "10.0.0.2"}.get)
-    with connectivity.open_to_others("gpu03") as place:
-        assert place is not None and place[0] == "gpu03"  # the others know its address
-        assert addresses.answers("127.0.0.1", place[1], 1) is addresses.answers("127.0.0.2", place[1], 1) is None
+    with connectivity.open_to_others("gpu03") as endpoint:
+        assert endpoint is not None and endpoint[0] == "gpu03"  # the others know its address
+        assert addresses.answers("127.0.0.1", endpoint[1], 1) is addresses.answers("127.0.0.2", endpoint[1], 1) is None
     monkeypatch.setattr(addresses, "towards", {"10.0.0.2": "10.0.0.1"}.get)
     monkeypatch.setattr(addresses, "interface_of", {"10.0.0.1": "eth7"}.get)
     assert addresses.gloo_variables("gpu03", "10.0.0.2") == {"GLOO_SOCKET_IFNAME": "eth7"}

@@ -67,9 +67,11 @@ def given_sizes(given: MeshConfig, world_size: int, ranks_per_machine: int) -> M
     if replicate * shard != world_size:
         if given.replicate_size and given.shard_size:
             text = f"{replicate} replicas x {shard} ranks is not the world size (got {world_size}); set only one size"
-        else:
-            alone = given.replicate_size or shard
+        elif alone := given.replicate_size or given.shard_size:
             text = f"does not divide the number of ranks (got {alone} of {world_size}); choose a divisor"
+        else:
+            text = f"unset, so that the {shard} ranks of a machine make a shard group, which does not divide the number"
+            text = f"{text} of ranks (got {world_size}); set shard_size to a divisor"
         raise ConfigError(f"shardkit.mesh: {text}.")
     return MeshSizes(replicate, shard)
 

@@ -46,21 +46,21 @@ def main() -> None:
     """Collective: on every rank. Leaves what was found beside the logs of each machine."""
     log_dir = Path(env.get(names.LOG_DIR) or ".")
     say("the ranks meet")
-    place = process.start(files.read(env.resolved_config_path() or "").config)
-    here = int(env.get("GROUP_RANK") or 0)
+    here = process.start(files.read(env.resolved_config_path() or "").config)
+    number = int(env.get("GROUP_RANK") or 0)
     own = []
-    if place.local_rank == 0:
-        own = [*from_json(json.loads((log_dir / ranks_files.OWN).read_text())), *limits(place, here)]
-    mine = {"machine": here, "host": socket.gethostname(), "facts": machine.facts(), "findings": as_json(own)}
-    everyone = place.control.exchange(mine)
+    if here.local_rank == 0:
+        own = [*from_json(json.loads((log_dir / ranks_files.OWN).read_text())), *limits(here, number)]
+    mine = {"machine": number, "host": socket.gethostname(), "facts": machine.facts(), "findings": as_json(own)}
+    everyone = here.control.exchange(mine)
     found = [finding for rank in everyone for finding in from_json(rank["findings"])]
-    found += [Finding("meeting", f"{place.world_size} ranks through {place.backend}"), *versions(everyone)]
+    found += [Finding("meeting", f"{here.world_size} ranks through {here.backend}"), *versions(everyone)]
     say("compares the clocks and the folder")
-    found += clocks(place.control, [rank["machine"] for rank in everyone])
-    found += shared_folder(place, Path(env.get(ranks_files.FOLDER) or "."), [rank["machine"] for rank in everyone])
-    measured = bandwidths(place, [rank["machine"] for rank in everyone]) if place.world_size > 1 else []
+    found += clocks(here.control, [rank["machine"] for rank in everyone])
+    found += shared_folder(here, Path(env.get(ranks_files.FOLDER) or "."), [rank["machine"] for rank in everyone])
+    measured = bandwidths(here, [rank["machine"] for rank in everyone]) if here.world_size > 1 else []
     found += [judged(row, measured) for row in measured]
-    if place.local_rank == 0:
+    if here.local_rank == 0:
         hosts = {rank["machine"]: rank["host"] for rank in everyone}
         result = {"machines": hosts, "findings": as_json(found), "measured": measured}
         (log_dir / ranks_files.RESULT).write_text(json.dumps(result))
@@ -73,7 +73,7 @@ def say(text: str) -> None:
         print(f"doctor: {text}", file=sys.stderr, flush=True)
 
 
-def limits(place: Process, here: int) -> list[Finding]:
+def limits(here: Process, number: int) -> list[Finding]:
     """The limit of open files, which has been raised as far as the system lets a rank: too low, and none has come."""
     try:
         import resource
@@ -81,8 +81,8 @@ def limits(place: Process, here: int) -> list[Finding]:
         return []
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     text = "any number" if allowed == resource.RLIM_INFINITY else str(allowed)
-    needed = process.FILES_BESIDE + process.GROUPS_OF_ALL * place.world_size
-    return [Finding("open files", f"{text} allowed for each rank, about {needed} needed", machine=here)]
+    needed = process.FILES_BESIDE + process.GROUPS_OF_ALL * here.world_size
+    return [Finding("open files", f"{text} allowed for each rank, about {needed} needed", machine=number)]
 
 
 def versions(everyone: list[dict[str, Any]]) -> list[Finding]:
@@ -130,18 +130,18 @@ def skew(times: list[tuple[float, float, float, float]]) -> float:
     return least if least > 0 else most if most < 0 else 0.0
 
 
-def shared_folder(place: Process, folder: Path, machines: list[int]) -> list[Finding]:
+def shared_folder(here: Process, folder: Path, machines: list[int]) -> list[Finding]:
     """Whether all machines see the same folder: checkpoints need that. Collective."""
     if len(set(machines)) == 1:
         return []
-    mark = folder / f".shardkit-doctor-{place.control.share(secrets.token_hex(8))}"
+    mark = folder / f".shardkit-doctor-{here.control.share(secrets.token_hex(8))}"
     try:
-        problems = place.control.exchange(_problem_of(mark.touch) if place.rank == 0 else None)
+        problems = here.control.exchange(_problem_of(mark.touch) if here.rank == 0 else None)
         if problems[0] is not None:
             return [Finding("shared folder", problems[0], Level.WARNING, "name another one with --folder", machines[0])]
-        seen = place.control.exchange(_sees(mark))
+        seen = here.control.exchange(_sees(mark))
     finally:
-        if place.rank == 0:
+        if here.rank == 0:
             with contextlib.suppress(OSError):
                 mark.unlink(missing_ok=True)
     blind = sorted({number for number, sees in zip(machines, seen, strict=True) if not sees})
@@ -168,19 +168,19 @@ def _sees(mark: Path) -> bool:
         return False
 
 
-def bandwidths(place: Process, machines: list[int]) -> list[dict[str, Any]]:
+def bandwidths(here: Process, machines: list[int]) -> list[dict[str, Any]]:
     """Bytes a second of all-reduce and all-gather: among all ranks, between machines, inside each. Collective."""
     rows = []
     for name, number, members in groups_of(machines):
         group = dist.new_group(members)
-        size = SIZE_BYTES.get(place.backend, GPU_SIZE_BYTES)
+        size = SIZE_BYTES.get(here.backend, GPU_SIZE_BYTES)
         say(f"times all-reduce and all-gather of {in_words(size)}, {name}")
-        seconds = timed(group, len(members), size, place.device) if place.rank in members else None
-        slowest = [max(times) for times in zip(*filter(None, place.control.exchange(seconds)), strict=True)]
+        seconds = timed(group, len(members), size, here.device) if here.rank in members else None
+        slowest = [max(times) for times in zip(*filter(None, here.control.exchange(seconds)), strict=True)]
         for kind, taken_s, trips in zip(("all-reduce", "all-gather"), slowest, (2, 1), strict=True):
             speed = trips * (len(members) - 1) / len(members) * size / taken_s
             rows.append({"kind": kind, "among": name, "machine": number, "ranks": len(members), "size_bytes": size})
-            rows[-1] |= {"seconds": taken_s, "bytes_per_s": speed, "backend": place.backend}
+            rows[-1] |= {"seconds": taken_s, "bytes_per_s": speed, "backend": here.backend}
     return rows
 
 

@@ -33,15 +33,15 @@ def open_to_others(main: str) -> Iterator[tuple[str, int] | None]:
         yield main if is_misnamed else ours, listener.getsockname()[1]
 
 
-def problem_here(machine: int, places: dict[int, tuple[str, int] | None], names: dict[int, str]) -> str | None:
+def problem_here(machine: int, endpoints: dict[int, tuple[str, int] | None], names: dict[int, str]) -> str | None:
     """The error if this machine does not reach machine 0 or the next machine; None if it reaches both."""
-    others = {0, (machine + 1) % len(places)} - {machine}
+    others = {0, (machine + 1) % len(endpoints)} - {machine}
     for other in sorted(others):
-        place = places[other]
-        problem = addresses.answers(*place, CONNECT_S) if place else None
-        if place and problem:
+        endpoint = endpoints[other]
+        problem = addresses.answers(*endpoint, CONNECT_S) if endpoint else None
+        if endpoint and problem:
             return (
-                f"{names[machine]} does not reach {names[other]} at {joined(*place)} ({problem}); the ranks, gloo "
+                f"{names[machine]} does not reach {names[other]} at {joined(*endpoint)} ({problem}); the ranks, gloo "
                 "and NCCL use arbitrary free ports: open all ports between the machines of the run"
             )
     return None

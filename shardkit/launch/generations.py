@@ -75,7 +75,7 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
     host, port, lost_s = spec.rendezvous.host, spec.rendezvous.port, spec.launch.lost_timeout_s
     mine = greeting(spec)
     del mine["config"]["shardkit.checkpoint.resume"]  # a machine that comes later is often started with auto
-    with connectivity.open_to_others(host) as place:
+    with connectivity.open_to_others(host) as endpoint:
         store = hosted_here(spec)
         roster: RosterServer | RosterClient
         if store is not None:
@@ -85,7 +85,7 @@ def joined(spec: LaunchSpec) -> "Iterator[RosterServer | RosterClient]":
             advice = "start the same command there with --machine-rank 0, check --main, and let the port through"
             store = stores.reached(host, port, spec.launch.meet_timeout_s, say, who, "machine 0", advice)
             roster = RosterClient(
-                store, {**mine, "place": place}, spec.machine_rank if spec.has_number else None, lost_s
+                store, {**mine, "endpoint": endpoint}, spec.machine_rank if spec.has_number else None, lost_s
             )
         try:
             yield roster

@@ -44,7 +44,7 @@ class Meeting:
     listens_on: tuple[str, int]
     line: "StoreClient | None" = None
     hosts: list[str] = field(default_factory=list)
-    places: dict[int, Any] = field(default_factory=dict)
+    endpoints: dict[int, Any] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     """Addresses of the other machines, as far as they are known."""
     numbers: list[int] = field(default_factory=list)
@@ -152,17 +152,17 @@ def decline(config: Config, reason: str) -> None:
 
 
 def _decline_to_all(config: Config, greeting: dict[str, Any]) -> None:
-    place = rendezvous_of(config)
-    address = stores.listening_address(place.host, config.shardkit.launch.bind_address, _unsaid)
-    line = StoreClient(stores.hosted(address, place.port), 0, config.num_machines)
+    rendezvous = rendezvous_of(config)
+    address = stores.listening_address(rendezvous.host, config.shardkit.launch.bind_address, _unsaid)
+    line = StoreClient(stores.hosted(address, rendezvous.port), 0, config.num_machines)
     with contextlib.suppress(ConfigError):
         refuse_differences(line, {0: greeting})
     time.sleep(DECLINE_S)  # who comes meanwhile reads it in the store
 
 
 def _decline_to_machine_0(config: Config, greeting: dict[str, Any]) -> None:
-    place, until = rendezvous_of(config), time.monotonic() + DECLINE_S
-    store = stores.reached(place.host, place.port, DECLINE_S, _unsaid, "this machine", "machine 0", "")
+    rendezvous, until = rendezvous_of(config), time.monotonic() + DECLINE_S
+    store = stores.reached(rendezvous.host, rendezvous.port, DECLINE_S, _unsaid, "this machine", "machine 0", "")
     line = StoreClient(store, config.machine_rank, config.num_machines)
     line.enter(greeting)
     line.say("greeting", greeting)
@@ -181,8 +181,8 @@ def _unsaid(text: str) -> None:
 def assemble(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float) -> None:
     """Wait for all machines, and check that they fit together. Raises MachineError or ConfigError."""
     try:
-        with connectivity.open_to_others(meeting.address) as place:
-            greet(meeting, {**greeting, "place": place}, say, timeout_s)
+        with connectivity.open_to_others(meeting.address) as endpoint:
+            greet(meeting, {**greeting, "endpoint": endpoint}, say, timeout_s)
             refuse_who_is_not_reached(meeting, say)
     except Lost as lost:
         raise MachineError(
@@ -211,16 +211,17 @@ def greet(meeting: Meeting, greeting: dict[str, Any], say: Say, timeout_s: float
     for remark in remarks(found):
         say(remark)
     meeting.hosts = [found[machine]["host"] for machine in sorted(found)]
-    meeting.places = {machine: found[machine]["place"] for machine in found}
-    meeting.others = [place[0] for machine, place in meeting.places.items() if place and machine != meeting.machine]
+    meeting.endpoints = {machine: found[machine]["endpoint"] for machine in found}
+    endpoints = [endpoint for machine, endpoint in meeting.endpoints.items() if machine != meeting.machine]
+    meeting.others = [endpoint[0] for endpoint in endpoints if endpoint]
 
 
 def refuse_who_is_not_reached(meeting: Meeting, say: Say) -> None:
     """Raises MachineError, on all machines, if one cannot reach another. Only warns if the user chose the network
     interface of the ranks, which is not tried here."""
-    known = {machine: meeting.name_of(machine) for machine in meeting.places}
+    known = {machine: meeting.name_of(machine) for machine in meeting.endpoints}
     chosen = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if env.get(name)]
-    found = meeting.gather("reach", [connectivity.problem_here(meeting.machine, meeting.places, known), chosen])
+    found = meeting.gather("reach", [connectivity.problem_here(meeting.machine, meeting.endpoints, known), chosen])
     problems = [problem for _, (problem, _) in sorted(found.items()) if problem]
     if not problems:
         return

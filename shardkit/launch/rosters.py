@@ -99,7 +99,7 @@ class RosterServer:
             ) from self._thread.error
         with self._lock:
             here = [
-                Member(arrival, known.number, known.greeting["host"], (known.greeting.get("place") or [None])[0])
+                Member(arrival, known.number, known.greeting["host"], (known.greeting.get("endpoint") or [None])[0])
                 for arrival, known in self._arrivals.items()
                 if known.number is not None and not known.is_gone
             ]
@@ -154,9 +154,11 @@ class RosterServer:
         try:
             said = unsealed(self._keys.get(f"arrival/{arrival}"))
             known = Arrival(said["wanted"], said["greeting"])
-            place = known.greeting["place"]
+            endpoint = known.greeting["endpoint"]
             texts = differences(self._arrivals[0].greeting, known.greeting, said["wanted"] or arrival)
-            problem = addresses.answers(place[0], place[1], connectivity.CONNECT_S) if place and not texts else None
+            problem = (
+                addresses.answers(endpoint[0], endpoint[1], connectivity.CONNECT_S) if endpoint and not texts else None
+            )
         except (MachineError, KeyError, TypeError, ValueError) as error:
             self._refuse(arrival, str(error), is_config=False)
             return
@@ -165,7 +167,7 @@ class RosterServer:
             self._refuse(arrival, "\n".join([*texts, advice]), is_config=True)
         elif problem:
             text = (
-                f"launch: machine 0 does not reach this machine at {joined(*place)} ({problem}); the ranks meet "
+                f"launch: machine 0 does not reach this machine at {joined(*endpoint)} ({problem}); the ranks meet "
                 "on any free port: let the machines of the run reach one another on all of them."
             )
             self._refuse(arrival, text, is_config=False)

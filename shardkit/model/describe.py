@@ -6,6 +6,7 @@ from typing import Any
 
 from shardkit.model.blocks import BlockClass, block_classes, repeated_classes
 from shardkit.model.tree import ModuleNode, Parameter
+from shardkit.wording import count_text
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,6 @@ class ModelDescription:
         blocks = [c for c in self.block_classes if c.name in self.suggested_classes]
         listed = ", ".join(f"{c.count} x {c.name}" for c in blocks)
         return f"{self.name}, {count_text(self.numel)} parameters" + (f", {listed}" if listed else "")
-
-
-def count_text(number: int) -> str:
-    """A count in short form: 6.74 B, 124 M, 8,192."""
-    for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number:,}"
 
 
 def to_json(description: ModelDescription) -> dict[str, Any]:

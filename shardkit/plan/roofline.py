@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardkit.config.meaning import eight_bits
 from shardkit.config.schema import Config
 from shardkit.model.blocks import repeated_classes
-from shardkit.model.describe import TransformerFacts, count_text
+from shardkit.model.describe import TransformerFacts
 from shardkit.model.tree import ModuleNode, Parameter
 from shardkit.plan.devices import (
     PUBLISHED_NUMEL,
@@ -19,6 +19,7 @@ from shardkit.plan.devices import (
 )
 from shardkit.plan.traffic import Traffic
 from shardkit.plan.unit_sizes import compute_dtype
+from shardkit.wording import count_text
 
 # Fraction of a link's bandwidth that NCCL's tests reach for large messages: an assumption, printed with every plan.
 LINK_EFFICIENCY = 0.8

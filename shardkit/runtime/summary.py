@@ -19,7 +19,7 @@ from shardkit.distributed.process import Process
 from shardkit.distributed.tensors import is_fsdp, local_part, unwrapped
 from shardkit.runtime.run import Run
 from shardkit.sharding import precision
-from shardkit.wording import counted
+from shardkit.wording import count_text, counted
 
 _LONGEST_LIST = 4
 _WIDTH = 100
@@ -96,8 +96,8 @@ def _model_rows(model: nn.Module) -> list[tuple[str, str]]:
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     here = sum(local_part(parameter).numel() for parameter in parameters)
     frozen_text = f", {frozen / total:.1%} frozen" if frozen else ""
-    where = f"over {_mesh_of(xla.devices())}" if _is_spread(parameters) else f"{count(here)} on this rank"
-    rows = [("model", f"{type(inner).__name__}: {count(total)} parameters{frozen_text}; {where}")]
+    where = f"over {_mesh_of(xla.devices())}" if _is_spread(parameters) else f"{count_text(here)} on this rank"
+    rows = [("model", f"{type(inner).__name__}: {count_text(total)} parameters{frozen_text}; {where}")]
     if is_fsdp(model):
         rows.append(("units", ", ".join(unit_texts(model))))
     tied = tied_groups(inner)
@@ -117,7 +117,7 @@ def unit_texts(model: nn.Module) -> list[str]:
             units[type(module).__name__ if name else "root", sum(map(torch.Tensor.numel, owned))] += 1
     ordered = sorted(units.items(), key=lambda unit: (unit[0][0] == "root", -unit[1]))
     return [
-        f"{number} x {name} ({count(size)})" if name != "root" else f"root ({count(size)})"
+        f"{number} x {name} ({count_text(size)})" if name != "root" else f"root ({count_text(size)})"
         for (name, size), number in ordered
     ]
 
@@ -189,14 +189,6 @@ def _source(where: str) -> tuple[str, str]:
 def _shown(value: Any) -> str:
     value = getattr(value, "value", value)
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def count(number: int) -> str:
-    """1234567 -> "1.2M"."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
 
 
 def _dtype(dtype: torch.dtype) -> str:

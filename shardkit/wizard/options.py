@@ -5,7 +5,6 @@ from typing import Any
 
 from shardkit.config.schema import ShardingStrategy
 from shardkit.model.cut import select_units
-from shardkit.model.describe import count_text
 from shardkit.plan import devices
 from shardkit.sizes import in_words
 from shardkit.wizard import defaults, numbers
@@ -13,6 +12,7 @@ from shardkit.wizard.conditions import gpu_without_bf16, has_eight_bits, why_not
 from shardkit.wizard.prompter import Option
 from shardkit.wizard.question import show
 from shardkit.wizard.situation import CPU, ELSEWHERE, HERE, SEVERAL, SLURM, TPU, Situation
+from shardkit.wording import count_text
 
 EIGHT_BIT_TEXTS = {
     "fp8": "bf16 with Linear layers and their all-gathers in fp8 (torchao); large layers are faster",
