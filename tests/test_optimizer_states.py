@@ -163,24 +163,35 @@ def test_an_optimizer_in_backward_that_would_never_run_is_refused(ranks, is_befo
         ) in text
 
 
-def compiled_steps() -> bool:
-    """Whether compiled steps of a prepared optimizer give the weights of plain ones. DDP has fused kernels, too."""
+def compiled_steps() -> list[bool]:
+    """Whether steps in a compiled function give the weights of plain ones, and whether later ones compile nothing.
+    DDP has fused kernels, too."""
     accelerator = Accelerator(config={"use_cpu": True, "distributed_type": "MULTI_CPU"})
     expected, _ = in_one_process("fused")
     one = model()
     one, optimizer = accelerator.prepare(one, KINDS["fused"](one.parameters()))
-    step = torch.compile(lambda: optimizer.step(), backend="eager")
-    for number in range(3):
-        one(inputs(number)).square().mean().backward()
-        step()
-        optimizer.zero_grad()
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1.0))
+
+    def step(loss: torch.Tensor) -> None:
+        with accelerator.accumulate(one):
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(one.parameters(), 1e9)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    compiled, frames, equal = torch.compile(step, backend="eager"), [], []
+    for number in range(9):
+        compiled(one(inputs(number)).square().mean())
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+        equal.append(number != 2 or all(map(torch.allclose, one.parameters(), expected.parameters())))
     accelerator.free_memory()
-    return all(map(torch.allclose, one.parameters(), expected.parameters()))
+    return [all(equal), frames[2] == frames[-1]]
 
 
 @pytest.mark.slow
 def test_a_compiled_step_is_a_plain_one(ranks):
-    assert ranks.run(2, compiled_steps) == [True] * 2
+    assert ranks.run(2, compiled_steps) == [[True, True]] * 2
 
 
 def with_whole_gradients(kind: str) -> list[float]:

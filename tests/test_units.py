@@ -69,6 +69,11 @@ def test_a_stage_that_holds_much_of_the_model_is_mentioned_with_the_blocks_in_it
     assert note_on_units(transformer(), FsdpConfig()) is None and note_on_units(unet(), FsdpConfig()) is None
 
 
+def test_a_whole_model_of_its_blocks_class_is_no_large_block():
+    blocks = tuple(ModuleNode(str(i), "Sequential", children=(linear(f"{i}.0", 8, 8),)) for i in range(3))
+    assert note_on_units(ModuleNode("", "Sequential", children=blocks), FsdpConfig()) is None
+
+
 def test_size_never_takes_a_container():
     units = select_units(transformer(), FsdpConfig(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=500))
     assert units == ["embed", "layers.0", "layers.1", "layers.2", "head"]

@@ -158,7 +158,8 @@ LARGE = 0.4
 def _large_block(root: ModuleNode, repeated: Sequence[str]) -> str | None:
     """The note for blocks of different sizes (the stages of a vision model), of which one holds much of the model and
     has repeated blocks in it."""
-    blocks = [node for node in root.walk() if node.class_name in repeated and node.numel and not node.alias_of]
+    inner = (node for node in root.walk() if node is not root)
+    blocks = [node for node in inner if node.class_name in repeated and node.numel and not node.alias_of]
     largest = max(blocks, key=lambda node: node.numel, default=None)
     if largest is None or largest.numel < max(LARGE * root.numel, 2 * min(node.numel for node in blocks)):
         return None

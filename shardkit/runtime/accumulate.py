@@ -19,6 +19,7 @@ from shardkit.optim.loss_scale import LossScale
 from shardkit.runtime.boundaries import Boundaries
 from shardkit.runtime.counters import Backwards, Counters
 from shardkit.runtime.deferred_gradients import DeferredGradients
+from shardkit.runtime.eager import eager
 from shardkit.runtime.step_events import StepEvents
 from shardkit.sharding.gradient_sync import deferred, has_gradients
 from shardkit.sharding.mixed_losses import keep_plain
@@ -272,6 +273,7 @@ class Accumulation:
         by_hand = 0 if self._stepped or not self._is_full else self._backwards.all
         self.boundaries.after_batch(loader, is_window_open=self.counters.micro_step > 0, backwards_by_hand=by_hand)
 
+    @eager
     def _begin(self) -> None:
         self.boundaries.before_batch()
         progress.post("forward", self.counters.step)
@@ -293,6 +295,7 @@ class Accumulation:
         self._deferred_models = ()
         self._note_batch(self._planned_size)
 
+    @eager
     def _take_back(self) -> None:
         """The window is as before the present micro-batch, unless this one has stepped."""
         if self.counters.micro_step:

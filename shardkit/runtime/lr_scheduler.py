@@ -9,6 +9,7 @@ import torch
 
 from shardkit.distributed import collectives
 from shardkit.runtime.accumulate import Accumulation
+from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 
@@ -39,6 +40,7 @@ class AcceleratedScheduler(Forwarding):
         """Scheduler steps per call; more than 1 for schedules written in steps of single ranks."""
         self.scheduler = scheduler
 
+    @eager
     def step(self, *args: Any, **arguments: Any) -> None:
         """Advances the learning rate if the optimizer has stepped. A schedule that depends on a metric, such as
         ReduceLROnPlateau, gets the mean of the ranks' metrics, so that all decide the same: collective."""

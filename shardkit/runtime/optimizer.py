@@ -14,6 +14,7 @@ from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.local_step import Stepper, stepper_of
 from shardkit.optim.plain_step import Operations, PlainStep
 from shardkit.runtime.accumulate import NEVER, Accumulation
+from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
 
 log = get_logger(__name__)
@@ -94,6 +95,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         """Chooses how to step on the optimizer's current parameters. UsageError where the optimizer cannot."""
         self._stepper = stepper_of(self.optimizer, _operations)
 
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; does nothing while the window is not full or where fp16 overflowed."""
         if closure is not None:
@@ -117,6 +119,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         self._accumulation.note_step(self.optimizer, self.step_was_skipped)
         return result
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, from any place in the loop; does nothing while the window still needs them: from its
         first backward until this optimizer steps. Gradients of an earlier step are never needed."""

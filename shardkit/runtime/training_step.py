@@ -12,6 +12,7 @@ from shardkit.errors import UsageError
 from shardkit.optim import clip
 from shardkit.runtime import prepare, settings
 from shardkit.runtime.counters import Counters
+from shardkit.runtime.eager import eager
 from shardkit.runtime.optimizer import AcceleratedOptimizer
 from shardkit.runtime.topology import Topology
 from shardkit.sharding import gradient_sync, precision
@@ -58,11 +59,13 @@ class TrainingStep(Topology):
         `prepare` raises where that is impossible."""
         return nullcontext()
 
+    @eager
     def backward(self, loss: torch.Tensor, **arguments: Any) -> None:
         """Computes the gradients of the loss, divided by the number of micro-batches per step, and scaled under
         fp16."""
         self._run.accumulation.backward(loss, **arguments)
 
+    @eager
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -76,6 +79,7 @@ class TrainingStep(Topology):
         self._make_final(chosen)
         return clip.clip_grad_norm_(chosen, max_norm, norm_type)
 
+    @eager
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
         chosen = self._parameters(parameters)
@@ -92,6 +96,7 @@ class TrainingStep(Topology):
         several ranks."""
         return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
+    @eager
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | None = None) -> None:
         """Removes fp16's loss scale from the gradients of one optimizer, or of all; does nothing while accumulating."""
         for one in self._run.optimizers if optimizer is None else [optimizer]:
