@@ -179,6 +179,7 @@ def compiled_steps() -> list[bool]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        accelerator.gather_for_metrics(accelerator.reduce(loss.detach()))
 
     compiled, frames, equal = torch.compile(step, backend="eager"), [], []
     for number in range(9):

@@ -7,12 +7,14 @@ from torch import nn
 
 from shardkit.data import padding
 from shardkit.distributed import buffers, collectives, progress
+from shardkit.runtime.eager import eager
 from shardkit.runtime.topology import Topology
 
 
 class Communication(Topology):
     """Collectives over tensors and objects, a flag that all ranks see, and the launcher's hang detection."""
 
+    @eager
     def gather(self, tensor: Any) -> Any:
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
 
@@ -20,6 +22,7 @@ class Communication(Topology):
         self._run.accumulation.boundaries.note_meeting()
         return collectives.gather(tensor)
 
+    @eager
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the padding of the loader's last batch; objects that are not tensors as one list.
 
@@ -34,15 +37,18 @@ class Communication(Topology):
             input_data, padding.real_samples(self._run.loaders, input_data, use_gather_object), use_gather_object
         )
 
+    @eager
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
         self._run.accumulation.boundaries.note_meeting()
         return collectives.reduce(tensor, reduction, scale)
 
+    @eager
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """One rank's tensors, on every rank. Collective."""
         return collectives.broadcast(tensor, from_process)
 
+    @eager
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along `dim` to the longest of all ranks. Collective."""
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
@@ -51,12 +57,14 @@ class Communication(Topology):
         """Sets a flag that `check_trigger` sees on all ranks, for instance to stop early."""
         self._run.is_triggered = True
 
+    @eager
     def check_trigger(self) -> bool:
         """Whether any rank has set the flag; resets it on all ranks. Collective."""
         found = self._run.process.control.any(self._run.is_triggered)
         self._run.is_triggered = self._run.is_triggered and not found
         return found
 
+    @eager
     def reduce_buffers(self, model: nn.Module, reduction: buffers.Reduction = "mean") -> list[str]:
         """Makes buffers equal that each rank's forward has updated locally (running statistics, codebooks), and returns
         their names. "mean": the mean over ranks; "rank0", and always for integers: rank 0's value. Collective."""

@@ -1,4 +1,4 @@
-"""Methods of a training step inside a function that the script compiles: they run as they are.
+"""Methods of the Accelerator and of prepared objects inside a function that the script compiles: they run as they are.
 
 torch.compile would trace into them, where there are no kernels to be fused, and compile them again whenever a counter
 has moved; 2.11 fails at attributes that they set. The model's own forward and what the script computes are compiled.
