@@ -71,6 +71,29 @@ def test_hooks_that_change_gradients_are_refused_where_they_would_be_lost(ranks)
     assert ranks.run(2, with_a_gradient_hook, 3) == ["", ""]
 
 
+def with_a_module_of_kind(strategy: int, kind: str) -> str:
+    model = Net()
+    model.extra = {
+        "scripted": lambda: torch.jit.script(nn.Linear(2, 2)),
+        "traced": lambda: torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)),
+        "without parameters": lambda: torch.jit.script(nn.Tanh()),
+        "limited": lambda: nn.Embedding(4, 2, max_norm=0.5),
+    }[kind]()
+    return refusal(lambda: accelerator_for(strategy).prepare(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_modules_whose_weights_cannot_be_sharded_or_kept_equal_are_refused(ranks):
+    for kind in ("scripted", "traced"):
+        assert "model: extra is a TorchScript module" in ranks.run(2, with_a_module_of_kind, 1, kind)[1]
+        assert ranks.run(2, with_a_module_of_kind, 3, kind) == ["", ""]
+    assert ranks.run(2, with_a_module_of_kind, 1, "without parameters") == ["", ""]
+    for strategy in (1, 3):
+        for text in ranks.run(2, with_a_module_of_kind, strategy, "limited"):
+            assert "model: extra changes its weight in forward" in text and "(got max_norm=0.5)" in text
+    assert ranks.run(1, with_a_module_of_kind, 3, "limited") == [""]
+
+
 def with_a_hook_after_accumulation() -> str:
     model = Net()
     model.head.weight.register_post_accumulate_grad_hook(lambda p: None)

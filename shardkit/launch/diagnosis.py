@@ -14,7 +14,8 @@ from shardkit.launch.rank_files import RankError
 
 _OF_AN_ABORT = (
     'if the log says "collective mismatch" (gloo): a call for all ranks may be under `if accelerator.is_main_process`; '
-    "under FSDP these include a forward, and `.item()` and `full_tensor()` of sharded values"
+    "under FSDP these include a forward, each unit in it (an expert, a branch), and `.item()` and `full_tensor()` of "
+    "sharded values"
 )
 
 

@@ -186,30 +186,54 @@ def _unfit(model: nn.Module, config: Config) -> list[str]:
     lazy = [fqn for fqn, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     problems = [f"model: {fqn} has no shape yet; run one batch through the model first." for fqn in lazy]
     if config.mode == "fsdp":
-        problems += [
-            f"model: {fqn} has a gradient hook (register_hook), which needs whole gradients; change gradients between "
-            "backward and step, or use strategy NO_SHARD."
-            for fqn, parameter in model.named_parameters()
-            if has_gradient_hooks(parameter)
-        ]
-        problems += [
-            f"model: {fqn} has an optimizer in backward, {IN_BACKWARD}"
-            for fqn, parameter in model.named_parameters()
-            if hasattr(parameter, "_in_backward_optimizers")
-        ]
-        problems += [
-            f"model: {one} and {other} are different tensors in the same memory, which shards cannot keep equal; give "
-            "both modules the same parameter, copy one of them (.clone()), or use strategy NO_SHARD."
-            for one, other in pairs_in_same_memory(model)[:3]
-        ]
-        problems += [
-            f"model: {fqn} has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
-            for fqn, module in model.named_modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        ]
+        problems += _unfit_for_fsdp(model)
     if config.mode == "ddp" and config.num_processes > 1:
         problems += refused_hooks(model)
+    if config.mode in ("fsdp", "ddp") and config.num_processes > 1:
+        problems += _changed_in_forward(model)
     return problems
+
+
+def _unfit_for_fsdp(model: nn.Module) -> list[str]:
+    """Problems of a model whose parameters cannot be sharded."""
+    problems = [
+        f"model: {fqn} has a gradient hook (register_hook), which needs whole gradients; change gradients between "
+        "backward and step, or use strategy NO_SHARD."
+        for fqn, parameter in model.named_parameters()
+        if has_gradient_hooks(parameter)
+    ]
+    problems += [
+        f"model: {fqn} has an optimizer in backward, {IN_BACKWARD}"
+        for fqn, parameter in model.named_parameters()
+        if hasattr(parameter, "_in_backward_optimizers")
+    ]
+    problems += [
+        f"model: {one} and {other} are different tensors in the same memory, which shards cannot keep equal; give "
+        "both modules the same parameter, copy one of them (.clone()), or use strategy NO_SHARD."
+        for one, other in pairs_in_same_memory(model)[:3]
+    ]
+    problems += [
+        f"model: {fqn} has sparse gradients, which FSDP cannot reduce; create it with sparse=False."
+        for fqn, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ]
+    problems += [
+        f"model: {fqn or 'it'} is a TorchScript module, whose parameters FSDP cannot shard; give the module that it "
+        "was made from, or use strategy NO_SHARD."
+        for fqn, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters(recurse=False))
+    ]
+    return problems
+
+
+def _changed_in_forward(model: nn.Module) -> list[str]:
+    """Problems of modules that write to their weights for the samples that they see."""
+    return [
+        f"model: {fqn} changes its weight in forward, each rank the rows of its own samples (got max_norm="
+        f"{module.max_norm}); create it without max_norm, and limit the norms after the optimizer's step."
+        for fqn, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm and module.weight.requires_grad
+    ]
 
 
 def _fill(
