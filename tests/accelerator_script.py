@@ -8,7 +8,7 @@ import time
 import torch
 
 from shardkit import Accelerator, ProjectConfiguration
-from tests.test_accelerator import loss_of, parts
+from tests.training import loss_of, parts
 
 folder, stop_at = sys.argv[1], int(sys.argv[2])
 project = sys.argv[3] if len(sys.argv) > 3 else folder

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardkit import env
-from tests.test_accelerator import parts, plain
+from tests.training import parts, plain
 
 SCRIPT = Path(__file__).parent / "accelerator_script.py"
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardkit import Accelerator
 from shardkit.errors import UsageError
-from tests.test_accelerator import Model, Points, loss_of, parts, weights_of
+from tests.training import Model, Points, loss_of, parts, weights_of
 
 FSDP = {"distributed_type": "FSDP", "use_cpu": True}
 DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}

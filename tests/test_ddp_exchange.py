@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from shardkit import Accelerator
 from shardkit.runtime import loading
-from tests.test_accelerator import loop, parts, plain, weights_of
+from tests.training import loop, parts, plain, weights_of
 
 
 def config_of(**ddp: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shardkit.runtime import batch_size, notebook
 from tests import forked
 from tests.printed import ROOT
 from tests.ranks import log_lines
-from tests.test_accelerator import Model, Points
+from tests.training import Model, Points
 
 DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
 ALONE = {"distributed_type": "NO", "use_cpu": True}

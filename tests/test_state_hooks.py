@@ -15,7 +15,7 @@ from shardkit.checkpoint import additions, verify
 from shardkit.cli.main import run
 from shardkit.errors import CheckpointError, CheckpointSaveError, UsageError
 from shardkit.runtime import saving
-from tests.test_accelerator import Model, Points, weights_of
+from tests.training import Model, Points, weights_of
 
 DDP = {"distributed_type": "MULTI_CPU", "use_cpu": True}
 FSDP = {"distributed_type": "FSDP", "use_cpu": True}

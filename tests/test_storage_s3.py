@@ -23,7 +23,7 @@ from shardkit.errors import CheckpointSaveError
 from shardkit.storage import objects, upload
 from shardkit.storage.url import place_of
 from tests import checkpoints, forked, test_storage
-from tests.test_accelerator import parts, plain
+from tests.training import parts, plain
 
 pytest.importorskip("s3fs", reason="needs s3fs; make test-storage installs it")
 moto = pytest.importorskip("moto.server", reason="needs moto[server]; make test-storage installs it")

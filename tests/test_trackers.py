@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardkit import Accelerator, ProjectConfiguration, Tracker
 from shardkit.errors import UsageError
 from shardkit.tracking.records import Csv, JsonLines
-from tests.test_accelerator import parts
+from tests.training import parts
 
 ALL = "use jsonl, csv, tensorboard, wandb, mlflow, trackio, all, or a shardkit.Tracker."
 ALONE = {"distributed_type": "NO", "use_cpu": True}

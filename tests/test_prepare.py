@@ -1,0 +1,204 @@
+"""Models, optimizers, schedulers and loaders that are prepared one by one, in any order, again, or cannot be."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shardkit import Accelerator, init_empty_weights
+from shardkit.errors import UsageError
+from tests.training import BOTH, DDP, FULL, Model, Points, loss_of, one_step, parts, weights_of
+
+
+def prepared_in_pieces(config: dict, order: str) -> list[torch.Tensor]:
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, scheduler = parts(16, 4)
+    for batch in loader:  # the optimizer has state before it is prepared
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        break
+    if order == "model first":
+        model, optimizer = accelerator.prepare_model(model), accelerator.prepare_optimizer(optimizer)
+    else:
+        optimizer, model = accelerator.prepare_optimizer(optimizer), accelerator.prepare_model(model)
+    loader, scheduler = accelerator.prepare_data_loader(loader), accelerator.prepare_scheduler(scheduler)
+    assert accelerator.prepare(model, optimizer, loader, scheduler) == (model, optimizer, loader, scheduler)
+    for batch in loader:
+        one_step(accelerator, model, optimizer, batch)
+        scheduler.step()
+    assert accelerator.counters.step == 2
+    return weights_of(model)
+
+
+def by_hand() -> list[torch.Tensor]:
+    model, optimizer, loader, scheduler = parts(16, 4)
+    first = next(iter(loader))
+    for batch in [first, *DataLoader(Points(16), batch_size=8)]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if batch is not first:
+            scheduler.step()
+    return weights_of(model)
+
+
+@pytest.mark.requirement("D3")
+@pytest.mark.parametrize("config", BOTH)
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_objects_may_be_prepared_one_by_one_and_an_optimizer_keeps_its_state(ranks, config, order):
+    for found in ranks.run(2, prepared_in_pieces, config, order):
+        torch.testing.assert_close(found, by_hand(), rtol=1e-5, atol=1e-6)
+
+
+def counted_at_a_save(config: dict) -> list[tuple[int, int, int]]:
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=2)
+    model, optimizer, loader, _ = accelerator.prepare(*parts(32, 4))
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            one_step(accelerator, model, optimizer, batch)
+            at_step = accelerator.counters.state_dict()
+            found.append((at_step["step"], at_step["samples_seen"], accelerator.counters.samples_seen))
+    accelerator.counters.load_state_dict({"step": 5, "samples_seen": 60})
+    assert accelerator.counters.state_dict() == {"step": 5, "samples_seen": 60}
+    return found
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_a_save_counts_samples_up_to_the_last_step(ranks, config):
+    expected = [(0, 0, 8), (1, 16, 16), (1, 16, 24), (2, 32, 32)]
+    assert ranks.run(2, counted_at_a_save, config) == [expected] * 2
+
+
+def two_models(config: dict, zero_first: bool) -> tuple[int, int, list[torch.Tensor]]:
+    accelerator = Accelerator(config=config, gradient_accumulation_steps=2)
+    torch.manual_seed(1)
+    student, teacher = Model(), Model().requires_grad_(False)
+    other = Model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (student, other)]
+    student, teacher, nothing, other, first, second = accelerator.prepare(student, teacher, None, other, *optimizers)
+    assert nothing is None
+    loader = accelerator.prepare(DataLoader(Points(32), batch_size=4))
+    for batch in loader:
+        with accelerator.accumulate(student, other):
+            target = teacher(batch["x"])
+            for model, optimizer in ((student, first), (other, second)):
+                if zero_first:
+                    optimizer.zero_grad()
+                accelerator.backward(nn.functional.mse_loss(model(batch["x"]), target))
+                optimizer.step()
+                if not zero_first:
+                    optimizer.zero_grad()
+    return accelerator.counters.step, accelerator.counters.samples_seen, weights_of(student) + weights_of(other)
+
+
+def two_models_by_hand() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    student, teacher = Model(), Model().requires_grad_(False)
+    other = Model()
+    for model in (student, other):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(Points(32), batch_size=16):
+            nn.functional.mse_loss(model(batch["x"]), teacher(batch["x"])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(student) + weights_of(other)
+
+
+@pytest.mark.requirement("N4")
+@pytest.mark.parametrize("config", BOTH)
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_several_models_in_turn_and_one_without_an_optimizer(ranks, config, zero_first):
+    for steps, samples, weights in ranks.run(2, two_models, config, zero_first):
+        assert (steps, samples) == (2, 32)
+        torch.testing.assert_close(weights, two_models_by_hand(), rtol=1e-5, atol=1e-6)
+
+
+def from_file(path: str) -> list[torch.Tensor]:
+    accelerator = Accelerator(config=FULL)
+    with init_empty_weights():
+        model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer, model = accelerator.prepare(optimizer, model, weights=path)
+    for batch in accelerator.prepare(DataLoader(Points(16), batch_size=4)):
+        one_step(accelerator, model, optimizer, batch)
+    return weights_of(model)
+
+
+@pytest.mark.requirement("A7")
+def test_a_model_without_memory_is_filled_from_a_file_and_its_optimizer_follows(ranks, tmp_path):
+    model, optimizer, loader, _ = parts(16, 8)
+    save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
+    for batch in loader:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(2, from_file, str(tmp_path / "model.safetensors")):
+        torch.testing.assert_close(found, weights_of(model), rtol=1e-5, atol=1e-6)
+
+
+def refusals() -> list[str]:
+    accelerator = Accelerator(config=FULL)
+    model, other = Model(), Model()
+    messages = []
+    with pytest.raises(UsageError) as caught:
+        accelerator.prepare(model, {"lr": 1}, "text")
+    messages.append(str(caught.value))
+    model = accelerator.prepare(model)
+    with pytest.raises(UsageError) as caught:
+        accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1))
+    messages.append(str(caught.value))
+    with pytest.raises(UsageError) as caught:
+        accelerator.clip_grad_norm_(other.parameters(), 1.0)
+    messages.append(str(caught.value))
+    with pytest.raises(UsageError) as caught:
+        accelerator.register_for_checkpointing(object())
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_prepared_is_refused_in_words(ranks):
+    for kinds, strangers, unknown, registered in ranks.run(2, refusals):
+        assert kinds.splitlines() == [
+            "prepare: argument 2 is neither model, optimizer, data loader nor scheduler (got dict); leave it out.",
+            "prepare: argument 3 is neither model, optimizer, data loader nor scheduler (got str); leave it out.",
+        ]
+        assert strangers.startswith("prepare: SGD trains parameters of no prepared model (got 10 of 10")
+        assert unknown.startswith("clip: not parameters of a prepared model (got 10); use model.parameters()")
+        assert "no state_dict and load_state_dict (got object)" in registered
+
+
+def prepared_again(config: dict, batch_size: int) -> tuple[list[torch.Tensor], list[float]]:
+    """An evaluation, a training, an evaluation and a training of one model, as the Transformers Trainer does: each
+    begins with `free_memory`, and prepares the model and the same optimizer again."""
+    accelerator = Accelerator(config=config | {"shardkit": {"gradient_accumulation_steps": 2}})
+    inner, optimizer, loader, scheduler = parts(24, batch_size)
+    rates = []
+    for _ in range(2):
+        inner = accelerator.unwrap_model(accelerator.prepare_model(inner, evaluation_mode=True))
+        with torch.no_grad():
+            inner(torch.ones(2, 6))
+        accelerator.free_memory()
+        model, optimizer, batches, scheduler = accelerator.prepare(inner, optimizer, loader, scheduler)
+        for batch in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+        inner = accelerator.unwrap_model(model)
+        accelerator.free_memory()
+    return weights_of(model), [*rates, accelerator.counters.step]
+
+
+@pytest.mark.slow
+def test_a_model_is_prepared_again_after_free_memory(ranks, alone):
+    expected, rates = prepared_again({"use_cpu": True}, 8)
+    assert rates[-1] == 4
+    for config in (FULL, DDP):
+        for found, on_rank in ranks.run(2, prepared_again, config, 4):
+            assert on_rank == pytest.approx(rates)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,163 @@
+"""Accumulation by hand, clipping, and fp16: losses and weights are those of one process."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit import Accelerator
+from tests.training import BOTH, FULL, loss_of, parts, plain, weights_of
+
+
+def unsynced_by_hand(config: dict) -> list[torch.Tensor]:
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, scheduler = parts(24, 4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    batches = list(loader)
+    for batch in batches[:-1]:
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, batch) / 3)
+    accelerator.backward(loss_of(model, batches[-1]) / 3)
+    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_no_sync_gives_the_same_sums(ranks, config):
+    expected = plain(24, 8, 3, 1)["weights"]
+    for found in ranks.run(2, unsynced_by_hand, config):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def clipped_by(config: dict, batch_size: int, kind: str) -> tuple[list[torch.Tensor], list[float]]:
+    """Steps that clip parameters collected before `prepare`: all, by value, or with others collected after it."""
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, _ = parts(16, batch_size)
+    early = list(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if kind == "some":
+        early = early[:3] + list(model.parameters())[3:]
+    norms = []
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        if kind == "value":
+            accelerator.clip_grad_value_(early, 0.01)
+        else:
+            norms.append(float(accelerator.clip_grad_norm_(iter(early), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model), norms
+
+
+@pytest.mark.parametrize("kind", ["all", "some", "value"])
+def test_parameters_collected_before_prepare_are_clipped(ranks, alone, kind):
+    expected, norms = clipped_by({"use_cpu": True}, 8, kind)
+    for found, norms_on_rank in ranks.run(2, clipped_by, FULL, 4, kind):
+        assert norms_on_rank == pytest.approx(norms, rel=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_iterator_that_the_optimizer_has_read_clips_nothing_and_says_so(alone, caplog):
+    accelerator = Accelerator(config={"use_cpu": True})
+    model, _, loader, _ = parts(16, 4)
+    trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        assert accelerator.clip_grad_norm_(trained, 1e-9) == 0
+        optimizer.step()
+    assert [one.split(",")[0] for one in caplog.messages if "clip" in one] == ["clip: no parameters are given"]
+
+
+def with_and_without_accumulate() -> list[torch.Tensor]:
+    accelerator = Accelerator(config=FULL | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 64}}})
+    model, optimizer, loader, _ = parts(16, 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    norms = []
+    for epoch in range(4):
+        for batch in loader:
+            with accelerator.accumulate(model) if epoch % 2 else nullcontext():
+                for _ in range(2):  # as a critic has more steps than its generator
+                    accelerator.backward(loss_of(model, batch))
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 100.0))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert accelerator.counters.step == 16
+    return norms
+
+
+def test_loops_with_and_without_accumulate_may_follow_one_another(ranks):
+    norms = ranks.run(2, with_and_without_accumulate)[0]
+    assert max(norms) < 20, "one that still had the loss scale would be 64 times as large"
+
+
+def clamped() -> float:
+    accelerator = Accelerator(config=FULL)
+    model, optimizer, loader, _ = parts(8, 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch) * 100)
+        accelerator.clip_grad_value_(model.parameters(), 0.25)
+    return max(float(p.grad.full_tensor().abs().max()) for p in model.parameters())
+
+
+def test_values_are_clamped(ranks):
+    assert ranks.run(2, clamped) == [0.25, 0.25]
+
+
+def fp16(config: dict, init_scale: float) -> dict[str, Any]:
+    config = config | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": init_scale}}}
+    accelerator = Accelerator(config=config)
+    model, optimizer, loader, scheduler = parts(160, 8)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    before, skipped, unchanged, norms = weights_of(model), 0, True, []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        skipped += accelerator.optimizer_step_was_skipped
+        if accelerator.counters.step == 0:
+            now = weights_of(model)
+            unchanged = unchanged and all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    return {
+        "skipped": skipped,
+        "steps": accelerator.counters.step,
+        "scheduler": scheduler.scheduler.last_epoch,
+        "scale": accelerator.scaler.get_scale(),
+        "unchanged": unchanged,
+        "norm": norms[-1],
+    }
+
+
+@pytest.mark.requirement("A9")
+@pytest.mark.parametrize("config", BOTH)
+def test_fp16_skips_overflows_on_all_ranks_and_the_schedule_waits(ranks, config):
+    first, second = ranks.run(2, fp16, config, 2.0**19)
+    assert first == second
+    assert first["skipped"] >= 1 and first["unchanged"]
+    assert first["steps"] == first["scheduler"] == 10 - first["skipped"] >= 1
+    assert first["scale"] == 2.0 ** (19 - first["skipped"])
+    assert 0 < first["norm"] < 50, "the norm is that of unscaled gradients"
+
+
+def overflow_on_one_rank() -> tuple[bool, float]:
+    accelerator = Accelerator(config=FULL | {"mixed_precision": "fp16", "shardkit": {"precision": {"init_scale": 8}}})
+    model, optimizer, loader, _ = parts(8, 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        if dist.get_rank() == 1:
+            next(model.parameters()).grad.to_local().fill_(float("inf"))
+        optimizer.step()
+    return accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(ranks):
+    assert ranks.run(2, overflow_on_one_rank) == [(True, 4.0), (True, 4.0)]
