@@ -678,9 +678,13 @@ class Counted(models.ConvBlock):
         return x
 
 
-def with_changed_buffers(strategy: int, recompute: str | None) -> list[torch.Tensor]:
+def with_changed_buffers(strategy: int, recompute: str | None, prefetches: bool = False) -> list[torch.Tensor]:
     """Gradients and buffers after two steps under bf16, where the norms are units inside the blocks."""
-    fsdp = {"fsdp_transformer_layer_cls_to_wrap": "Counted", "fsdp_activation_checkpointing": recompute is not None}
+    fsdp = {
+        "fsdp_transformer_layer_cls_to_wrap": "Counted",
+        "fsdp_activation_checkpointing": recompute is not None,
+        **({"fsdp_forward_prefetch": True, "fsdp_backward_prefetch": "NO_PREFETCH"} if prefetches else {}),
+    }
     settings = {"recompute": recompute} if recompute else {}
     torch.manual_seed(0)
     model = models.ConvNet()
@@ -692,11 +696,15 @@ def with_changed_buffers(strategy: int, recompute: str | None) -> list[torch.Ten
     return [*(whole(p.grad) for p in model.parameters()), *model.buffers()]
 
 
-@pytest.mark.parametrize("strategy", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_a_recomputed_forward_changes_is_changed_once(ranks, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "prefetches"), [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)]
+)
+def test_what_a_recomputed_forward_changes_is_changed_once(ranks, strategy, prefetches):
+    """With forward prefetch alone, a unit inside a block is gathered before the block, but inside its recomputation."""
     expected = ranks.run(2, with_changed_buffers, strategy, None)
     for recompute in ("blocks", "operators"):
-        for found, plain in zip(ranks.run(2, with_changed_buffers, strategy, recompute), expected, strict=True):
+        results = ranks.run(2, with_changed_buffers, strategy, recompute, prefetches)
+        for found, plain in zip(results, expected, strict=True):
             for mine, one in zip(found, plain, strict=True):
                 torch.testing.assert_close(mine, one)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial, update_wrapper, wraps
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial, update_wrapper, wraps
 from types import MethodType
 from typing import Any, Literal
 
@@ -59,6 +60,38 @@ def change_blocks(
     _disable_cache(model)
 
 
+class _ThisThread(threading.local):
+    is_gathering = False
+
+
+_this_thread = _ThisThread()
+
+
+@contextmanager
+def gathering() -> Iterator[None]:
+    """Inside, FSDP gathers a unit: its operators are not the block's. Prefetched, they run before the block in forward,
+    and maybe inside of it in the recomputation."""
+    found, _this_thread.is_gathering = _this_thread.is_gathering, True
+    try:
+        yield
+    finally:
+        _this_thread.is_gathering = found
+
+
+class _WithoutGathers:
+    """A base of torch's modes of selective checkpointing, which would count operators that gather a unit, too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _this_thread.is_gathering:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
+
+
+@cache
+def _without_gathers(kind: type) -> type:
+    return type(kind.__name__, (_WithoutGathers, kind), {})
+
+
 def _keeping_products() -> Any:
     """The contexts of a forward and its recomputation, each of which counts products from the start."""
     counts = {False: 0, True: 0}
@@ -97,7 +130,10 @@ def _checkpoint(block: nn.Module, keeps_products: bool) -> None:
         of_buffers = buffers.contexts(block)
         if not keeps_products:
             return of_buffers
-        first, again = (_Both(*pair) for pair in zip(of_buffers, _keeping_products(), strict=True))
+        of_products = _keeping_products()
+        for mode in of_products:
+            mode.__class__ = _without_gathers(mode.__class__)
+        first, again = (_Both(*pair) for pair in zip(of_buffers, of_products, strict=True))
         return first, again
 
     def recomputing(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit.errors import ModelError, UsageError
+from shardkit.sharding.activation import gathering
 from shardkit.sharding.fsdp_internals import (
     groups_of,
     has_gradient,
@@ -188,7 +189,8 @@ class UnitGroup(FSDPParamGroup):
         self._drop_parked()
         if self._all_gather_result is None and not self.is_unsharded:
             self._state._pass.trace.add(self._number)
-        super().unshard(async_op)
+        with gathering():
+            super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
         if self._is_parked:
@@ -196,7 +198,8 @@ class UnitGroup(FSDPParamGroup):
             self._to_unsharded()
             return
         was_unsharded = self.is_unsharded
-        super().wait_for_unshard()
+        with gathering():
+            super().wait_for_unshard()
         if self.is_unsharded:
             for parameter in self.fsdp_params:
                 self._on_gathered(parameter)
