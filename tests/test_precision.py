@@ -243,3 +243,16 @@ def test_a_copy_under_autocast_computes_with_its_own_parameters(patched):
     assert inspect.signature(model.forward) == signature
     precision.restore_forward(copied)
     assert ("forward" in vars(copied)) == patched
+
+
+def output_of(strategy: int, param: str | None) -> torch.dtype:
+    model = nn.Linear(4, 2)
+    config = config_for(dist.get_world_size(), strategy, dtypes={"output_dtype": "bf16", "param_dtype": param})
+    precision.autocast_forward(model, config, torch.device("cpu"))
+    return parallel(model, config)(torch.ones(1, 4)).dtype
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("param", [None, "fp32", "bf16"])
+def test_outputs_have_their_dtype_in_any_mode_and_compute_dtype(ranks, strategy, param):
+    assert ranks.run(2, output_of, strategy, param) == [torch.bfloat16] * 2

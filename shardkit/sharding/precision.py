@@ -104,10 +104,11 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager:
 
 def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
     """Make the model's forward run under `autocast`, with outputs in the output dtype. In place; for DDP or one
-    process. It stays a method, so that a copy of the model computes with the copy's own parameters."""
+    process: under FSDP the root unit does this. It stays a method, so that a copy of the model computes with the copy's
+    own parameters."""
     precision = of(config)
     forward: Any = model.forward
-    if isinstance(autocast(config, device), nullcontext) or hasattr(forward, _PLAIN):
+    if config.mode == "fsdp" or not (precision.is_mixed or precision.output) or hasattr(forward, _PLAIN):
         return
     is_method = getattr(forward, "__self__", None) is model
     function = forward.__func__ if is_method else forward
