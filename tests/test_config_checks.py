@@ -106,7 +106,7 @@ def test_contradictions_are_refused(text, words):
         ),
         ("use_cpu: yes\nmixed_precision: fp16\n", "fp16 is slow on a CPU; bf16 needs no loss scaling."),
         ("use_cpu: true\nshardkit: {precision: {param_dtype: fp16}}\n", "fp16 is slow on a CPU"),
-        ("downcast_bf16: yes\n", "1:16: downcast_bf16: is for TPUs only; it has no effect here."),
+        ("downcast_bf16: yes\n", "1:16: downcast_bf16: is for TPUs only; it has no effect with distributed_type FSDP."),
         ("tpu_name: a\n", "1:11: tpu_name: is for TPUs only; it has no effect with distributed_type FSDP."),
         ("num_machines: 2\nnum_processes: 2\n", "main_process_ip: several machines need the address of machine 0"),
         (

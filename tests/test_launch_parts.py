@@ -438,6 +438,14 @@ def test_accelerate_on_the_cpu_ddp_and_hybrid():
     assert mesh["FSDP_RESHARD_AFTER_FORWARD"] == "true"
 
 
+def test_weights_are_loaded_on_rank_0_alone_only_where_they_are_copied_to_the_others():
+    for syncs in ("true", "false"):
+        chosen = config(num_processes=2, fsdp__sync_module_states=syncs == "true")
+        variables = environment.accelerate_variables(chosen, "cuda")
+        found = (variables["FSDP_CPU_RAM_EFFICIENT_LOADING"], variables["FSDP_SYNC_MODULE_STATES"])
+        assert found == (syncs, syncs)
+
+
 def test_threads_are_chosen_given_or_shared_out():
     two = config(num_processes=2, use_cpu=True)
     assert environment.threads_of(two, 2, 16, {}) == 8

@@ -7,25 +7,18 @@ first key, and omitted while one of its keys has an invalid value.
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from shardkit.config.document import shortened
+from shardkit.config.findings import Finding
 from shardkit.config.host_port import problem_of_host
 from shardkit.config.meaning import dtypes, eight_bits, given_sizes, runs_on_cpu
-from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy, WrapPolicy
+from shardkit.config.schema import BackwardPrefetch, Config, DistributedType, ShardingStrategy
+from shardkit.config.without_effect import without_effect
 from shardkit.errors import ConfigError
 from shardkit.sizes import read_bytes_or_number
 
 # As `digits.number_in` reads each of them.
 _NUMBERS = re.compile(r"[0-9]{1,18}( *, *[0-9]{1,18})*")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem or note, and its settings by their names in Python."""
-
-    keys: tuple[str, ...]
-    text: str
 
 
 def problems(config: Config) -> list[Finding]:
@@ -50,7 +43,7 @@ def problems(config: Config) -> list[Finding]:
 
 def notes(config: Config) -> list[Finding]:
     """Notes: it runs, but perhaps not as expected."""
-    rules = (_unused_blocks, _unused_wrapping, _unused_ddp, _what_fsdp2_does, _precision, _machines, _tpu)
+    rules = (without_effect, _what_fsdp2_does, _precision, _machines)
     return [finding for rule in rules for finding in rule(config)]
 
 
@@ -105,7 +98,7 @@ def _mesh(config: Config) -> Iterator[Finding]:
     strategy, total = config.fsdp.sharding_strategy, config.num_processes
     first = "shardkit.mesh.replicate_size" if replicate else "shardkit.mesh.shard_size"
     keys = (first, "fsdp.sharding_strategy", "num_processes")
-    if not (replicate or shard):
+    if not (replicate or shard) or config.distributed_type not in (DistributedType.FSDP, DistributedType.XLA):
         return
     if config.distributed_type is DistributedType.FSDP and not strategy.is_hybrid:
         what = f"mesh sizes are for the hybrid strategies (got {strategy.value})"
@@ -207,40 +200,6 @@ def _profile(config: Config) -> Iterator[Finding]:
         yield Finding(keys, "is part of a schedule, which records no step (got active 0); write active: 1 or more.")
 
 
-def _unused_ddp(config: Config) -> Iterator[Finding]:
-    changed = [
-        name for name, value in config.shardkit.ddp if value != type(config.shardkit.ddp).model_fields[name].default
-    ]
-    if changed and config.mode == "fsdp":
-        keys = (f"shardkit.ddp.{changed[0]}", "fsdp.sharding_strategy")
-        yield Finding(keys, "has no effect with a sharded strategy; DDP runs with NO_SHARD, MULTI_GPU and MULTI_CPU.")
-
-
-def _unused_blocks(config: Config) -> Iterator[Finding]:
-    kind = config.distributed_type
-    if kind in (DistributedType.FSDP, DistributedType.XLA):
-        return
-    changed = [f"fsdp.{name}" for name in type(config.fsdp).model_fields if _is_changed(config, name)]
-    if changed:
-        text = f"has no effect with distributed_type {kind.value}; only FSDP shards."
-        yield Finding((changed[0], "distributed_type"), text)
-
-
-def _is_changed(config: Config, name: str) -> bool:
-    default = type(config.fsdp).model_fields[name].get_default(call_default_factory=True)
-    return name != "version" and getattr(config.fsdp, name) != default
-
-
-def _unused_wrapping(config: Config) -> Iterator[Finding]:
-    fsdp, policy = config.fsdp, config.fsdp.auto_wrap_policy
-    if fsdp.transformer_layer_cls_to_wrap and policy is not WrapPolicy.TRANSFORMER_BASED_WRAP:
-        keys = ("fsdp.transformer_layer_cls_to_wrap", "fsdp.auto_wrap_policy")
-        yield Finding(keys, f"has no effect with {policy.value}; TRANSFORMER_BASED_WRAP wraps classes.")
-    if fsdp.min_num_params != 100_000_000 and policy is not WrapPolicy.SIZE_BASED_WRAP:
-        keys = ("fsdp.min_num_params", "fsdp.auto_wrap_policy")
-        yield Finding(keys, f"has no effect with {policy.value}; SIZE_BASED_WRAP wraps by size.")
-
-
 def _what_fsdp2_does(config: Config) -> Iterator[Finding]:
     """Settings of FSDP version 1 that FSDP2 does not have."""
     if config.mode != "fsdp":
@@ -265,8 +224,8 @@ def _precision(config: Config) -> Iterator[Finding]:
     if dtypes(config).scales_loss and runs_on_cpu(config):
         key = "shardkit.precision.param_dtype" if config.shardkit.precision.param_dtype else "mixed_precision"
         yield Finding((key, "use_cpu"), "fp16 is slow on a CPU; bf16 needs no loss scaling.")
-    if config.downcast_bf16 and config.mode != "xla":
-        yield Finding(("downcast_bf16", "distributed_type"), "is for TPUs only; it has no effect here.")
+    if config.mode == "xla" and config.mixed_precision == "fp16":
+        yield Finding(("mixed_precision",), "TPUs compute in bf16, not in fp16; write bf16.")
 
 
 def _machines(config: Config) -> Iterator[Finding]:
@@ -281,15 +240,3 @@ def _machines(config: Config) -> Iterator[Finding]:
         yield Finding(("same_network", "num_machines"), text)
     if config.distributed_type is DistributedType.MULTI_GPU and config.use_cpu:
         yield Finding(("use_cpu", "distributed_type"), "the ranks train on the CPU, although the type is MULTI_GPU.")
-
-
-def _tpu(config: Config) -> Iterator[Finding]:
-    if config.mode == "xla":
-        if config.mixed_precision == "fp16":
-            yield Finding(("mixed_precision",), "TPUs compute in bf16, not in fp16; write bf16.")
-        return
-    names = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "tpu_name", "tpu_zone", "tpu_env")
-    used = [name for name in names if getattr(config, name)]
-    if used:
-        text = f"is for TPUs only; it has no effect with distributed_type {config.distributed_type.value}."
-        yield Finding((used[0], "distributed_type"), text)

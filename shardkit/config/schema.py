@@ -272,7 +272,8 @@ class FsdpConfig(Section):
     """Format of save_state: each rank writes its shard, or full files; both load on any number of ranks."""
 
     cpu_ram_efficient_loading: Bool = Field(True, alias="fsdp_cpu_ram_efficient_loading")
-    """Build on the meta device where possible; every rank reads only its own slices of the weights."""
+    """On GPUs, lets Transformers load weights on rank 0 alone, from which sync_module_states copies them. Models built
+    under init_empty_weights() are read in slices by every rank in any case."""
 
     sync_module_states: Bool = Field(True, alias="fsdp_sync_module_states")
     """Copy rank 0's weights and buffers to every rank before training."""

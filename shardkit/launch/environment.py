@@ -86,8 +86,9 @@ def fsdp_variables(fsdp: FsdpConfig) -> dict[str, str]:
         "FSDP_FORWARD_PREFETCH": _flag(fsdp.forward_prefetch),
         "FSDP_STATE_DICT_TYPE": fsdp.state_dict_type.value,
         "FSDP_USE_ORIG_PARAMS": _flag(fsdp.use_orig_params),
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": _flag(fsdp.cpu_ram_efficient_loading),
-        "FSDP_SYNC_MODULE_STATES": _flag(fsdp.sync_module_states or fsdp.cpu_ram_efficient_loading),
+        # Weights that only rank 0 has loaded must be copied to the other ranks.
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": _flag(fsdp.cpu_ram_efficient_loading and fsdp.sync_module_states),
+        "FSDP_SYNC_MODULE_STATES": _flag(fsdp.sync_module_states),
         "FSDP_ACTIVATION_CHECKPOINTING": _flag(fsdp.activation_checkpointing),
     }
     if by_size:

@@ -261,9 +261,9 @@ QUESTIONS: tuple[Question, ...] = (
     # --- asked in the review only, under "Advanced" ---
     Question(
         key="fsdp.cpu_ram_efficient_loading",
-        title="Build the model on the meta device, and read only each rank's weights?",
+        title="Let Transformers load weights on rank 0 alone?",
         kind="choose",
-        options=yes_no("least host memory", "every rank builds the whole model first"),
+        options=yes_no("least host memory", "every rank loads the whole model first"),
         default=always(True, "least host memory"),
         applies=conditions.shards,
         asked=conditions.never,
