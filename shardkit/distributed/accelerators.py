@@ -105,6 +105,15 @@ def identity(device: torch.device) -> str:
     return "" if tell is None else str(getattr(tell(device), "uuid", ""))
 
 
+def pci_address(device: torch.device) -> str | None:
+    """Where the device is attached, as in the kernel's files: 0000:3b:00.0; None where it does not tell."""
+    tell = getattr(_module(device), "get_device_properties", None)
+    found: Any = None if tell is None else tell(device)
+    if not hasattr(found, "pci_bus_id"):
+        return None
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
 def total_bytes(device: torch.device) -> int:
     """The device's memory; 0 where it does not tell, or shares the host's."""
     tell = getattr(_module(device), "get_device_properties", None)

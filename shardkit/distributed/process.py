@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardkit import env, open_files
 from shardkit.config import hardware, meaning, tasks
 from shardkit.config.schema import Config, DistributedType
-from shardkit.distributed import accelerators, control, same_config, stores, xla
+from shardkit.distributed import accelerators, affinity, control, same_config, stores, xla
 from shardkit.distributed.control import ControlGroup
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import failure, names
@@ -149,6 +149,8 @@ def start(config: Config) -> Process:
     shared = _shared_device(ranks, device, everyone)
     everyone.agree(problem or shared, error=MachineError)
     same_config.compare(config, everyone)
+    if config.enable_cpu_affinity and device.type not in ("cpu", "xla"):
+        affinity.pin(device)
     return Process(
         rank=ranks.rank,
         local_rank=ranks.local_rank,
