@@ -20,7 +20,7 @@ from shardkit import env
 from shardkit.cli import main as command_line
 from shardkit.config import files
 from shardkit.config.command import settings_from
-from shardkit.config.layers import flag_layer
+from shardkit.config.layers import FlagValue, flag_layer
 from shardkit.config.schema import Config
 from shardkit.errors import EXIT_MACHINE, ConfigError, HangError, MachineError, Preempted, RankFailure, UsageError
 from shardkit.launch import attempts, diagnosis, environment, failure, flags, folders, ports, preflight, stacks
@@ -436,6 +436,40 @@ def test_accelerate_on_the_cpu_ddp_and_hybrid():
     mesh = environment.accelerate_variables(hybrid, "cuda")
     assert (mesh["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"], mesh["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("2", "4")
     assert mesh["FSDP_RESHARD_AFTER_FORWARD"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["-n", "3", "--set", "num_processes=4"],
+            "--set num_processes: sets the same as --num-processes (got 4 and 3)",
+        ),
+        (
+            ["--set", "num_processes=4", "-n", "3"],
+            "--set num_processes: sets the same as --num-processes (got 4 and 3)",
+        ),
+        (
+            ["--cpu", "--set", "use_cpu=no"],
+            "--set use_cpu: sets the same as --cpu (got no and true); keep one of them.",
+        ),
+        (["--fsdp", "no_shard", "--set", "distributed_type=NO"], "sets the same as --fsdp (got NO and FSDP); keep one"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(monkeypatch, tmp_path, capsys, given, words):
+    """No order says which of them is meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert command_line.run(["launch", *given, "--dry-run", "train.py"]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_a_flag_may_be_repeated_or_say_the_same_as_another():
+    settings, problems = flags.read_all(
+        {"num_processes": FlagValue("3", "--num-processes")},
+        *((settings_from, [word]) for word in ("num_processes=3", "debug=no", "debug=yes")),
+    )
+    assert (settings, problems.lines) == ({"num_processes": "3", "debug": "yes"}, [])
 
 
 def test_weights_are_loaded_on_rank_0_alone_only_where_they_are_copied_to_the_others():

@@ -762,3 +762,17 @@ def test_an_optimizer_of_ones_own_is_named():
     answer = Answer(asked, (row(asked),), row(asked).strategy, None, "")
     assert ", bf16, mine:optimizer, micro-batch 1 x" in render(answer)
     assert to_json(answer)["optimizer"] == "mine:optimizer"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--world", "8", "--set", "num_processes=4"],
+        ["--strategy", "2", "--set", "fsdp_config.fsdp_sharding_strategy=3"],
+        ["--world", "8", "--per-machine", "4", "--set", "num_machines=4"],
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(capsys, words):
+    assert run(["plan", "gpt-175b", "--batch-size", "1", *words]) != 0
+    name = words[-1].partition("=")[0]
+    assert f"--set {name}: sets the same as {words[0]}" in capsys.readouterr().err

@@ -27,6 +27,7 @@ MODEL = "gpt:layers=6,hidden=128,heads=4,vocab=50,seq=32"
 # Read in training only, with the reason.
 NOT_IN_THE_PLAN = {
     "debug": "checks collectives, which hold nothing",
+    "enable_cpu_affinity": "where threads run",
     "fsdp.version": "for notes",
     "fsdp.state_dict_type": "how checkpoints are written",
     "fsdp.forward_prefetch": "simulated by training's own code; the closed form counts one unit ahead",

@@ -89,11 +89,27 @@ def environment_layer() -> Layer:
     return _settings_layer(settings, "environment", where)
 
 
+def clashes(settings: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """The problems of settings that two flags give different values: no order says which is meant. One flag may be
+    repeated."""
+    both = [name for name in others if name in settings]
+    different = [name for name in both if settings[name].strip().lower() != others[name].strip().lower()]
+    flags = {name: (_flag_of(name, others[name]), _flag_of(name, settings[name])) for name in different}
+    return [
+        f"{mine}: sets the same as {its} (got {others[name]} and {settings[name]}); keep one of them."
+        for name, (mine, its) in flags.items()
+        if mine != its
+    ]
+
+
+def _flag_of(name: str, value: str) -> str:
+    return value.flag if isinstance(value, FlagValue) else f"--set {name}"
+
+
 def flag_layer(settings: Mapping[str, str]) -> Layer:
     """The settings given on the command line or in Python. A FlagValue is named by its flag, others by --set."""
-    flags = {name: value.flag for name, value in settings.items() if isinstance(value, FlagValue)}
-    values = {name: str(value) if name in flags else value for name, value in settings.items()}
-    return _settings_layer(values, "flag", {name: flags.get(name, f"--set {name}") for name in settings})
+    values = {name: str(value) if isinstance(value, FlagValue) else value for name, value in settings.items()}
+    return _settings_layer(values, "flag", {name: _flag_of(name, value) for name, value in settings.items()})
 
 
 def combine(layers: Iterable[Layer]) -> Layer:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.config import document, host_port
-from shardkit.config.layers import FlagValue
+from shardkit.config.layers import FlagValue, clashes
 from shardkit.config.scheduler import machine_range
 from shardkit.digits import number_in
 from shardkit.errors import ConfigError, UsageError
@@ -127,11 +127,14 @@ def read_all(
     plain: Mapping[str, str | None], *given: tuple[Callable[[Any], dict[str, str]], Any]
 ) -> tuple[dict[str, str], Problems]:
     """The settings in flags, and the problems of all flags. `plain`: {setting: value, None: not given}; `given`: flags
-    that a function reads (an empty one is not given). Later ones take precedence."""
+    that a function reads (an empty one is not given). Later ones of one flag take precedence; different flags that
+    contradict each other are a problem."""
     settings = {name: value for name, value in plain.items() if value is not None}
     problems = Problems()
     for read, argument in given:
-        settings |= (problems.of(read, argument) if argument else None) or {}
+        more = (problems.of(read, argument) if argument else None) or {}
+        problems.lines += clashes(settings, more)
+        settings |= more
     return settings, problems
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from shardkit.config.command import settings_from
 from shardkit.config.files import resolve
 from shardkit.config.hardware import detect
-from shardkit.config.layers import FlagValue
+from shardkit.config.layers import FlagValue, clashes
 from shardkit.config.meaning import runs_on_cpu
 from shardkit.config.schema import Config
 from shardkit.errors import ConfigError, UsageError
@@ -21,6 +21,8 @@ from shardkit.problems import Problems
 from shardkit.sizes import read_bytes
 from shardkit.spinner import waiting
 
+_STRATEGY = "fsdp_config.fsdp_sharding_strategy"
+
 
 def configuration(
     path: Path | None,
@@ -33,16 +35,26 @@ def configuration(
     """The file's configuration, or the defaults, with KEY=VALUE pairs, strategy and number of ranks as requested;
     without a file bf16 is assumed on all devices but CPUs. Raises UsageError and ConfigError, with all problems."""
     given = settings_from(pairs)
-    if world is not None:
-        ranks = min(per_machine or 8, world)
-        machines = world // ranks if world % ranks == 0 else 1
-        counted = FlagValue(str(machines), f"--world {world}, in machines of {ranks}")
-        given = {"num_processes": FlagValue(str(world), "--world"), "num_machines": counted, **given}
-        if machines > 1:
-            given = {"main_process_ip": "machine-0", **given}
+    of_world = {} if world is None else _of_world(world, per_machine)
+    chosen = {
+        name: of_world[name] for name in ("num_processes", *(["num_machines"] if per_machine else [])) if of_world
+    }
+    chosen |= {_STRATEGY: FlagValue(strategy, "--strategy")} if strategy is not None else {}
+    if problems := clashes(chosen, given):
+        raise UsageError("\n".join(problems))
+    given = of_world | given
     if strategy is not None or path is None:
         given = _with_implied(path, given, strategy, device)
     return resolve(path, given, defaults_for_hardware=False).config
+
+
+def _of_world(world: int, per_machine: int | None) -> dict[str, str]:
+    """The settings for so many ranks, on machines of so many or 8."""
+    ranks = min(per_machine or 8, world)
+    machines = world // ranks if world % ranks == 0 else 1
+    counted = FlagValue(str(machines), f"--world {world}, in machines of {ranks}")
+    found = {"num_processes": FlagValue(str(world), "--world"), "num_machines": counted}
+    return found | ({"main_process_ip": "machine-0"} if machines > 1 else {})
 
 
 def _with_implied(path: Path | None, given: dict[str, str], strategy: str | None, device: str | None) -> dict[str, str]:
@@ -58,7 +70,7 @@ def _with_implied(path: Path | None, given: dict[str, str], strategy: str | None
     if strategy is None:
         return given
     kind = {"distributed_type": "XLA", "xla": "true"} if found.mode == "xla" else {"distributed_type": "FSDP"}
-    return given | kind | {"fsdp_config.fsdp_sharding_strategy": FlagValue(strategy, "--strategy")}
+    return given | kind | {_STRATEGY: FlagValue(strategy, "--strategy")}
 
 
 def model_name(model: str | None, path: Path | None) -> str:
