@@ -353,3 +353,22 @@ def test_scripts_on_accelerate_and_on_the_trainer_follow_the_file(tmp_path, name
     assert f"[0] {says}" in done.stdout
     assert f"[1] {says}" in done.stdout
     assert "do not shard on the CPU" in done.stderr
+
+
+TRAINS = """
+import torch
+from shardkit import Accelerator
+
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(4, 4))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+print("trained", torch.distributed.get_debug_level())
+"""
+
+
+def test_ddp_trains_where_collectives_are_checked(tmp_path):
+    """torch's DDP crashes on a group of gloo that checks its collectives."""
+    (tmp_path / "train.py").write_text(TRAINS)
+    settings = ("--set", "debug=true", "--set", "fsdp_config.fsdp_sharding_strategy=3")
+    done = launch(tmp_path, "-n", "2", *settings, "train.py")
+    assert done.returncode == 0 and done.stdout.count("trained DebugLevel.DETAIL") == 2, done.stdout + done.stderr

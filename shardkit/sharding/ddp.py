@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -240,9 +241,26 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         static_graph=section.static_graph,
         # Values were synchronized before, or sync_module_states is false.
         init_sync=False,
+        process_group=_unchecked_group(),
     )
     _newest[model] = ref(replica)
     return replica
+
+
+def _unchecked_group() -> Any:
+    """The group over which DDP reduces: of its own where collectives are checked (`debug: true`), None otherwise.
+
+    torch's DDP takes any group of gloo for one that is not checked: it reads beside the object, and the process dies
+    (seen in torch 2.13). Collective.
+    """
+    level = dist.get_debug_level()
+    if level != dist.DebugLevel.DETAIL or dist.get_backend() != "gloo":
+        return None
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        return dist.new_group()
+    finally:
+        dist.set_debug_level(level)
 
 
 def _mean_hook(dtype, bucket):
