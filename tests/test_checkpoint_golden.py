@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def load_and_save(path, target):
     loaded = checkpoints.load(live, path)
     record = loaded.checkpoint.manifest
     same = {"epoch": record.epoch, "samples_seen": record.samples_seen, "config_text": "mixed_precision: 'no'\n"}
-    checkpoints.save(live, target, record.step, record.kind, **same)
+    with mock.patch.object(checkpoints.state.Live, "classes", return_value={}):  # 0.1.0 did not save these names
+        checkpoints.save(live, target, record.step, record.kind, **same)
 
 
 @pytest.mark.fault_row(39)

@@ -104,7 +104,8 @@ def test_what_is_equal_is_shared_and_looks_as_before(ranks, alone, tmp_path, cap
     (path, _) = ranks.run(2, save_meters, tmp_path, KINDS[0], True, True)
     assert not (path / "own").exists() and manifest.read(path).version == 1
     common, own = (json.loads((path / f"state/{name}.json").read_text()) for name in ("common", "rank-00001"))
-    assert set(common) == {"optimizers", "objects", "loaders", "seed"} and set(own) == {"loaders", "rng"}
+    assert set(common) == {"optimizers", "objects", "loaders", "seed", "classes"}
+    assert set(own) == {"loaders", "rng", "classes"}
     caplog.set_level("WARNING", "shardkit")
     load_meters(tmp_path)
     assert "had its own" not in caplog.text

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint import differences, optimizer_groups, optimizers, per_rank, state, tensors, values
+from shardkit.checkpoint import differences, kinds, optimizer_groups, optimizers, per_rank, state, tensors, values
 from shardkit.checkpoint.differences import KEEP, LEAVE_OUT, Difference
 from shardkit.checkpoint.fill import entry_of_parameter
 from shardkit.checkpoint.layout import Index, TensorEntry, is_model, rank_state, section_name
@@ -68,7 +68,7 @@ class Plan:
     problems: list[str] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     unlike: set[str] = field(default_factory=set)
-    """Optimizers and schedulers of another class than was saved. They are not loaded."""
+    """Optimizers, schedulers and registered objects of another class than was saved. They are not loaded."""
     weights: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
     """(section, saved name, live tensor)."""
     notes: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: 
             plan.for_hooks.add(number)
             continue
         _plan_model(model, section, index, plan)
-    _compare_kinds(live, plan)
+    _compare_kinds(live, names, plan)
     for number, optimizer in enumerate(live.optimizers):
         _plan_optimizer(optimizer, number, names, index, plan)
     plan.differences += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
@@ -263,36 +263,12 @@ def _unmatched_objects(live: Live, common: dict[str, Any]) -> list[Difference]:
     ]
 
 
-# Keys that schedulers add to an optimizer's param groups.
-_ADDED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
-
-
-def _compare_kinds(live: Live, plan: Plan) -> None:
-    """Find the optimizers and schedulers of another class than was saved: each has settings that the other lacks."""
-    common = plan.common
-    pairs: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
-    for number, (optimizer, saved) in enumerate(zip(live.optimizers, common["optimizers"], strict=False)):
-        settings = saved["groups"][0]["settings"] if saved["groups"] else {}
-        now = {**optimizer.defaults, **(optimizer.param_groups[0] if optimizer.param_groups else {})}
-        now = {key: value for key, value in now.items() if key not in optimizers.RUN_SETTINGS}
-        pairs.append((section_name("optim", number), optimizer, settings, now))
-    for name, item in live.objects.items():
-        if name.startswith("scheduler.") and isinstance(saved := common["objects"].get(name), dict):
-            pairs.append((name, getattr(item, "scheduler", item), saved, item.state_dict()))
-    for name, now, saved, own in pairs:
-        lost, new = sorted(saved.keys() - own.keys() - _ADDED), sorted(own.keys() - saved.keys() - _ADDED)
-        if lost and not new and type(now).__module__.startswith("torch.optim"):  # others may add keys as they run
-            plan.notes.append(
-                f"{name}: the saved state has {', '.join(lost[:3])}, which {type(now).__name__} has not; if it was "
-                "saved from another class, its settings are used now"
-            )
-        if saved and lost and new:
-            plan.unlike.add(name)
-            text = (
-                f"{name}: was saved from another class than {type(now).__name__} (it has {', '.join(lost[:3])} instead "
-                f"of {', '.join(new[:3])})"
-            )
-            plan.differences.append(Difference(text, f"prepare the class that was saved, or {KEEP}"))
+def _compare_kinds(live: Live, names: dict[int, str], plan: Plan) -> None:
+    classes = (plan.common if plan.own is None else plan.own).get("classes", {})
+    found = kinds.compare(live, plan.common, classes, names)
+    plan.unlike |= found.unlike
+    plan.differences += found.differences
+    plan.notes += found.notes
 
 
 def _unclaimed(live: Live, index: Index, common: dict[str, Any]) -> list[Difference]:

@@ -58,6 +58,14 @@ class Live:
     """Runs the user's load hooks on the folder of the verified checkpoint. Returns the numbers of the models that they
     loaded. Every rank calls it."""
 
+    def classes(self) -> dict[str, str]:
+        """{name: class} of the optimizers, schedulers and registered objects."""
+        found: dict[str, Any] = {section_name("optim", number): item for number, item in enumerate(self.optimizers)}
+        found |= {name: item for name, item in self.objects.items() if name.startswith("registered.")}
+        schedulers = {name: item for name, item in self.objects.items() if name.startswith("scheduler.")}
+        found |= {name: getattr(item, "scheduler", item) for name, item in schedulers.items()}
+        return {name: type(item).__qualname__ for name, item in found.items()}
+
 
 @dataclass(frozen=True)
 class Item:
@@ -157,8 +165,9 @@ def capture(live: Live, kind: Kind, rank: int, world_size: int) -> Captured:
     loaders = {name: values.encode(it.state_dict(), name, _no_tensor) for name, it in live.loaders.items()}
     taken.index.sort()
     seed = live.seed if live.seed is not None else torch.initial_seed()
-    common = {**taken.common, "loaders": loaders, "seed": seed}
-    own = {"loaders": loaders, "rng": random_state.capture(rank)}
+    classes = {"classes": found} if (found := live.classes()) else {}
+    common = {**taken.common, "loaders": loaders, "seed": seed, **classes}
+    own = {"loaders": loaders, "rng": random_state.capture(rank), **classes}
     return Captured(taken.index, taken.tensors, common, own, taken.items, {}, taken.buffers, taken.weights)
 
 

@@ -1,7 +1,7 @@
 """The form of a checkpoint's state files, checked when they are read, before anything is applied.
 
-    state/common.json       optimizers, objects, loaders, seed; `apart`: the places of per-rank state
-    state/rank-*.json       loaders, random generators; `apart`: the per-rank state of this rank
+    state/common.json       optimizers, objects, loaders, seed, classes; `apart`: the places of per-rank state
+    state/rank-*.json       loaders, random generators, classes; `apart`: the per-rank state of this rank
 
 The values of objects are free; `values.decode` checks them.
 """
@@ -43,6 +43,7 @@ def _is_common(value: dict[str, Any]) -> bool:
         isinstance(value.get("objects"), dict)
         and _is_dict_of_dicts(value.get("loaders"))
         and "seed" in value
+        and _is_dict_of_text(value.get("classes", {}))
         and _is_list_of(_is_optimizer, value.get("optimizers"))
         and _is_list_of(_is_place, value.get("apart", []))
     )
@@ -52,6 +53,7 @@ def _is_of_rank(value: dict[str, Any]) -> bool:
     return (
         _is_dict_of_dicts(value.get("loaders"))
         and isinstance(value.get("rng"), dict)
+        and _is_dict_of_text(value.get("classes", {}))
         and _is_list_of(_is_item, value.get("apart", []))
     )
 
@@ -98,3 +100,7 @@ def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
 
 def _is_dict_of_dicts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
+
+
+def _is_dict_of_text(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(inner, str) for inner in value.values())
