@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import compare, disk, folder, locate, manifest, retention, save_model, state, verify
+from shardkit.checkpoint import (
+    compare,
+    disk,
+    export,
+    folder,
+    locate,
+    lock,
+    manifest,
+    retention,
+    save_model,
+    state,
+    verify,
+)
 from shardkit.cli import checkpoint_text
 from shardkit.cli.main import EXIT_UNREAD, run
 from shardkit.cli.progress import Progress
@@ -402,6 +415,35 @@ def test_one_checkpoint_is_listed_alone_and_not_pruned(project, tmp_path, capsys
     assert not (path.parent / ".lock").exists()
     (path / "index.json").unlink()
     assert "  DAMAGED  " in called(capsys, "list", path)
+
+
+def test_what_is_deleted_before_it_is_merged_is_named(project, tmp_path, capsys, monkeypatch):
+    path = folder.steps(copied(project, tmp_path))[0].path
+    real = export.begin
+
+    def begin(*given):
+        shutil.rmtree(path)
+        return real(*given)
+
+    monkeypatch.setattr(export, "begin", begin)
+    assert run(["checkpoint", "merge", str(path), "-o", str(tmp_path / "export")]) == EXIT_CHECKPOINT
+    assert f"{path}: was deleted; use another checkpoint." in capsys.readouterr().err
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_run_may_begin_while_prune_verifies(project, tmp_path, capsys, monkeypatch):
+    """It takes the lock to delete; what it verifies can be read for an hour."""
+    root = copied(project, tmp_path)
+    real, free = verify.damages, []
+
+    def damages(*given):
+        with open(root / lock.NAME) as file:
+            free.append(not file.read())
+        return real(*given)
+
+    monkeypatch.setattr(verify, "damages", damages)
+    called(capsys, "prune", root, "--keep-last", 1)
+    assert free == [True] and len(folder.steps(root)) == 1
 
 
 def test_prune_respects_a_live_run(project, tmp_path, capsys):

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from shardkit.checkpoint import commit, folder, manifest, retention
+from shardkit.errors import CheckpointError
 from tests import checkpoints
 from tests.test_faults_save import prepared
 
@@ -57,7 +58,8 @@ def test_a_checkpoint_that_was_replaced_is_looked_at_again(root):
     assert steps_in(retention.expendable(root, 7)) == [2], "it was committed last now"
 
 
-def test_checkpoints_stay_in_order_where_the_clock_is_set_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_latest", [True, False])
+def test_checkpoints_stay_in_order_where_the_clock_is_set_back(tmp_path, monkeypatch, has_latest):
     class Yesterday(datetime):
         @classmethod
         def now(cls, tz=None):
@@ -66,6 +68,8 @@ def test_checkpoints_stay_in_order_where_the_clock_is_set_back(tmp_path, monkeyp
     live = prepared("plain")
     checkpoints.save(live, folder.step_folder(tmp_path, 1), 1, in_series=True)
     monkeypatch.setattr(commit, "datetime", Yesterday)
+    if not has_latest:  # the folder was copied without it, or the run was killed before it was written
+        (tmp_path / folder.LATEST).unlink()
     for step in (2, 3):
         checkpoints.save(live, folder.step_folder(tmp_path, step), step, in_series=True)
     assert steps_in(folder.candidates(tmp_path)) == [3, 2, 1]
@@ -89,3 +93,18 @@ def test_one_look_at_each_file_tells_whether_a_checkpoint_is_whole(root, monkeyp
     monkeypatch.setattr(os, "scandir", lambda where: (looked.append(where), real(where))[1])
     assert manifest.check_sizes(path, manifest.read(path)) == []
     assert len(looked) == len({*looked}) == 1 + sum(item.is_dir() for item in path.iterdir())
+
+
+def test_what_is_pinned_while_others_are_deleted_is_kept(root):
+    going = retention.expendable(root, 5)
+    retention.pin(going[1].path)
+    assert retention.delete(going) == [going[0].path, going[2].path]
+    assert steps_in(folder.steps(root)) == [8, 7, 6, 5, 4, 2]
+
+
+def test_a_pin_of_a_checkpoint_that_is_gone_is_an_error(root):
+    gone = folder.step_folder(root, 1)
+    shutil.rmtree(gone)
+    with pytest.raises(CheckpointError, match="was deleted before it was pinned"):
+        retention.pin(gone)
+    assert not retention.is_pinned(gone)

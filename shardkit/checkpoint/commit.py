@@ -145,16 +145,16 @@ def _manifest(prepared: PreparedSave, written: list[dict[str, list[Any]]]) -> Ma
 
 
 def _time_of_commit(request: SaveRequest) -> datetime:
-    """Now; but later than the previous checkpoint of the series, also if the clock was set back: a resume and retention
-    order checkpoints by these times. Not in stores, which refuse requests from machines with a wrong clock."""
-    now = datetime.now(timezone.utc)
-    root = request.final.parent
-    if not request.in_series or not isinstance(root, Path) or (latest := folder.read_latest(root)) is None:
+    """Now; but later than all checkpoints of the series, also if the clock was set back: a resume and retention order
+    checkpoints by these times. Not in stores, which refuse requests from machines with a wrong clock."""
+    now, root = datetime.now(timezone.utc), request.final.parent
+    if not request.in_series or not isinstance(root, Path):
         return now
-    with suppress(CheckpointError, OSError, ValueError):  # it was deleted or damaged
-        previous = datetime.fromisoformat(manifest.read(root / latest).created_utc)
-        return max(now, previous + timedelta(microseconds=1))
-    return now
+    last = now
+    for text in retention.times(root):
+        with suppress(ValueError, OverflowError, TypeError):  # not one of ours
+            last = max(last, datetime.fromisoformat(text) + timedelta(microseconds=1))
+    return last
 
 
 def model_fingerprint(index: Index) -> str:

@@ -70,7 +70,7 @@ class Durable:
             raise OSError(failed.errno, failed.strerror, str(self.path)) from failed
         finally:
             os.close(self._descriptor)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename is None:  # else it is of another file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         if error is None:
             self._reach("close")

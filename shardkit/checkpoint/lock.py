@@ -1,5 +1,5 @@
 """One writer per folder: a second run that saves into the same folder of checkpoints gets an error that names the
-first."""
+first. A prune, which takes the lock while it deletes, is waited for."""
 
 import atexit
 import contextlib
@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from shardkit.errors import CheckpointSaveError
 from shardkit.log import get_logger
 
 NAME = ".lock"
+PRUNE = "shardkit checkpoint prune"
+"""The `run_id` of a prune."""
+_LOOK_EVERY_S = 0.1
 
 logger = get_logger(__name__)
 
@@ -41,8 +46,8 @@ class Lock:
     is_released: bool = False
 
     def is_in_place(self) -> bool:
-        """Whether the locked file is still the folder's. If the folder was deleted or replaced, another run may hold
-        the lock of the new one."""
+        """Whether the lock still keeps others out of the folder. If the folder was deleted or replaced, another run may
+        hold the lock of the new one."""
         return self.key in _held and _is_in_place(_held[self.key].descriptor, self.path)
 
     def release(self) -> None:
@@ -68,7 +73,8 @@ def _end_all() -> None:
 def _end(path: Path) -> None:
     descriptor = _held.pop(path).descriptor
     with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
+        if _is_locked(descriptor):  # else it has the name of another run
+            os.ftruncate(descriptor, 0)
     os.close(descriptor)
 
 
@@ -76,46 +82,87 @@ def _key(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def acquire(root: Path, run_id: str, advice: str = "use another folder") -> Lock:
-    """Lock a folder. The lock of a dead run is taken over.
+def acquire(
+    root: Path,
+    run_id: str,
+    advice: str = "use another folder",
+    prune_s: float = 0.0,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Lock:
+    """Lock a folder. The lock of a dead run is taken over; that of a prune is waited for, `prune_s` seconds at most,
+    with calls of `meanwhile`.
 
     Raises CheckpointSaveError that names the run which holds the lock, and ends with the advice.
     """
     path = root / NAME
     key = _key(path)
     held = _held.get(key)
-    if held is None:
-        held = _held[key] = _Held(_locked(root, path, run_id, advice))
-    elif not _is_in_place(held.descriptor, path):
-        lost, held.descriptor = held.descriptor, _locked(root, path, run_id, advice)
-        os.close(lost)
+    if held is None or not _is_in_place(held.descriptor, path):
+        descriptor = _opened(path)
+        try:
+            _wait_for_prune(root, descriptor, prune_s, meanwhile)
+            _lock(root, descriptor, run_id, advice)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if held is None:
+            held = _held[key] = _Held(descriptor)
+        else:
+            os.close(held.descriptor)
+            held.descriptor = descriptor
+            _is_locked(descriptor)  # closing any descriptor of the file has released the lock
     held.users += 1
     return Lock(path, key)
 
 
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
 def _is_in_place(descriptor: int, path: Path) -> bool:
     with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(descriptor), os.stat(path)) and _is_locked(descriptor)
     return False
 
 
-def _locked(root: Path, path: Path, run_id: str, advice: str) -> int:
-    """A locked descriptor of the lock file."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _is_locked(descriptor: int) -> bool:
+    """Whether this process has the lock, which it takes again where it was lost: the system releases it when the
+    process closes the file anywhere, as a script does that copies the folder. True without locks."""
     # A record lock: the system releases it when the process dies, and forked DataLoader workers do not inherit it.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _wait_for_prune(root: Path, descriptor: int, seconds: float, meanwhile: Callable[[], None]) -> None:
+    until = time.monotonic() + seconds
+    is_told = False
+    while not _is_locked(descriptor) and _holder(descriptor).get("run_id") == PRUNE and time.monotonic() < until:
+        if not is_told:
+            logger.info("checkpoint: %s: waits for %s, %.0f s at most.", root, _who(_holder(descriptor)), seconds)
+            is_told = True
+        meanwhile()
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _lock(root: Path, descriptor: int, run_id: str, advice: str) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         holder = _holder(descriptor)
-        os.close(descriptor)
-        raise CheckpointSaveError(f"checkpoint: {root}: {_who(holder)} saves into this folder; {advice}.") from None
+        who = f"{_who(holder)} {'prunes' if holder.get('run_id') == PRUNE else 'saves into'}"
+        raise CheckpointSaveError(f"checkpoint: {root}: {who} this folder; {advice}.") from None
     except OSError as error:
         logger.warning(
             "checkpoint: %s: the file system does not support locks (%s); a second run in the folder is not detected.",
             root,
             error,
         )
-        return descriptor  # the name in the file may be that of a run that goes on
+        return  # the name in the file may be that of a run that goes on
     before = _holder(descriptor)
     if before and before.get("run_id") != run_id:
         logger.warning(
@@ -123,7 +170,6 @@ def _locked(root: Path, path: Path, run_id: str, advice: str) -> int:
         )
     with contextlib.suppress(OSError):  # on a full disk only the name of the holder is lost: prune makes room there
         _write(descriptor, {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid()})
-    return descriptor
 
 
 def _holder(descriptor: int) -> dict[str, Any]:
@@ -136,7 +182,8 @@ def _holder(descriptor: int) -> dict[str, Any]:
 def _who(holder: dict[str, Any]) -> str:
     if not holder:
         return "another run"
-    return f"another run (process {holder.get('pid')} on {holder.get('host')})"
+    what = "a prune" if holder.get("run_id") == PRUNE else "another run"
+    return f"{what} (process {holder.get('pid')} on {holder.get('host')})"
 
 
 def _write(descriptor: int, value: dict[str, Any]) -> None:

@@ -31,9 +31,13 @@ def is_pinned(path: Place) -> bool:
 
 
 def pin(path: Place) -> None:
-    """Protect this checkpoint from retention, at the folder that a link leads to."""
+    """Protect this checkpoint from retention, at the folder that a link leads to. Raises CheckpointError if retention
+    was faster."""
     file, _ = _pins_of(path)
     objects.put(file, b"{}") if isinstance(file, Url) else file.touch()
+    if not manifest.is_here(path):
+        unpin(path)
+        raise CheckpointError(f"{path}: was deleted before it was pinned; pin another one.")
 
 
 def unpin(path: Place) -> None:
@@ -79,6 +83,11 @@ def expendable(
     return sorted(candidates, key=lambda found: found.step)
 
 
+def times(root: Place) -> list[str]:
+    """When the checkpoints of the series were committed, by their manifests."""
+    return [record.created_utc for found in folder.steps(root) if (record := _record(found.path)) is not None]
+
+
 class _Record(NamedTuple):
     """What retention needs of a manifest; `version` differs if the manifest file was replaced."""
 
@@ -121,10 +130,13 @@ def apply(root: Place, keep_last: int, keep_every: int = 0, protected: Container
 
 
 def delete(going: Iterable[FoundCheckpoint]) -> list[Place]:
-    """Delete these checkpoints. Returns the deleted folders. A failure to delete is a warning, never an error."""
+    """Delete these checkpoints, but not those that were pinned meanwhile, since deleting many takes minutes. Returns
+    the deleted folders. A failure to delete is a warning, never an error."""
     removed: list[Place] = []
     for found in going:
         try:
+            if is_pinned(found.path):
+                continue
             if isinstance(found.path, Url):
                 in_store.remove(found.path)
             else:

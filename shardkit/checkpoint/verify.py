@@ -143,7 +143,10 @@ class Files:
         self._seen: dict[str, Any] = {}
 
     def __enter__(self) -> "Files":
-        self._folder = access.folder(self.checkpoint.path)
+        try:
+            self._folder = access.folder(self.checkpoint.path)
+        except FileNotFoundError:
+            raise CheckpointCorrupted(f"{self.checkpoint.path}: was deleted; use another checkpoint.") from None
         try:
             self._refuse_another()
         except BaseException:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,6 @@ from shardkit.cli import HELP, checkpoint_text
 from shardkit.cli.advice import ADVICE
 from shardkit.cli.progress import Progress
 from shardkit.errors import EXIT_CHECK_FAILED, CheckpointCorrupted, CheckpointError
-from shardkit.storage import objects
 from shardkit.storage.url import Place, Url, place_of
 from shardkit.wording import counted
 
@@ -297,35 +296,16 @@ def prune(
 
     Pinned checkpoints are kept. Older ones are deleted unread. An error if a run saves into the folder.
     """
-    from shardkit.checkpoint import locate, retention
+    from shardkit.checkpoint import locate
+    from shardkit.cli import pruning
 
-    root, damaged = locate.series(path), list[str]()
-
-    def is_good(found: Place) -> bool:
-        problems, _ = _damages(found)
-        damaged.extend(problems)
-        return not problems
-
-    with _as_checkpoint_error(), nullcontext() if dry_run else _no_run_in(root):
-        going = retention.expendable(root, keep_last, keep_every, is_good=is_good)
-        left = retention.debris(root)
-        freed = {found: _bytes_below(found) for found in [*left, *(found.path for found in going)]}
-        removed = [found.path for found in going]
-        if not dry_run:
-            left, removed = retention.clean_debris(root), retention.delete(going)
-    result: dict[str, Any] = {"removed": [str(found) for found in removed], "debris": [str(found) for found in left]}
-    result |= {"bytes": sum(freed.get(found, 0) for found in [*removed, *left]), "damaged": damaged, "dry_run": dry_run}
+    with _as_checkpoint_error():
+        result = pruning.prune(locate.series(path), keep_last, keep_every, dry_run, lambda found: _damages(found)[0])
     if as_json:
         print(json.dumps(result, indent=2))
     else:
         print("\n".join(checkpoint_text.pruned(result)))
     return 0
-
-
-def _bytes_below(folder: Place) -> int:
-    if isinstance(folder, Url):
-        return sum(seen.bytes for seen in objects.below(folder).values())
-    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 @app.command()
@@ -368,22 +348,6 @@ def _parameters(spec: str) -> dict[str, bool]:
     from shardkit.model.sources import describe
 
     return {name: parameter.trainable for name, parameter in describe(spec).tree.owned()}
-
-
-@contextmanager
-def _no_run_in(root: Place) -> Iterator[None]:
-    """A context in which no run can save into the folder. Raises CheckpointSaveError if one does. A store has no
-    locks."""
-    if isinstance(root, Url):
-        yield
-        return
-    from shardkit.checkpoint import lock
-
-    held = lock.acquire(root, "shardkit checkpoint prune", "prune after it has ended")
-    try:
-        yield
-    finally:
-        held.release()
 
 
 @contextmanager

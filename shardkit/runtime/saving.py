@@ -277,7 +277,9 @@ def _claim(session: SaveSession, root: Place) -> None:
     if session.lock is not None:
         session.lock.release()
         session.lock = None
-    session.lock = lock.acquire(root, session.run_id)
+    control = session.control
+    # Half of the time after which the other ranks, which wait meanwhile, give up.
+    session.lock = lock.acquire(root, session.run_id, prune_s=control.timeout_s / 2, meanwhile=control.work)
 
 
 def mesh_of(run: Run) -> dict[str, Any]:
