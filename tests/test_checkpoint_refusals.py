@@ -1,5 +1,7 @@
 """What a load or save refuses because the script and the checkpoint, or the folder, do not belong together."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -185,3 +187,44 @@ def name_odd_folders(project):
 
 def test_odd_folders_are_told_apart(ranks, tmp_path):
     ranks.run(1, name_odd_folders, tmp_path)
+
+
+def on_another_thread(project):
+    """What calls on a thread get while this one trains, and afterwards on a thread that trained itself."""
+    run = run_of(project)
+    train(run, 1)
+    told = []
+
+    def call(function):
+        try:
+            function()
+        except UsageError as error:
+            told.append(str(error))
+
+    for function in (run[0].save_state, run[0].load_state, lambda: run[0].save_model(run[1], project / "export")):
+        thread = threading.Thread(target=call, args=(function,), name="saver")
+        thread.start()
+        thread.join()
+    for number in range(2):
+        trained = threading.Thread(target=lambda: (train(run, 1), run[0].save_state()), name=f"trainer {number}")
+        trained.start()
+        trained.join()
+    run[0].load_state()
+    return told, run[0].counters.step
+
+
+def test_a_state_is_not_saved_from_another_thread_than_the_one_that_trains(ranks, tmp_path):
+    """It would mix two steps, and on several ranks the communication of both."""
+    for told, step in ranks.run(2, on_another_thread, tmp_path):
+        assert [line.split(":")[0] for line in told] == ["save_state", "load_state", "save_model"]
+        assert all("another thread than the one that trains (got saver, MainThread trains)" in line for line in told)
+        assert step == 3
+
+
+def test_a_state_is_not_saved_while_an_optimizer_steps(tmp_path, alone):
+    """As by a signal handler that saves."""
+    run = run_of(tmp_path)
+    run[2].optimizer.register_step_pre_hook(lambda *given: run[0].save_state())
+    with pytest.raises(UsageError, match="save_state: called while an optimizer steps"):
+        train(run, 1)
+    assert not (tmp_path / "checkpoints").exists()

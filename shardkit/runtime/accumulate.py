@@ -4,6 +4,7 @@ A window is the micro-batches of one optimizer step: the configured number, or f
 is the mean over its micro-batches, so a window of n, also a short one, equals one batch of its n micro-batches.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -58,6 +59,8 @@ class Accumulation:
         """Whether a prepared optimizer is stepping: steps inside it do not count."""
         self._loaders = loaders
 
+        self.thread: threading.Thread | None = None
+        """Of the last step of a prepared optimizer."""
         self._planned_size = steps
         """Micro-batches that the window was to have when it began; its losses are divided by it."""
         self._is_full = True
@@ -214,7 +217,7 @@ class Accumulation:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, a prepared optimizer steps; steps of inner optimizers do not count."""
-        found, self.is_stepping = self.is_stepping, True
+        found, self.is_stepping, self.thread = self.is_stepping, True, threading.current_thread()
         try:
             yield
         finally:

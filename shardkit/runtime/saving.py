@@ -1,5 +1,6 @@
 """save_state and save_model of a run: its objects, its checkpoint folder, one save at a time."""
 
+import threading
 import uuid
 from dataclasses import replace
 from functools import partial
@@ -54,15 +55,31 @@ def session_of(run: Run) -> SaveSession:
 def met(run: Run, call: str, phase: str, error: type[CheckpointError] = CheckpointError) -> SaveSession:
     """The session, after all ranks have made this call; posts the phase to the launcher. Collective.
 
-    Rank 0 logs the progress where it takes more than two seconds.
+    Rank 0 logs the progress where it takes more than two seconds. UsageError where the state may be amid a step.
     """
     step = run.counters.step
+    _refuse_amid_step(run, call)
     progress.post(phase, step)
     named_barrier.meet(call, run.config.shardkit.checkpoint.timeout_s, error)
     session = session_of(run)
     say = logger.info if session.control.rank == 0 else None
     session.control.work = LongWork(f"checkpoint: {call}", lambda: progress.post(phase, step), say)
     return session
+
+
+def _refuse_amid_step(run: Run, call: str) -> None:
+    """A state that is saved or loaded meanwhile mixes two steps, and communication of two threads gets mixed up."""
+    trains, here = run.accumulation.thread, threading.current_thread()
+    if run.accumulation.is_stepping:
+        raise UsageError(
+            f"{call}: called while an optimizer steps (got a call from a signal handler or a hook?); call it between "
+            "two steps: let a signal handler set a flag (shardkit launch saves at SIGTERM and SIGUSR1 by itself)."
+        )
+    if trains is not None and trains is not here and trains.is_alive():
+        raise UsageError(
+            f"{call}: called on another thread than the one that trains (got {here.name}, {trains.name} trains); call "
+            "it there: save_state(blocking=False) trains on while the files are written."
+        )
 
 
 def begin_save(run: Run, call: str) -> SaveSession:
@@ -129,6 +146,7 @@ def _session_alone(run: Run, call: str) -> SaveSession:
     if run.saving is not None:
         alone.unfinished, alone.parent = run.saving.unfinished, run.saving.parent
     run.saving_alone = alone
+    _refuse_amid_step(run, call)
     _refuse_unfinished(alone, call)
     return alone
 
