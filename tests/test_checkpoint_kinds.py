@@ -71,6 +71,41 @@ def test_each_rank_compares_with_its_own(ranks, tmp_path):
     assert ranks.run(2, objects_of_this_rank, tmp_path / "c", 1) == [[5.0, 1.0], [6.0]]
 
 
+class Loader:
+    """Of no data."""
+
+    def state_dict(self):
+        return {"samples_seen": 0}
+
+    def load_state_dict(self, state):
+        pass
+
+    def misfit(self, state, saved_ranks):
+        return None
+
+
+def test_a_loader_that_the_saved_run_did_not_have_is_told(tmp_path):
+    """One that was prepared first gets the position of another."""
+    live, other = live_of(), live_of()
+    live.loaders |= {"loader.0": Loader()}
+    other.loaders |= {"loader.0": Loader(), "loader.1": Loader()}
+    checkpoints.save(live, tmp_path / "c")
+    with log_lines() as lines:
+        checkpoints.load(other, tmp_path / "c")
+    assert any("loader.1: the checkpoint has no position of it, so it begins at its start" in line for line in lines)
+
+
+def test_a_model_of_other_shapes_is_told_what_to_do(tmp_path):
+    live, other = live_of(), live_of()
+    live.models[0] = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    other.models[0] = nn.Sequential(*(nn.Linear(3, 2) for _ in range(9)))
+    live.optimizers = other.optimizers = []
+    checkpoints.save(live, tmp_path / "c")
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.load(other, tmp_path / "c")
+    assert "2.weight: shape [2, 2] in the checkpoint, [2, 3] in the model and 6 more; prepare" in str(raised.value)
+
+
 def cosine(length):
     return lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, length)
 

@@ -111,6 +111,7 @@ def plan_of(live: Live, checkpoint: Checkpoint, control: ControlGroup, options: 
         _plan_optimizer(optimizer, number, names, index, plan)
     plan.differences += _unmatched_objects(live, plan.common) + _unclaimed(live, index, plan.common)
     plan.differences += _unclaimed_loaders(live, plan.common) if options.data_position else []
+    plan.notes += _new_loaders(live, plan.common)
     plan.problems += [one.as_problem for one in plan.differences] if options.strict else []
     plan.problems += _unusable_positions(live, plan, checkpoint.manifest.world_size)
     left = sorted(options.unfinished.parts - plan.parts)
@@ -190,6 +191,7 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         )
     custom = custom_state.CustomState(model, section, values=others)
     detached = custom_state.detached_names(model, mine)
+    unlike = []
     for name, tensor in mine.items():
         source = aliases.get(name, name)
         if name in ties:
@@ -203,14 +205,17 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
         if name in detached:
             custom.tensors[name] = (source, tensor)
             continue
-        problem = _mismatch(entries[source], tensor)
-        if problem and entries[source].shape != tuple(tensor.shape) and custom_state.may_resize(model, name):
+        if entries[source].shape != tuple(tensor.shape) and custom_state.may_resize(model, name):
             custom.tensors[name] = (source, tensor)
-        elif problem:
+        elif difference := _mismatch(entries[source], tensor):
+            unlike.append(f"{name}: {difference}")
+        elif problem := _not_ready(tensor):
             plan.problems.append(f"{section}: {name}: {problem}")
         else:
             plan.weights.append((section, source, tensor))
             plan.parts.add(f"{section}: {name}")
+    if unlike:
+        plan.problems.append(f"{section}: {first_few(unlike, 3)}; {_OF_ANOTHER_FORM}")
     if custom.tensors or others or custom_state.is_customized(model):
         plan.custom.append(custom)
 
@@ -218,6 +223,12 @@ def _plan_model(model: nn.Module, section: str, index: Index, plan: Plan) -> Non
 _BY_HOOKS = (
     "if they rename tensors of older ones, run shardkit checkpoint merge CHECKPOINT -o FOLDER, and start from its "
     "weights, with a new optimizer, by prepare(model, ..., weights=FOLDER)"
+)
+
+
+_OF_ANOTHER_FORM = (
+    "prepare the model as it was saved (mixed_precision leaves its dtype), or start from changed weights with a new "
+    "optimizer: shardkit checkpoint merge CHECKPOINT -o FOLDER writes them for plain torch"
 )
 
 
@@ -230,6 +241,10 @@ def _mismatch(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
         return f"shape {list(entry.shape)} in the checkpoint, {list(tensor.shape)} in the model"
     if entry.dtype != tensors.DTYPES.get(tensor.dtype):
         return f"dtype {entry.dtype} in the checkpoint, {tensors.DTYPES.get(tensor.dtype)} in the model"
+    return None
+
+
+def _not_ready(tensor: torch.Tensor) -> str | None:
     if is_composed(tensor):
         return f"is quantized in the model (got a {type(tensor).__name__}); load the checkpoint before quantizing"
     if not tensors.has_memory(tensor):
@@ -293,6 +308,16 @@ def _unclaimed_loaders(live: Live, common: dict[str, Any]) -> list[Difference]:
             f"{', '.join(missing)}: the checkpoint has its position, but it is not prepared",
             "prepare it before loading, or load with data_position=False",
         )
+    ]
+
+
+def _new_loaders(live: Live, common: dict[str, Any]) -> list[str]:
+    new = [name for name in live.loaders if name not in common["loaders"]]
+    if not (new and common["loaders"]):
+        return []
+    return [
+        f"{', '.join(new)}: the checkpoint has no position of it, so it begins at its start (positions are matched by "
+        "the order in which loaders were prepared; prepare a new one last)"
     ]
 
 
