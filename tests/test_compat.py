@@ -445,6 +445,47 @@ def test_a_schedule_steps_once_and_once_a_rank_where_that_is_asked_for(ranks):
     assert ranks.run(2, schedules_as_asked_for, "scheduler") == [0.25, 0.25]
 
 
+def saved_as_accelerate_does(folder, meaning):
+    """The refusals of saves of a script's own checkpoint of a sharded model: by both names, and on one rank only."""
+    import os
+
+    from shardkit.compat.utils import save
+
+    os.environ["SHARDKIT_ACCELERATES_MEANING"] = meaning
+    accelerator = Accelerator(config={"distributed_type": "FSDP", "use_cpu": True})
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+    optimizer.step()
+    expected = accelerator.unwrap_model(model).weight.full_tensor()
+    checkpoint = {"model": model.state_dict(), "opt": optimizer.state_dict(), "ema": [model.weight], "epoch": 1}
+    told = []
+    for number, call in enumerate((accelerator.save, save)):
+        try:
+            call(checkpoint, folder / f"{number}.pt")
+        except UsageError as error:
+            told.append(str(error))
+            continue
+        if accelerator.is_main_process and meaning:
+            found = torch.load(folder / f"{number}.pt")
+            assert found["model"]["weight"].equal(expected) and found["ema"][0].equal(expected)
+            assert found["opt"]["state"][0]["exp_avg"].shape == (2, 2) and found["epoch"] == 1
+    if accelerator.is_main_process:
+        try:
+            accelerator.save({"w": model.weight}, folder / "never")
+        except UsageError as error:
+            told.append(str(error))
+    accelerator.end_training()
+    return told
+
+
+def test_a_checkpoint_of_the_scripts_own_has_whole_tensors(ranks, tmp_path):
+    (refused,), nothing = ranks.run(2, saved_as_accelerate_does, tmp_path, "save")
+    assert refused.startswith("save: every rank must call it, but only some do (got ") and nothing == []
+    for told in ranks.run(2, saved_as_accelerate_does, tmp_path, "")[0][:2]:
+        assert "split the object, or launch with --accelerates-meaning save, which uses torch.save" in told
+
+
 def trainers_files(folder, kind, is_new=False):
     from shardkit.compat.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import Accelerator
+from shardkit.distributed.collectives import broadcast_object_list
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import pickled_parts
 from tests import loops
@@ -319,3 +320,23 @@ def test_a_pickled_state_dict_holds_plain_things_and_sharded_ones_with_a_warning
         (text,) = told
         assert text.startswith("torch.save: sharded tensors are pickled, so this rank writes its own part")
         assert "accelerator.save_model(model, folder)" in text
+
+
+def loaded_from_rank_0(strategy: int) -> tuple[bool, str]:
+    """Whether a rank loads what it has pickled itself, and the refusal of what rank 0 has."""
+    accelerator = accelerator_for(strategy)
+    state = accelerator.prepare(Net()).state_dict()
+    torch.save(state, own := io.BytesIO())
+    name, held = next(iter(state.items()))
+    same = torch.load(io.BytesIO(own.getvalue()))[name].to_local().equal(held.to_local())
+    (of_rank_0,) = broadcast_object_list([own.getvalue()])
+    return same, refusal(lambda: torch.load(io.BytesIO(of_rank_0)))
+
+
+@pytest.mark.parametrize(("strategy", "world"), [(1, 2), (4, 4)])
+def test_a_rank_loads_its_own_parts_and_refuses_those_of_another(ranks, strategy, world):
+    words = "torch.load: the file has parts of sharded tensors that rank 0 wrote (got it on rank {}), and this rank has"
+    for rank, (same, told) in enumerate(ranks.run(world, loaded_from_rank_0, strategy)):
+        assert same
+        has_those_of_rank_0 = rank % 2 == 0  # its replica has, too
+        assert told == "" if has_those_of_rank_0 else told.startswith(words.format(rank))

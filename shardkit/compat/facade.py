@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.compat import operations
 from shardkit.compat.attributes import PlainAttributes
 from shardkit.compat.differences import takes_back
 from shardkit.compat.handlers import InitProcessGroupKwargs
@@ -34,7 +35,7 @@ from shardkit.distributed.tensors import is_fsdp
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.runtime import accelerator as own
-from shardkit.runtime import unsupported
+from shardkit.runtime import objects, unsupported
 from shardkit.runtime.prepare import kind_of
 from shardkit.runtime.project import ProjectConfiguration
 from shardkit.sharding.gradient_sync import gradient_sync
@@ -242,13 +243,10 @@ class Accelerator(PlainAttributes, own.Accelerator):
         return folder
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
-        """Rank 0 writes a dict of tensors as safetensors, or JSON-serializable values as JSON. With
-        `--accelerates-meaning save` it uses torch.save."""
-        if takes_back("save") and not safe_serialization:
-            if self.is_main_process:
-                torch.save(obj, f)
-            return
-        super().save(obj, f)
+        """As `utils.save`. Raises UsageError where only the main process calls it with sharded tensors."""
+        if objects.has_sharded(obj):
+            self._is_called_on_one_rank("save", sys._getframe(1))
+        operations.save(obj, f, safe_serialization=safe_serialization)
 
     @property
     def save_iteration(self) -> int:

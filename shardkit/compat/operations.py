@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.compat.differences import takes_back
 from shardkit.data.device import to_device
 from shardkit.distributed import collectives
 from shardkit.distributed.collectives import (  # noqa: F401  (used unchanged)
@@ -232,10 +233,14 @@ def is_peft_model(model: Any) -> bool:
 
 
 def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Rank 0 writes a dict of tensors as safetensors, or JSON-serializable values as JSON."""
+    """Rank 0 writes a dict of tensors as safetensors, or JSON-serializable values as JSON. With
+    `--accelerates-meaning save` it uses torch.save. Collective where tensors are sharded."""
     whole = objects.prepared(obj)
     if collectives.rank() == 0:
-        objects.save(whole, f)
+        if takes_back("save") and not safe_serialization:
+            torch.save(whole, f)
+        else:
+            objects.save(whole, f, "split the object, or launch with --accelerates-meaning save, which uses torch.save")
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

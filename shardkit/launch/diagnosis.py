@@ -51,6 +51,11 @@ _BY_MESSAGE = (
         "a copy of the model from before prepare that is prepared, too",
     ),
     (
+        "appears to not have been used in the graph",
+        "under a sharded strategy gradients belong to the gathered parameters, so torch.autograd.grad finds none for a "
+        "parameter of the model: call backward, or keep the layer whole: fsdp_ignored_modules: 'decoder\\.conv_out'",
+    ),
+    (
         r"^'\w+' object has no attribute 'module'$",
         "only DDP's wrapper has .module; a sharded model, and that of one process, is the script's own: use "
         "accelerator.unwrap_model(model), which is right for all of them",

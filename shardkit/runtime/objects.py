@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardkit.checkpoint import paths
 from shardkit.distributed.tensors import is_dtensor, whole
@@ -18,16 +19,19 @@ from shardkit.wording import words
 
 
 def prepared(value: Any) -> Any:
-    """The object with sharded tensors gathered. Collective where there are any."""
-    if isinstance(value, Mapping):
-        return {key: prepared(item) for key, item in value.items()}
-    return whole(value) if is_dtensor(value) else value
+    """The object with sharded tensors gathered, also those in dicts and lists. Collective where there are any."""
+    return tree_map(lambda item: whole(item) if is_dtensor(item) else item, value)
 
 
-def save(value: Any, path: str | Path) -> None:
+def has_sharded(value: Any) -> bool:
+    """Whether `prepared` gathers any of its tensors."""
+    return any(is_dtensor(item) for item in tree_leaves(value))
+
+
+def save(value: Any, path: str | Path, advice: str = "split the object, or use save_model or save_state") -> None:
     """Writes a dict of tensors as safetensors, or JSON values as JSON, atomically. A symlink is followed and kept.
 
-    Raises UsageError where the object is neither, CheckpointSaveError where the file cannot be written.
+    Raises UsageError with the advice where the object is neither, CheckpointSaveError where the file cannot be written.
     """
     path = paths.on_disk(path, "save", "give a file on a disk")
     if path.is_dir():
@@ -37,7 +41,7 @@ def save(value: Any, path: str | Path) -> None:
         tensors = {str(key): _in_memory(item) for key, item in value.items()}
         _replace(path, lambda temporary: _write_tensors(tensors, temporary, path))
     else:
-        text = _json(value, path)
+        text = _json(value, path, advice)
         _replace(path, lambda temporary: temporary.write_text(text))
 
 
@@ -83,7 +87,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink()
 
 
-def _json(value: Any, path: Path) -> str:
+def _json(value: Any, path: Path, advice: str) -> str:
     try:
         text = json.dumps(value, indent=2, allow_nan=False)
         json.loads(text, object_pairs_hook=_unique)
@@ -91,7 +95,7 @@ def _json(value: Any, path: Path) -> str:
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"save: {path}: only a dict of tensors (written as safetensors) or JSON-able values can be saved "
-            f"(got {type(value).__name__}: {error}); split the object, or use save_model or save_state."
+            f"(got {type(value).__name__}: {error}); {advice}."
         ) from None
 
 

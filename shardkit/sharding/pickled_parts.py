@@ -1,13 +1,17 @@
 """Says so when a script pickles sharded tensors, as `torch.save(model.state_dict(), path)` does: each rank writes its
-own part only, and without the files of all ranks the weights are lost."""
+own part only, and without the files of all ranks the weights are lost. A rank that loads the part of another one stops:
+torch would take it for the rank's own."""
 
 import copyreg
 from functools import cache
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.distributed import collectives
 from shardkit.distributed.tensors import local_part, sharded_like
+from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.sharding.sharded_parameter import ShardedParameter
 
@@ -16,9 +20,11 @@ log = get_logger(__name__)
 
 @cache
 def install() -> None:
-    """Makes pickling a sharded tensor log a warning, the first time. Has an effect once per process."""
+    """Makes pickling a sharded tensor log a warning, the first time, and loading another rank's an error. Has an effect
+    once per process."""
     for kind in (DTensor, ShardedParameter):
         copyreg.pickle(kind, _reduced)
+    DTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]
 
 
 def _reduced(tensor: DTensor) -> Any:
@@ -36,3 +42,20 @@ def _tell() -> None:
         "without the files of all ranks; accelerator.get_state_dict(model) gives whole tensors, "
         "accelerator.save_model(model, folder) and save_state() write them. All ranks must call these."
     )
+
+
+def _set_state(tensor: DTensor, state: Any) -> None:
+    """As torch does while it loads. Raises UsageError on a rank that has another part than the rank that saved."""
+    torch._utils._set_obj_state(tensor, state)
+    mesh, rank = tensor.device_mesh, collectives.rank()
+    saved = mesh.get_coordinate()  # in the pickle, so of the rank that saved
+    if collectives.world_size() == 1 or saved is None:
+        return
+    here = (mesh.mesh == rank).nonzero().flatten().tolist()
+    split = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if split and (not here or any(here[axis] != saved[axis] for axis in split)):
+        raise UsageError(
+            f"torch.load: the file has parts of sharded tensors that rank {int(mesh.mesh[tuple(saved)])} wrote (got it "
+            f"on rank {rank}), and this rank has other parts; load here what this rank wrote, or save whole tensors: "
+            "accelerator.get_state_dict(model), or save_state() and load_state(), which all ranks call."
+        )
