@@ -37,7 +37,10 @@ def config(strategy: int, unused: bool = False, debug: bool = False) -> Config:
         num_processes=dist.get_world_size(),
         debug=debug,
         fsdp_config={"fsdp_sharding_strategy": strategy, "fsdp_auto_wrap_policy": "NO_WRAP"},
-        shardkit={"ddp_find_unused_parameters": unused},
+        shardkit={
+            "ddp_find_unused_parameters": unused,
+            "mesh": {"replicate_size": 2, "shard_size": 2} if strategy == 4 else {},
+        },
     )
 
 
@@ -158,6 +161,55 @@ def test_where_it_is_asked_for_ranks_may_use_different_parameters(ranks, strateg
         if rank == 0:
             for name, tensor in model.state_dict().items():
                 torch.testing.assert_close(torch.tensor(weights[name]), tensor, atol=1e-5, rtol=1e-4)
+
+
+SIDES = ["ll", "ll", "rr", "ll", "lr", "rr", "rr", "rr", "ll", "ll", "rr", "lr"]
+"""The branches of even and of odd ranks in each micro-batch: in some steps no rank uses one of them."""
+
+
+def parts_of(number: int, world: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(number)).chunk(world)
+
+
+def loss_of_one(model: nn.Module, part: torch.Tensor, side: str, number: int) -> torch.Tensor:
+    loss = model(part, side == "l").pow(2).mean()
+    return loss + 0.1 * model.left.weight.abs().sum() if number == 7 else loss  # a penalty on what nobody uses
+
+
+def with_a_branch_that_no_rank_uses(strategy: int, window: int) -> dict[str, Any]:
+    accelerator = Accelerator(config=config(strategy, unused=True), gradient_accumulation_steps=window)
+    torch.manual_seed(0)
+    model = Branches(inside=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for number, sides in enumerate(SIDES):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of_one(model, parts_of(number, world)[rank], sides[rank % 2], number))
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: tensor.tolist() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("strategy", "world"), [(1, 2), (2, 2), (4, 4)])
+def test_what_no_rank_uses_has_no_gradient(ranks, strategy, world, window):
+    """Momentum and weight decay leave it as it is, as in one process."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("FSDP reduces unused parameters from torch 2.13 on")
+    torch.manual_seed(0)
+    model = Branches(inside=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    for number, sides in enumerate(SIDES):
+        for rank, part in enumerate(parts_of(number, world)):
+            (loss_of_one(model, part, sides[rank % 2], number) / world / window).backward()
+        if (number + 1) % window == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = ranks.run(world, with_a_branch_that_no_rank_uses, strategy, window)[0]
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(torch.tensor(weights[name]), tensor, atol=1e-5, rtol=1e-4)
 
 
 def first_step_without_gradients() -> list[str]:

@@ -198,6 +198,14 @@ def test_offloaded_shards_are_on_the_host():
 
 
 @pytest.mark.slow
+def test_ranks_that_may_use_different_parameters_hold_as_much():
+    asked = request(TINY)
+    section = ShardkitConfig(ddp_find_unused_parameters=True)
+    unused, _ = simulated(asked.with_config(asked.config.model_copy(update={"shardkit": section})))
+    assert unused.peak.total == pytest.approx(simulated(asked)[0].peak.total, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_parameters_and_optimizer_state_outlive_the_step(monkeypatch):
     """The allocator is shown two steps: what the first one leaves behind, the second one finds."""
     trackers = []

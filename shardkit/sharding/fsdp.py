@@ -23,7 +23,9 @@ from shardkit.model.cut import shard_dim
 from shardkit.sharding import (
     copied_parts,
     flattened,
+    fsdp_internals,
     fsdp_unit,
+    fsdp_unused,
     hooks,
     in_place,
     numbers_of_tensors,
@@ -145,6 +147,8 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
     model.register_load_state_dict_pre_hook(_shard_what_is_loaded)
     shared = fsdp_unit.adopt(model, _carry_to_gathered)
     fsdp_unit.finish(model, compiled)
+    if config.shardkit.ddp_find_unused_parameters:
+        fsdp_unit.at_end_of_backward(model, (), partial(fsdp_unused.drop, fsdp_internals.groups_of_model(model)))
     means = GradientMean(units.replicated.values(), config.shardkit.ddp_find_unused_parameters)
     if means.parameters and config.num_processes > 1:
         attach(model, means)

@@ -12,7 +12,7 @@ torch's units are made for one loop: forward, backward, step. What differs here:
 - Second-order gradients work: parameters stay gathered until the last backward.
 - What was gathered and reduced is recorded, so that ranks that used different modules are detected (`trace.py`).
 
-Only the files `fsdp_unit`, `fsdp_internals` and `fsdp_recovery` use private parts of FSDP2.
+Only the files `fsdp_*` use private parts of FSDP2.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit.errors import ModelError, UsageError
+from shardkit.sharding import fsdp_unused
 from shardkit.sharding.activation import gathering
 from shardkit.sharding.fsdp_internals import (
     groups_of,
@@ -111,6 +112,7 @@ class UnitGroup(FSDPParamGroup):
     _number: int
     _is_parked: bool = False
     _used: tuple[bool, ...] = ()  # for each parameter, whether the last backward reached it
+    _reached: list[bool] | None = None  # as `fsdp_unused` says
     _on_gathered: Callable[[FSDPParam], None]
     _as_gathered: Sequence[tuple[int, int]] = ()
     _left: LeftOnModules | None = None
@@ -233,7 +235,9 @@ class UnitGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         if torch.is_grad_enabled() or self._state._pass.is_second_due:
             return  # a later backward still needs the parameters; its end calls this again
-        if self.reduce_grads and not getattr(self, "reduce_scatter_unused_params", False):
+        if self.reduce_grads and getattr(self, "reduce_scatter_unused_params", False):
+            self._reached = fsdp_unused.reached(self, self._reached)
+        elif self.reduce_grads:
             used = tuple(map(has_gradient, self.fsdp_params))
             self._state._pass.trace.add(self._number, *used)
             self._note_used(used)
