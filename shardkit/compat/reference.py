@@ -37,7 +37,9 @@ on the CPU. Losses are equal to those of one process with the same global batch.
 with `resume_from_checkpoint`, also in the middle of an epoch. Under FSDP their `pytorch_model_fsdp_0` and `optimizer_0`
 are shardkit checkpoints. The default of `fsdp_state_dict_type` is FULL_STATE_DICT in such a run, since the Trainer
 writes a model for `from_pretrained` only then. Gradient accumulation is done by the Trainer
-(`gradient_accumulation_steps` of `TrainingArguments`).
+(`gradient_accumulation_steps` of `TrainingArguments`). Where a model's forward takes the number of tokens but leaves it
+out of its loss (T5, BERT's heads), the Trainer multiplies the loss by the number of ranks, with Accelerate, too: set
+`average_tokens_across_devices=False`.
 
 ## Accelerate's tests
 
