@@ -235,6 +235,8 @@ class UnitGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         if torch.is_grad_enabled() or self._state._pass.is_second_due:
             return  # a later backward still needs the parameters; its end calls this again
+        if not self.reduce_grads and not any(map(is_gathered_once, self.fsdp_params)):
+            return  # no forward has reached the unit, and torch would look for gradients of its gathered parameters
         if self.reduce_grads and getattr(self, "reduce_scatter_unused_params", False):
             self._reached = fsdp_unused.reached(self, self._reached)
         elif self.reduce_grads:
