@@ -709,6 +709,23 @@ def test_what_a_recomputed_forward_changes_is_changed_once(ranks, strategy, pref
                 torch.testing.assert_close(mine, one)
 
 
+def refused_statistics(mixed_precision: str) -> str:
+    fsdp = {"fsdp_transformer_layer_cls_to_wrap": "ConvBlock", "fsdp_activation_checkpointing": True}
+    config = config_for(2, 1, mixed_precision=mixed_precision, shardkit={"compile": True}, **fsdp)
+    try:
+        parallel(models.ConvNet(), config)
+    except ModelError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_statistics_that_a_compiled_recomputation_would_change_twice_are_refused(ranks):
+    """In 16 bits the norm is a unit of its own inside the block, at which the compiled graph breaks."""
+    for text in ranks.run(2, refused_statistics, "bf16"):
+        assert text.startswith("model: the running statistics of BatchNorm2d would take each batch twice")
+    assert ranks.run(2, refused_statistics, "no") == ["not refused"] * 2
+
+
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_forward_can_be_recomputed_twice(copies):
     """Of a graph that is used again, with the buffers that the forward found; also of a copy of the model."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config import xla as xla_settings
@@ -161,6 +162,8 @@ def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.M
             refuse_integers(units, torch.__version__)
         if _needs_blocks(config):
             blocks = blocks_of(model, config.fsdp)
+        if config.mode == "fsdp" and config.fsdp.activation_checkpointing and config.shardkit.compile:
+            problems = changed_twice(units, blocks)
     except ModelError as error:
         problems = [str(error)]
     if problems := control.start().union(problems):
@@ -169,6 +172,22 @@ def units_and_blocks(model: nn.Module, config: Config) -> tuple[Units, list[nn.M
     if units.cut.remark:
         log.info("%s", units.cut.remark)
     return units, blocks
+
+
+def changed_twice(units: Units, blocks: Iterable[nn.Module]) -> list[str]:
+    """Problems of compiled blocks whose running statistics would take each batch twice. At a unit inside a block the
+    compiled graph breaks, and torch then recomputes the block without the contexts that keep its buffers."""
+    heads = {id(unit.module) for unit in units.units}
+    for block in blocks:
+        inner = list(block.modules())[1:]
+        norms = [type(one).__name__ for one in inner if isinstance(one, _NormBase) and one.track_running_stats]
+        if norms and any(id(one) in heads for one in inner):
+            return [
+                f"model: the running statistics of {norms[0]} would take each batch twice, since "
+                f"{type(block).__name__} is compiled and recomputed, and has an FSDP unit in it (got shardkit.compile "
+                "and fsdp_activation_checkpointing); write one of the two."
+            ]
+    return []
 
 
 def _needs_blocks(config: Config) -> bool:
