@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.checkpoint import folder, manifest
+from shardkit.distributed.process import leave
 from shardkit.errors import CheckpointError, UsageError
-from tests import checkpoints
+from tests import checkpoints, forked
 from tests.test_checkpoint_facade import run_of, train
 
 
@@ -228,3 +230,31 @@ def test_a_state_is_not_saved_while_an_optimizer_steps(tmp_path, alone):
     with pytest.raises(UsageError, match="save_state: called while an optimizer steps"):
         train(run, 1)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def after_the_end(project):
+    run = run_of(project)
+    train(run, 1)
+    saved = run[0].save_state()
+    train(run, 1)
+    run[0].end_training()
+    leave()  # as end_training does in a launched run
+    told = []
+    for call in (run[0].save_state, lambda: run[0].save_state(saved), run[0].load_state, lambda: run[0].gather(ONE)):
+        with pytest.raises(UsageError) as raised:
+            call()
+        told.append(str(raised.value))
+    return told
+
+
+ONE = torch.ones(1)
+
+
+def test_ranks_that_have_left_their_world_save_nothing(tmp_path):
+    """Each took itself for all of them: rank 0's shards became a checkpoint of one rank, in place of a whole one."""
+    for outcome in forked.run(2, after_the_end, tmp_path):
+        assert outcome.error is None, outcome.error
+        assert [line.split(":")[0] for line in outcome.value] == ["save_state", "save_state", "load_state", "gather"]
+        assert all("the 2 ranks have left their process group" in line for line in outcome.value)
+    (step,) = folder.steps(tmp_path / "checkpoints")
+    assert manifest.read(step.path).world_size == 2

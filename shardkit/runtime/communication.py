@@ -19,6 +19,7 @@ class Communication(Topology):
         """All ranks' tensors concatenated along dim 0, on every rank; dicts, lists and tuples too. Collective.
 
         Has no gradients; docs/concepts/loops.md says how a loss over all ranks' samples gets them."""
+        self._run.refuse_if_left("gather")
         self._run.accumulation.boundaries.note_meeting()
         return collectives.gather(tensor)
 
@@ -28,6 +29,7 @@ class Communication(Topology):
 
         A loss repeated for each sample of a whole batch counts as often as a shorter batch has samples. Collective.
         """
+        self._run.refuse_if_left("gather_for_metrics")
         self._run.accumulation.boundaries.note_meeting()
         if not use_gather_object and (short := padding.short_batch(self._run.loaders, input_data)) is not None:
             found = collectives.gather_repeated(input_data, *short)
@@ -40,17 +42,20 @@ class Communication(Topology):
     @eager
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum, mean, max or min over all ranks, on every rank; times `scale`. Collective."""
+        self._run.refuse_if_left("reduce")
         self._run.accumulation.boundaries.note_meeting()
         return collectives.reduce(tensor, reduction, scale)
 
     @eager
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """One rank's tensors, on every rank. Collective."""
+        self._run.refuse_if_left("broadcast")
         return collectives.broadcast(tensor, from_process)
 
     @eager
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along `dim` to the longest of all ranks. Collective."""
+        self._run.refuse_if_left("pad_across_processes")
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +17,7 @@ from shardkit.config.schema import Config
 from shardkit.data.loader import PreparedLoader
 from shardkit.distributed.background_agreement import BackgroundAgreement
 from shardkit.distributed.process import Process
+from shardkit.errors import UsageError
 from shardkit.optim import loss_scale, rebind
 from shardkit.runtime import foreign_steps, settings
 from shardkit.runtime.accumulate import Accumulation
@@ -131,6 +133,14 @@ class Run:
         self.same_modules = SameModules(self.models, self.process.control, self.config.debug)
         self.same_data = SameData(self.loaders, self.process.control)
         foreign_steps.watch(self.accumulation)
+
+    def refuse_if_left(self, call: str) -> None:
+        """UsageError where the process group of this run's ranks has ended: each would take itself for all of them."""
+        if self.process.world_size > 1 and self.process.backend != "none" and not dist.is_initialized():
+            raise UsageError(
+                f"{call}: the {self.process.world_size} ranks have left their process group (got a call after "
+                "end_training, or after destroy_process_group); call it before."
+            )
 
     def _check_step(self) -> None:
         self.early_steps.check()

@@ -58,6 +58,7 @@ def met(run: Run, call: str, phase: str, error: type[CheckpointError] = Checkpoi
     Rank 0 logs the progress where it takes more than two seconds. UsageError where the state may be amid a step.
     """
     step = run.counters.step
+    run.refuse_if_left(call)
     _refuse_amid_step(run, call)
     progress.post(phase, step)
     named_barrier.meet(call, run.config.shardkit.checkpoint.timeout_s, error)
