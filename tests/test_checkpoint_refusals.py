@@ -223,11 +223,22 @@ def test_a_state_is_not_saved_from_another_thread_than_the_one_that_trains(ranks
         assert step == 3
 
 
-def test_a_state_is_not_saved_while_an_optimizer_steps(tmp_path, alone):
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+def test_a_state_is_not_saved_amid_a_step(tmp_path, alone, place):
     """As by a signal handler that saves."""
     run = run_of(tmp_path)
-    run[2].optimizer.register_step_pre_hook(lambda *given: run[0].save_state())
-    with pytest.raises(UsageError, match="save_state: called while an optimizer steps"):
+
+    def save(*given):
+        run[0].save_state()
+
+    match place:
+        case "forward":
+            run[1].register_forward_pre_hook(save)
+        case "backward":
+            run[1].register_forward_hook(lambda module, inputs, output: (output.register_hook(save), None)[1])
+        case "step":
+            run[2].optimizer.register_step_pre_hook(save)
+    with pytest.raises(UsageError, match="save_state: called while a model or an optimizer is at work"):
         train(run, 1)
     assert not (tmp_path / "checkpoints").exists()
 

@@ -1,5 +1,6 @@
 """save_state and save_model of a run: its objects, its checkpoint folder, one save at a time."""
 
+import sys
 import threading
 import uuid
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardkit.checkpoint import folder, in_store, locate, lock, paths, write
 from shardkit.checkpoint import save_model as exporting
@@ -71,16 +73,30 @@ def met(run: Run, call: str, phase: str, error: type[CheckpointError] = Checkpoi
 def _refuse_amid_step(run: Run, call: str) -> None:
     """A state that is saved or loaded meanwhile mixes two steps, and communication of two threads gets mixed up."""
     trains, here = run.accumulation.thread, threading.current_thread()
-    if run.accumulation.is_stepping:
+    if run.accumulation.is_stepping or _interrupts_model(run):
         raise UsageError(
-            f"{call}: called while an optimizer steps (got a call from a signal handler or a hook?); call it between "
-            "two steps: let a signal handler set a flag (shardkit launch saves at SIGTERM and SIGUSR1 by itself)."
+            f"{call}: called while a model or an optimizer is at work (got a call from a signal handler?); call "
+            "it between two steps: let a handler set a flag (shardkit launch saves at SIGTERM and SIGUSR1 by itself)."
         )
     if trains is not None and trains is not here and trains.is_alive():
         raise UsageError(
             f"{call}: called on another thread than the one that trains (got {here.name}, {trains.name} trains); call "
             "it there: save_state(blocking=False) trains on while the files are written."
         )
+
+
+def _interrupts_model(run: Run) -> bool:
+    """Whether this call was made inside a backward, or a forward of a prepared model. There a rank may have begun what
+    the others have not, and the communication of a save would be taken for that."""
+    frame, modules = sys._getframe(), {id(part) for model in run.models for part in model.modules()}
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _BACKWARD or (frame.f_code is _FORWARD and id(frame.f_locals.get("self")) in modules):
+            return True
+    return False
+
+
+_BACKWARD, _FORWARD = torch.autograd.backward.__code__, nn.Module._call_impl.__code__
 
 
 def begin_save(run: Run, call: str) -> SaveSession:
