@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.loops.net import Part, adam, layers
-from tests.loops.run import BY_SIZE, WHOLE, Run, loop
+from tests.loops.run import BATCH, BY_SIZE, WHOLE, Run, loop
 
 
 class LowRank(nn.Module):
@@ -136,3 +137,28 @@ class Routed(nn.Module):
 def experts_without_samples(run: Run) -> None:
     torch.manual_seed(3)
     _fit(run, Routed())
+
+
+class Adapted(nn.Module):
+    """Keeps the layer that another one replaces, as peft does with modules that it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kept, self.new = nn.Linear(5, 7), nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.new(torch.tanh(self.first(x)))
+
+
+@loop(fsdp=BY_SIZE, accumulation=2)
+def windows_without_exchange_and_a_unit_that_forward_leaves_out(run: Run) -> None:
+    torch.manual_seed(1)
+    model = Adapted()
+    model, optimizer = run.prepare(model, adam([p for p in model.parameters() if p.requires_grad]))
+    for micro in range(6):
+        x = run.part(torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(micro)))
+        with run.accumulate(model), run.no_sync(model) if micro % 2 == 0 else nullcontext():
+            loss = model(x).pow(2).mean()
+            run.backward(loss)
+            run.step(optimizer)
+            run.see_mean(loss)
