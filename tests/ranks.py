@@ -103,19 +103,12 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
 
 
 def leave() -> None:
-    """Take down this process's process group, where there is one, and what torch keeps by its meshes.
-
-    DTensor caches by mesh what it works out, and two worlds' meshes are equal where their process groups are not.
-    """
-    import torch.distributed as dist
+    """Take down this process's process group, where there is one, and what torch keeps by its meshes."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+    from shardkit.distributed import process
+
+    process.leave()
     # torch 2.11 does not free all that its cache held, and a mesh keeps its groups, with three threads each.
     for found in gc.get_objects():
         if type(found) is DeviceMesh:

@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 import shardkit
 from shardkit import Accelerator, debug_launcher, find_executable_batch_size, get_logger, notebook_launcher, tqdm
+from shardkit.distributed import process
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.runtime import batch_size, notebook
-from tests import forked
+from tests import forked, loops
+from tests.loops.net import Net, loss_of
 from tests.printed import ROOT
 from tests.ranks import log_lines
 from tests.training import Model, Points
@@ -311,3 +313,33 @@ def test_a_second_accelerator_asks_for_what_the_process_has(tmp_path, alone):
     assert "process_group_timeout_s: 77.0 here, but 1800.0 for the existing process group" in str(caught.value)
     dist.destroy_process_group()
     Accelerator(config=other)
+
+
+def trained_in_two_worlds(folder: Path) -> list[list[float]]:
+    """Norms and losses in a hybrid strategy, and again in a later process group whose groups have other names."""
+    found: list[list[float]] = []
+    for number in range(2):
+        accelerator = Accelerator(config=loops.config_of(4, loops.LOOPS["usual"]))
+        torch.manual_seed(0)
+        model = Net()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        found.append([])
+        for _ in range(2):
+            loss = loss_of(model, torch.arange(6)[None] % 11)
+            accelerator.backward(loss)
+            found[-1] += [accelerator.clip_grad_norm_(model.parameters(), 1.0).item(), loss.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 0:
+            rank, world = dist.get_rank(), dist.get_world_size()
+            process.leave()
+            store = dist.FileStore(str(folder / "store"), world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            dist.new_group()
+    return found
+
+
+def test_a_later_process_group_is_not_taken_for_an_earlier_one(ranks, tmp_path):
+    """DTensor caches by mesh, and the meshes of two worlds are equal."""
+    for first, second in ranks.run(4, trained_in_two_worlds, tmp_path):
+        assert second == pytest.approx(first, abs=1e-6)

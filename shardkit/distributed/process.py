@@ -190,6 +190,18 @@ def leave() -> None:
     """Destroys the process group, if there is one. Every rank should call it, after its last collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clears what DTensor has cached by mesh. The meshes of a later process group are equal to those of this one, but
+    not their groups, which torch finds by name: there may be none of that name, or another one."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _device(config: Config, ranks: env.Ranks) -> tuple[str | None, torch.device]:
