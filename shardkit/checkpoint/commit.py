@@ -150,8 +150,10 @@ def _time_of_commit(request: SaveRequest) -> datetime:
     now, root = datetime.now(timezone.utc), request.final.parent
     if not request.in_series or not isinstance(root, Path):
         return now
-    last = now
-    for text in retention.times(root):
+    last, times = now, list[str]()
+    with suppress(CheckpointError):  # a folder that cannot be listed fails no save
+        times = retention.times(root)
+    for text in times:
         with suppress(ValueError, OverflowError, TypeError):  # not one of ours
             last = max(last, datetime.fromisoformat(text) + timedelta(microseconds=1))
     return last

@@ -228,7 +228,7 @@ _BY_HOOKS = (
 
 _OF_ANOTHER_FORM = (
     "prepare the model as it was saved (mixed_precision leaves its dtype), or start from changed weights with a new "
-    "optimizer: shardkit checkpoint merge CHECKPOINT -o FOLDER writes them for plain torch"
+    "optimizer: `shardkit checkpoint merge CHECKPOINT -o FOLDER` writes them for plain torch"
 )
 
 
