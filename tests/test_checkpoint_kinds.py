@@ -67,6 +67,7 @@ def objects_of_this_rank(project, order):
     return [one.total for one in found]
 
 
+@pytest.mark.slow
 def test_each_rank_compares_with_its_own(ranks, tmp_path):
     assert ranks.run(2, objects_of_this_rank, tmp_path / "c", 1) == [[5.0, 1.0], [6.0]]
 

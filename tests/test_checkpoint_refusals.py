@@ -261,6 +261,7 @@ def after_the_end(project):
 ONE = torch.ones(1)
 
 
+@pytest.mark.slow
 def test_ranks_that_have_left_their_world_save_nothing(tmp_path):
     """Each took itself for all of them: rank 0's shards became a checkpoint of one rank, in place of a whole one."""
     for outcome in forked.run(2, after_the_end, tmp_path):

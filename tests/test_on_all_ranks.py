@@ -339,6 +339,7 @@ def trained_in_two_worlds(folder: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_later_process_group_is_not_taken_for_an_earlier_one(ranks, tmp_path):
     """DTensor caches by mesh, and the meshes of two worlds are equal."""
     for first, second in ranks.run(4, trained_in_two_worlds, tmp_path):

@@ -719,6 +719,7 @@ def refused_statistics(mixed_precision: str) -> str:
     return "not refused"
 
 
+@pytest.mark.slow
 def test_statistics_that_a_compiled_recomputation_would_change_twice_are_refused(ranks):
     """In 16 bits the norm is a unit of its own inside the block, at which the compiled graph breaks."""
     for text in ranks.run(2, refused_statistics, "bf16"):

@@ -84,6 +84,7 @@ def with_a_module_of_kind(strategy: int, kind: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.slow
 def test_modules_whose_weights_cannot_be_sharded_or_kept_equal_are_refused(ranks):
     for kind in ("scripted", "traced"):
         assert "model: extra is a TorchScript module" in ranks.run(2, with_a_module_of_kind, 1, kind)[1]

@@ -192,7 +192,7 @@ def with_a_branch_that_no_rank_uses(strategy: int, window: int) -> dict[str, Any
 
 
 @pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(("strategy", "world"), [(1, 2), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("strategy", "world"), [(1, 2), (2, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_what_no_rank_uses_has_no_gradient(ranks, strategy, world, window):
     """Momentum and weight decay leave it as it is, as in one process."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
