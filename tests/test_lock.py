@@ -53,6 +53,7 @@ def holder(tmp_path):
 
 
 @pytest.mark.fault_row(35)
+@pytest.mark.slow
 def test_a_lock_that_its_process_has_lost_is_taken_again(tmp_path):
     """The system releases the lock when the process closes the file anywhere, as a copy of the folder does."""
     held = lock.acquire(tmp_path, "this run")
