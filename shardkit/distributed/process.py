@@ -198,8 +198,11 @@ def _forget_meshes() -> None:
     """Clears what DTensor has cached by mesh. The meshes of a later process group are equal to those of this one, but
     not their groups, which torch finds by name: there may be none of that name, or another one."""
     from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    try:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    except ImportError:  # a torch that is too old for FSDP, so that no mesh of a run has been used
+        return
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
 
