@@ -24,6 +24,8 @@ GPU_WANTS := accelerate torchao
 GPU_MINUTES ?= 19
 # Some sections only, where a command may not take so long: gpu.json keeps the others.
 GPU_ONLY ?=
+# Images of containers often set it; every process that a test starts would then compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-fast test-faults test-loops test-compat test-families test-storage test-slurm test-ray test-oldest test-newest test-xla test-openreg gpu lint format docs clean
 
 .venv/.ready: pyproject.toml constraints.txt

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.forked import context
+
 TIMEOUT_S = 240.0
 
 
@@ -46,6 +48,7 @@ def _serve(index: int, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             request = pipe.recv()
@@ -54,8 +57,7 @@ def _serve(index: int, pipe: Connection) -> None:
         if request is None:
             return
         pipe.send(_answer(index, *request))
-        if gc.get_freeze_count() == 0:
-            gc.freeze()  # the modules imported by now, so that a collection after each call costs nothing
+        gc.freeze()  # what is left has just been collected: modules, so that the next collection passes them over
 
 
 def _answer(rank: int, world_size: int, store: str, function: Callable, args: Sequence[Any]) -> tuple[bool, Any]:
@@ -104,11 +106,14 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
 
 def leave() -> None:
     """Take down this process's process group, where there is one, and what torch keeps by its meshes."""
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardkit.distributed import process
 
     process.leave()
+    if torch.__version__ >= (2, 12):
+        return
     # torch 2.11 does not free all that its cache held, and a mesh keeps its groups, with three threads each.
     for found in gc.get_objects():
         if type(found) is DeviceMesh:
@@ -154,9 +159,6 @@ class Pool:
         return [answers[rank] for rank in range(world_size)]
 
     def _grow(self, world_size: int) -> None:
-        import multiprocessing
-
-        context = multiprocessing.get_context("spawn")
         while len(self._processes) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(len(self._processes), theirs), daemon=True)

@@ -68,9 +68,9 @@ def cases() -> list[Case]:
 
 
 def marked_cases() -> list[Any]:
-    """The quick part takes up to two ranks."""
+    """The quick part takes two ranks."""
     slow = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(case, id=str(case), marks=slow[case.world == 4]) for case in cases()]
+    return [pytest.param(case, id=str(case), marks=slow[case.world != 2]) for case in cases()]
 
 
 def build(tied: bool, seed: int) -> nn.Module:

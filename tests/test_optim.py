@@ -181,7 +181,9 @@ def fast_and_slow(name: str) -> tuple[list[float], list[float], list[str]]:
     return losses[0], losses[1], operators
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in {"AdamW", "SGD"} else [pytest.mark.slow]) for name in OPTIMIZERS]
+)
 def test_the_fast_path_is_taken_with_equal_results(ranks, name):
     fused = {"AdamW": "aten::_fused_adamw_", "Adam": "aten::_fused_adam_"}
     for fast, slow, operators in ranks.run(2, fast_and_slow, name):
