@@ -74,6 +74,10 @@ def for_evaluation(
         _refuse_shared(run, [model])
     (moves,) = _placement(run, [model], [device_placement])
     run.evaluated[model] = _distributed(run, model, weights, moves)
+    if run.config.mode == "ddp":
+        from shardkit.sharding.ddp import take_names_of_replicas
+
+        take_names_of_replicas(model)
     return model
 
 

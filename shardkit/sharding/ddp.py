@@ -191,6 +191,11 @@ def _drop_gradients(parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+def take_names_of_replicas(model: nn.Module) -> None:
+    """Let `load_state_dict` of a model that is not in DDP also take what `state_dict()` of one in DDP gives."""
+    model.register_load_state_dict_pre_hook(_without_prefix)
+
+
 def _with_prefix(replica: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Give the names of the inner model in a state dict the prefix of DDP's module, unless they have it."""
     _rename(replica.get_submodule("module"), state_dict, prefix, f"{prefix}module.")
@@ -226,7 +231,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
         means = GradientMean(model.parameters(), may_be_unused)
         attach(model, means)
         watch_backward(model, lambda arrived: means.reduce())
-        model.register_load_state_dict_pre_hook(_without_prefix)
+        take_names_of_replicas(model)
         return model
     if (before := _newest.get(model)) is not None and (replica := before()) is not None:
         replica.retire()

@@ -62,6 +62,7 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
         else:
             policy = _policy(mixed, is_root=not unit.fqn, dtype=_dtype_of(unit))
         unit.module.register_forward_hook(lambda module, args, output: outputs.without_views(output))
+        _give_forward(unit.module)
         fully_shard(
             unit.module,
             mesh=mesh,
@@ -78,6 +79,18 @@ def shard(model: nn.Module, units: Units, config: Config, mesh: DeviceMesh, offl
     set_prefetch(modules, config.fsdp)
     if config.shardkit.ddp_find_unused_parameters:
         reduce_unused(modules[-1])
+
+
+def _give_forward(module: nn.Module) -> None:
+    """Give a ModuleDict or ModuleList the forward of every module, which raises: fully_shard refuses one without. Its
+    submodules are called, such as two models that share a part."""
+    kind = type(module)
+    if isinstance(module, (nn.ModuleDict, nn.ModuleList)) and kind.forward is nn.Module.forward:
+        module.__class__ = type(kind.__name__, (kind,), {"forward": _refuse_call, "__module__": kind.__module__})
+
+
+def _refuse_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return nn.Module.forward(module, *args, **kwargs)
 
 
 def _name_as_before(kind: type[nn.Module]) -> None:

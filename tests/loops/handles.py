@@ -235,3 +235,21 @@ def zero_grad_of_the_model_in_windows(run: Run) -> None:
             if run.is_step or not run.is_plain:
                 optimizer.step()
                 model.zero_grad()
+
+
+@loop(is_long_run_only=True)
+def a_reference_that_takes_the_trained_weights(run: Run) -> None:
+    """RLHF: the reference is prepared for evaluation alone, and becomes the policy every other step."""
+    policy, reference = Net(), Net().requires_grad_(False)
+    if not run.is_plain:
+        reference = run.accelerator.prepare_model(reference, evaluation_mode=True)
+    policy, optimizer = run.prepare(policy, adam(policy.parameters()))
+    for step in range(run.steps):
+        with torch.no_grad():
+            before = reference(run.batch(step))
+        loss = (policy(run.batch(step)) - before).pow(2).mean() + loss_of(policy, run.batch(step))
+        run.backward(loss)
+        run.step(optimizer)
+        run.see_mean(loss)
+        if step % 2:
+            reference.load_state_dict(policy.state_dict())

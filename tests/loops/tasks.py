@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, log_softmax, softplus
 
 from tests.loops.net import Net, adam, layers
-from tests.loops.run import BY_SIZE, Run, loop, whole
+from tests.loops.run import BY_SIZE, WHOLE, Run, loop, whole
 
 SHARDED = (1, 2, 4, 5)
 
@@ -270,3 +270,41 @@ def a_penalty_every_other_step(run: Run) -> None:
             run.backward(loss)
             for_generator.step()
             run.see_mean(loss)
+
+
+def _in_a_container(run: Run, container: Any) -> None:
+    """Two models that share a part, which the loop calls one by one, each with an optimizer."""
+    torch.manual_seed(3)
+    body, first, second = layers(5, 7, 6), layers(6, 3), layers(6, 7, 1)
+    models = run.prepare(container([body, first, second]))
+    body, first, second = run.unwrap(models)
+    one = run.prepare(adam([*body.parameters(), *first.parameters()]))
+    other = run.prepare(torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9))
+    for step in range(run.steps):
+        x = run.draw(step, 5)
+        with torch.no_grad():
+            run.see_mean(second(body(x)).mean())
+        inner = body(x)
+        loss = first(inner).pow(2).mean() + (second(inner) - x.mean(-1, keepdim=True)).pow(2).mean()
+        run.backward(loss)
+        run.clip(models.parameters(), 0.5)
+        run.step(one, other)
+        run.see_mean(loss)
+
+
+@loop(fsdp=WHOLE)
+def models_in_a_list(run: Run) -> None:
+    _in_a_container(run, nn.ModuleList)
+
+
+class Named(nn.ModuleDict):
+    def __init__(self, models: list[nn.Module]) -> None:
+        super().__init__(dict(zip("abc", models, strict=True)))
+
+    def __iter__(self) -> Any:
+        return iter(self.values())
+
+
+@loop(fsdp=BY_SIZE, is_long_run_only=True)
+def models_in_a_dictionary(run: Run) -> None:
+    _in_a_container(run, Named)
