@@ -446,6 +446,21 @@ def test_a_run_may_begin_while_prune_verifies(project, tmp_path, capsys, monkeyp
     assert free == [True] and len(folder.steps(root)) == 1
 
 
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_prune_calls_nothing_damaged_that_a_run_deletes_meanwhile(project, tmp_path, capsys, monkeypatch, flags):
+    root = copied(project, tmp_path)
+    going, real = max(found.path for found in folder.steps(root)), verify.damages
+
+    def damages(checkpoint, *given):
+        if checkpoint.path == going:
+            disk.remove_folder(going)
+        return real(checkpoint, *given)
+
+    monkeypatch.setattr(verify, "damages", damages)
+    told = json.loads(called(capsys, "prune", root, "--keep-last", 1, "--json", *flags))
+    assert (told["damaged"], told["removed"]) == ([], [])
+
+
 def test_prune_respects_a_live_run(project, tmp_path, capsys):
     root = copied(project, tmp_path)
     code = f"""

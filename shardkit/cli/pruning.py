@@ -21,12 +21,14 @@ def prune(
     verified: dict[tuple[Place, str], list[str]] = {}
 
     def is_good(found: Place) -> bool:
-        try:
-            key = found, manifest.read(found).save_id
-        except (CheckpointError, OSError):  # another process deletes it
+        if (save_id := _save_id(found)) is None:  # another process deletes it
             return False
+        key = found, save_id
         if key not in verified:
-            verified[key] = damages(found)
+            problems = damages(found)
+            if problems and _save_id(found) != save_id:  # it was deleted, or saved anew, while it was read
+                return False
+            verified[key] = problems
         return not verified[key]
 
     alone = nullcontext if dry_run else partial(_no_run_in, root)
@@ -48,6 +50,14 @@ def prune(
         "damaged": [problem for problems in verified.values() for problem in problems],
         "dry_run": dry_run,
     }
+
+
+def _save_id(found: Place) -> str | None:
+    """Which save the checkpoint is of; None where it is there no more, or has no manifest that can be read."""
+    try:
+        return manifest.read(found).save_id
+    except (CheckpointError, OSError):
+        return None
 
 
 @contextmanager
