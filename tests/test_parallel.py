@@ -122,15 +122,24 @@ def test_hybrid_shards_inside_a_machine_and_replicates_across(ranks):
     assert sums[0] == sums[2] and sums[1] == sums[3] and sums[0] != sums[1]
 
 
-def timeouts_of_a_hybrid() -> list[float]:
-    config = config_for(4, 4, shardkit={"launch": {"process_group_timeout_s": 77.0}}, num_machines=2)
-    mesh = build_mesh(config, process.start(config))
+def timeouts_of_a_mesh(strategy: int, machines: int) -> list[float]:
+    """On a machine with a GPU that the run does not use: there torch makes a group for any mesh over gloo."""
+    section = {"launch": {"process_group_timeout_s": 77.0}}
+    config = config_for(4, strategy, shardkit=section, num_machines=machines)
+    here, has_gpu = process.start(config), torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        mesh = build_mesh(config, here)
+    finally:
+        torch.cuda.is_available = has_gpu
     groups = [mesh.get_group(axis)._get_backend(torch.device("cpu")) for axis in range(mesh.ndim)]
     return [group.options._timeout.total_seconds() for group in groups]
 
 
-def test_the_groups_of_a_hybrid_have_the_configured_timeout(ranks):
-    assert ranks.run(4, timeouts_of_a_hybrid) == [[77.0, 77.0]] * 4
+@pytest.mark.parametrize(("strategy", "machines"), [(1, 1), (4, 2)])
+def test_the_groups_of_a_mesh_have_the_configured_timeout(ranks, strategy, machines):
+    found = ranks.run(4, timeouts_of_a_mesh, strategy, machines)
+    assert found == [[77.0] * (2 if strategy == 4 else 1)] * 4
 
 
 def test_hybrid_sizes():

@@ -26,16 +26,22 @@ def build_mesh(config: Config, process: Process) -> DeviceMesh | None:
     """
     if config.mode != "fsdp":
         return None
-    if not config.fsdp.sharding_strategy.is_hybrid:
-        return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=(SHARD,))
-    per_machine, world_size = process.local_world_size, process.world_size
-    if per_machine == world_size and world_size % config.num_machines == 0:  # several machines, simulated on one
-        per_machine = world_size // config.num_machines
-    sizes = mesh_sizes(config, world_size, per_machine)
-    mesh = init_device_mesh(process.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=(REPLICATE, SHARD))
+    axes = _axes(config, process)
+    mesh = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if not control.is_simulated():
         _set_timeout(mesh, timedelta(seconds=config.shardkit.launch.process_group_timeout_s))
     return mesh
+
+
+def _axes(config: Config, process: Process) -> dict[str, int]:
+    """The names of the mesh's axes, and the ranks along each."""
+    per_machine, world_size = process.local_world_size, process.world_size
+    if not config.fsdp.sharding_strategy.is_hybrid:
+        return {SHARD: world_size}
+    if per_machine == world_size and world_size % config.num_machines == 0:  # several machines, simulated on one
+        per_machine = world_size // config.num_machines
+    sizes = mesh_sizes(config, world_size, per_machine)
+    return {REPLICATE: sizes.replicate, SHARD: sizes.shard}
 
 
 def _set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
