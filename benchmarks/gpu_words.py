@@ -1,10 +1,13 @@
 """What `benchmarks.gpu` says of its results: lines for the terminal, and the table for the page."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 GIB = 2**30
 ENDS = {"failed": "failed", "ended_early": "ended early"}
+# A line that begins with the name of an exception, as the end of a traceback does, maybe after the number of its rank.
+NAMES_AN_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Failed|Exit|Interrupt)\b")
 
 
 def lines(name: str, found: dict[str, Any]) -> Iterator[str]:
@@ -28,8 +31,10 @@ def _surroundings(result: Mapping[str, Any]) -> str:
 
 
 def last_line(text: str) -> str:
-    """Of a report of an error the line that names it."""
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+    """Of a report of an error the line that names it; else the last one. After it there may be advice, as torch.compile
+    gives it, and warnings of libraries at the end of the process, as NCCL has of a group that was not destroyed."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return next(filter(NAMES_AN_ERROR.match, reversed(lines)), lines[-1] if lines else "no output")
 
 
 def _of_tests(found: dict[str, Any]) -> Iterator[str]:

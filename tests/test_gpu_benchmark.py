@@ -138,6 +138,24 @@ def test_the_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path):
     ]
 
 
+COMPILER = """Traceback (most recent call last):
+  File "cpp_builder.py", line 108, in cpp_compiler_search
+    raise exc.InvalidCxxCompiler
+[rank0]: torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found
+
+[rank0]: Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (exit code 1)"""
+GROUP = """[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.
+[rank0]:[W1125 ProcessGroupNCCL.cpp:1553] Warning: WARNING: destroy_process_group() was not called (exit code 1)"""
+
+
+def test_the_reason_is_the_error_and_not_the_advice_or_the_warnings_after_it():
+    compiler, group = gpu_words.last_line(COMPILER), gpu_words.last_line(GROUP)
+    assert compiler.endswith("InductorError: InvalidCxxCompiler: No working C++ compiler found")
+    assert group == "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB."
+    assert gpu_words.last_line("began\nends without an error\n") == "ends without an error"
+    assert gpu_words.last_line("\n") == "no output"
+
+
 def test_a_process_is_one_of_its_own_whatever_job_and_container_are_around_it(monkeypatch):
     around = {"SLURM_NTASKS": "8", "WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "10.0.0.1", "FSDP_VERSION": "1"}
     for name, value in {**around, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}.items():
