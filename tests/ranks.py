@@ -107,14 +107,19 @@ def _in_world(rank: int, world_size: int, store: str, function: Callable, args: 
 def leave() -> None:
     """Take down this process's process group, where there is one, and what torch keeps by its meshes."""
     import torch
+
+    from shardkit.distributed import background_agreement, process
+
+    background_agreement._end_threads()  # one would hold the store, and write its file, for up to a second more
+    process.leave()
+    if torch.__version__ < (2, 12):
+        _end_groups_of_meshes()
+
+
+def _end_groups_of_meshes() -> None:
+    """torch 2.11 does not free all that its cache held, and a mesh keeps its groups, with three threads each."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardkit.distributed import process
-
-    process.leave()
-    if torch.__version__ >= (2, 12):
-        return
-    # torch 2.11 does not free all that its cache held, and a mesh keeps its groups, with three threads each.
     for found in gc.get_objects():
         if type(found) is DeviceMesh:
             vars(found).get("_pg_registry", {}).clear()
@@ -130,8 +135,7 @@ class Pool:
     def run(self, world_size: int, function: Callable, *args: Any) -> list[Any]:
         """`function(*args)` on ranks 0 to world_size - 1 at once; their results in rank order."""
         self._grow(world_size)
-        # A FileStore that a rank's thread still holds writes its file once more when it ends, maybe during the removal.
-        with tempfile.TemporaryDirectory(prefix="shardkit-ranks-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix="shardkit-ranks-") as folder:
             store = str(Path(folder) / uuid.uuid4().hex)
             for pipe in self._pipes[:world_size]:
                 pipe.send((world_size, store, function, args))

@@ -136,10 +136,9 @@ def timeouts_of_a_mesh(strategy: int, machines: int) -> list[float]:
     return [group.options._timeout.total_seconds() for group in groups]
 
 
-@pytest.mark.parametrize(("strategy", "machines"), [(1, 1), (4, 2)])
-def test_the_groups_of_a_mesh_have_the_configured_timeout(ranks, strategy, machines):
-    found = ranks.run(4, timeouts_of_a_mesh, strategy, machines)
-    assert found == [[77.0] * (2 if strategy == 4 else 1)] * 4
+@pytest.mark.parametrize(("strategy", "machines", "expected"), [(1, 1, [77.0]), (4, 2, [77.0, 77.0])])
+def test_the_groups_of_a_mesh_have_the_configured_timeout(ranks, strategy, machines, expected):
+    assert ranks.run(4, timeouts_of_a_mesh, strategy, machines) == [expected] * 4
 
 
 def test_hybrid_sizes():

@@ -35,9 +35,9 @@ def build_mesh(config: Config, process: Process) -> DeviceMesh | None:
 
 def _axes(config: Config, process: Process) -> dict[str, int]:
     """The names of the mesh's axes, and the ranks along each."""
-    per_machine, world_size = process.local_world_size, process.world_size
     if not config.fsdp.sharding_strategy.is_hybrid:
-        return {SHARD: world_size}
+        return {SHARD: process.world_size}
+    per_machine, world_size = process.local_world_size, process.world_size
     if per_machine == world_size and world_size % config.num_machines == 0:  # several machines, simulated on one
         per_machine = world_size // config.num_machines
     sizes = mesh_sizes(config, world_size, per_machine)
