@@ -25,6 +25,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_words, interleaved
-from benchmarks.gpu_measured import BILLION, OVER, SMALL, Failed, Options, TimeIsUp, measured, run
+from benchmarks.gpu_measured import BILLION, OVER, SMALL, Failed, Options, TimeIsUp, measured, order_of, run, running
+from benchmarks.gpu_rank import Order
 from shardkit.config import hardware
 from shardkit.plan import devices
 from shardkit.runtime.batch_size import OUT_OF_MEMORY_SIGNS
@@ -239,34 +241,41 @@ def plan(options: Options) -> Found:
 
 
 def _planned_and_measured(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
+    """A row. The plan is simulated beside the measurement: it takes a CPU as long as its process needs."""
+    order = order_of(options, "steps", "shardkit", **changes)
     try:
-        found = measured(options, "steps", "shardkit", **changes)
-        taken = {name: found.get(name) for name in ("allocated_bytes", "reserved_bytes", "step_s")}
-        return {**_planned(options, found["order"]), **taken}
+        with running(options, _plan_command(options, order)) as planned:
+            found = measured(options, "steps", "shardkit", **changes)
+            taken = {name: found.get(name) for name in ("allocated_bytes", "reserved_bytes", "step_s")}
+            return {**_planned(order, planned()), **taken}
     except TimeIsUp:
         raise
     except Failed as error:
         return {"failed": str(error)}
 
 
-def _planned(options: Options, order: dict[str, Any]) -> dict[str, Any]:
-    """What `shardkit plan --simulate` says of the run, on this machine's device."""
-    model = f"gpt:layers={order['layers']},hidden={order['hidden']},heads={order['heads']},vocab={order['vocab']}"
+def _plan_command(options: Options, order: Order) -> list[str]:
+    """`shardkit plan --simulate` of the run, on this machine's device."""
+    model = f"gpt:layers={order.layers},hidden={order.hidden},heads={order.heads},vocab={order.vocab},seq={order.seq}"
     settings = {
-        "mixed_precision": order["precision"],
+        "mixed_precision": order.precision,
         "use_cpu": str(options.device == "cpu").lower(),
-        "fsdp_config.fsdp_activation_checkpointing": str(order["checkpointing"]).lower(),
+        "fsdp_config.fsdp_activation_checkpointing": str(order.checkpointing).lower(),
     }
-    command = [sys.executable, "-m", "shardkit", "plan", "--model", f"{model},seq={order['seq']}", "--world", "1"]
-    command += ["--batch-size", str(order["batch"]), "--optimizer", order["optimizer"].lower(), "--simulate", "--json"]
-    command += ["--strategy", str(order["strategy"])]
+    command = [sys.executable, "-m", "shardkit", "plan", "--model", model, "--world", "1", "--simulate", "--json"]
+    command += ["--batch-size", str(order.batch), "--optimizer", order.optimizer.lower()]
+    command += ["--strategy", str(order.strategy)]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
-    done = run(options, command)
+    return command
+
+
+def _planned(order: Order, done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    """What the command has said of the order's strategy."""
     if done.returncode not in (0, 1):  # 1: it does not fit
         raise Failed(done.stderr[-2000:] + done.stdout[-2000:])
     rows = json.loads(done.stdout)["strategies"]
-    (row,) = [one for one in rows if one["number"] == order["strategy"]]
+    (row,) = [one for one in rows if one["number"] == order.strategy]
     seconds = row["step_time_estimate"]
     return {
         "planned_bytes": row["peak_bytes"],

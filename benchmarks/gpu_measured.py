@@ -7,9 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from benchmarks.gpu_rank import Order
 
 ROOT = Path(__file__).parent.parent
 BILLION = {"layers": 22, "hidden": 2048, "heads": 16, "vocab": 32000, "seq": 2048, "batch": 4, "steps": 10}
@@ -52,11 +56,10 @@ class Options:
 
 def measured(options: Options, task: str, contestant: str, **changes: Any) -> dict[str, Any]:
     """The result of one process. Failed, with its last lines, where it does not end well or in time."""
-    shape = SMALL if options.small else BILLION
-    order = {"task": task, "contestant": contestant, "device": options.device, **shape, **changes}
+    order = order_of(options, task, contestant, **changes)
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "order.json"), Path(folder, "result.json")
-        asked.write_text(json.dumps(order))
+        asked.write_text(json.dumps(asdict(order)))
         done = run(options, [sys.executable, "-m", "benchmarks.gpu_rank", str(asked), str(answer)])
         if not answer.exists():
             killed = "SIGKILL " if done.returncode == -signal.SIGKILL else ""
@@ -64,22 +67,40 @@ def measured(options: Options, task: str, contestant: str, **changes: Any) -> di
         return json.loads(answer.read_text())
 
 
+def order_of(options: Options, task: str, contestant: str, **changes: Any) -> Order:
+    """What a process is to measure: the model of the benchmark, with these changes."""
+    shape = SMALL if options.small else BILLION
+    return Order(**{"task": task, "contestant": contestant, "device": options.device, **shape, **changes})
+
+
 def run(options: Options, command: list[str]) -> "subprocess.CompletedProcess[str]":
     """The command, with the processes that it starts, for as long as the section has."""
-    left_s = options.left_s
+    with running(options, command) as result:
+        return result()
+
+
+@contextmanager
+def running(options: Options, command: list[str]) -> Iterator[Callable[[], "subprocess.CompletedProcess[str]"]]:
+    """The command beside the block; the call waits for its result, for as long as the section has. What still runs at
+    the end of the block is killed, with the processes that it started."""
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdout=printed, stderr=errors, text=True, cwd=ROOT, env=_variables(), start_new_session=True
         )
+
+        def result() -> "subprocess.CompletedProcess[str]":
+            try:
+                process.wait(options.left_s)
+            except (subprocess.TimeoutExpired, TimeIsUp):
+                raise TimeIsUp(f"{_text(printed)}\n{OVER}") from None
+            return subprocess.CompletedProcess(command, process.returncode, _text(printed), _text(errors))
+
         try:
-            process.wait(left_s)
-        except subprocess.TimeoutExpired:
-            raise TimeIsUp(f"{_text(printed)}\n{OVER}") from None
+            yield result
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        return subprocess.CompletedProcess(command, process.returncode, _text(printed), _text(errors))
 
 
 def _variables() -> dict[str, str]:

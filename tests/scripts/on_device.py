@@ -37,7 +37,7 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     if "load" in order:
         accelerator.load_state(order["load"])
-    result: dict[str, Any] = {"losses": [], "norms": []}
+    result: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
     for step in range(order.get("first", 0), order["steps"]):
         if step == order.get("save_beside_at"):
             accelerator.save_state(order["save_beside"], blocking=False)
@@ -46,9 +46,10 @@ def main() -> None:
         accelerator.save_state(order["save"])
     if "export" in order:
         accelerator.save_model(model, order["export"])
-    weight, skipped = model.head.weight, accelerator.optimizer_step_was_skipped
-    result |= {"parameter": _described(weight), "state": _described(optimizer.state[weight]["exp_avg"])}
-    result |= {"sum": _sums(accelerator.get_state_dict(model)), "skipped": skipped, "device": str(accelerator.device)}
+    weight = model.head.weight
+    state = optimizer.state[weight].get("exp_avg")  # none where every step was skipped
+    result |= {"parameter": _described(weight), "state": None if state is None else _described(state)}
+    result |= {"sum": _sums(accelerator.get_state_dict(model)), "device": str(accelerator.device)}
     if order.get("ends_alone"):
         Path(f"{sys.argv[2]}.{accelerator.process_index}").write_text(json.dumps(result))
         return
@@ -66,6 +67,7 @@ def _step(accelerator: Any, model: Any, optimizer: Any, step: int, result: dict[
     accelerator.backward(loss)
     result["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
     optimizer.step()
+    result["skipped"] += [step] if accelerator.optimizer_step_was_skipped else []
     optimizer.zero_grad()
     result["losses"].append(loss.item())
 
