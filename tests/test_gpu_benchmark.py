@@ -208,6 +208,7 @@ def test_the_largest_model_is_looked_for_by_eighths(monkeypatch, limit, tried):
 
 
 @pytest.mark.loops
+@pytest.mark.timeout(1260)
 def test_every_section_runs_on_the_cpu(tmp_path):
     """As `make gpu` calls it; figures of so small a model mean nothing, and the tests that need a GPU are skipped."""
     output, table = tmp_path / "gpu.json", tmp_path / "gpu.md"
