@@ -105,6 +105,13 @@ def _methods() -> dict[str, Any]:
 CopiedPart: Any = type("CopiedPart", (DTensor,), {"__doc__": "A copy of a part of a sharded tensor.", **_methods()})
 
 
+def as_copy(part: Any, rows: _Rows | None = None) -> Any:
+    """The part, changed in place into one whose writes also reach these rows of the tensor; None: they raise."""
+    part.__class__ = CopiedPart
+    vars(part)["shardkit_rows"] = rows
+    return part
+
+
 @cache
 def install() -> None:
     """Makes writes to parts reach the tensor. Has an effect once per process."""
@@ -123,8 +130,7 @@ def _part(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         return found
     for number, part in enumerate(parts):
-        part.__class__ = CopiedPart
-        vars(part)["shardkit_rows"] = rows[number] if rows else None
+        as_copy(part, rows[number] if rows else None)
     return found
 
 

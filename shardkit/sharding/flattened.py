@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardkit.sharding.copied_parts import CopiedPart
+from shardkit.sharding.copied_parts import as_copy
 from shardkit.sharding.dtensor_operators import as_torch_does, handle
 from shardkit.sharding.settled import is_uneven, replicated
 
@@ -28,7 +28,4 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except RuntimeError:  # before anything is computed
         if not is_uneven(args[0]):
             raise
-    copy = as_torch_does(operator, (replicated(args[0]), *args[1:]), kwargs)
-    copy.__class__ = CopiedPart  # writing to it would not reach the tensor
-    vars(copy)["shardkit_rows"] = None
-    return copy
+    return as_copy(as_torch_does(operator, (replicated(args[0]), *args[1:]), kwargs))

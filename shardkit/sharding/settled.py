@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardkit.distributed.tensors import is_dtensor, local_part, local_slices, part_on_mesh, sharded_like
-from shardkit.sharding.copied_parts import CopiedPart
+from shardkit.sharding.copied_parts import CopiedPart, as_copy
 
 _ASSIGNING = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
 _RESHAPES = {"view", "reshape", "flatten", "ravel", "view_as", "reshape_as"}
@@ -85,10 +85,7 @@ def _operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if is_single(first):
             return _in_place_of_whole(function, first, args[1:], kwargs)
     elif name in _RESHAPES and is_dtensor(first) and (isinstance(first, CopiedPart) or is_uneven(first)):
-        copy = settle(function(replicated(first), *args[1:], **kwargs))
-        copy.__class__ = CopiedPart  # writing to it would not reach the tensor
-        vars(copy)["shardkit_rows"] = None
-        return copy
+        return as_copy(settle(function(replicated(first), *args[1:], **kwargs)))
     elif name in _OF_NOT_NOTHING and is_dtensor(first) and _has_empty_part(first):
         return function(replicated(first), *args[1:], **kwargs)
     try:

@@ -14,6 +14,7 @@ from shardkit.distributed import custom_state
 from shardkit.distributed.collectives import rank
 from shardkit.distributed.tensors import clean_name, put
 from shardkit.log import get_logger
+from shardkit.model.weights import read_header
 from shardkit.wording import first_few
 
 logger = get_logger(__name__)
@@ -108,7 +109,9 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
     """{name in the model: (name in the file, file)}. Transformers may store a model under older names."""
     named = {fqn: (fqn, path) for fqn, path in files.items()}
     if custom_state.has_load_hooks(model):
-        for new, old in custom_state.renamed(model, _shapes(files)).items():
+        headers = {path: read_header(path) for path in set(files.values())}
+        shapes = {fqn: tuple(headers[path][fqn]["shape"]) for fqn, path in files.items()}
+        for new, old in custom_state.renamed(model, shapes).items():
             named[new] = (old, files[old])
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "save_pretrained"):
         return named
@@ -127,15 +130,6 @@ def _model_names(model: Any, files: dict[str, Path]) -> dict[str, tuple[str, Pat
             if converted is None:
                 named.setdefault(new, (fqn, path))
     return named
-
-
-def _shapes(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for path in sorted(set(files.values())):
-        named = [name for name, file in files.items() if file == path]
-        with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in named}
-    return found
 
 
 def _read_one(file: Any, fqn: str, target: torch.Tensor) -> str | None:
