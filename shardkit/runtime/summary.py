@@ -192,7 +192,7 @@ def _shown(value: Any) -> str:
 
 
 def _dtype(dtype: torch.dtype) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    names = {known: name for name, known in precision.DTYPES.items()}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shardkit.config.schema import Config, DdpConfig
 from shardkit.errors import ModelError, UsageError
 from shardkit.sharding import ddp_hooks, precision
-from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, attach, take_mean_, watch_backward
+from shardkit.sharding.gradient_sync import EndOfBackward, GradientMean, sync_with_model, take_mean_, watch_backward
 from shardkit.sharding.parameters import refused_hooks
 from shardkit.wording import first_few
 
@@ -229,7 +229,7 @@ def replicate(model: nn.Module, config: Config, process: Process) -> nn.Module:
     may_be_unused, section = config.shardkit.ddp_find_unused_parameters, config.shardkit.ddp
     if not any(p.requires_grad for p in model.parameters()):
         means = GradientMean(model.parameters(), may_be_unused)
-        attach(model, means)
+        sync_with_model(model, means)
         watch_backward(model, lambda arrived: means.reduce())
         take_names_of_replicas(model)
         return model

@@ -7,7 +7,6 @@ for `power_sgd_start_step` steps again (`forget_rests`).
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -18,14 +17,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.config.schema import DdpConfig
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from shardkit.sharding.precision import DTYPES
 
 
 def register(model: DistributedDataParallel, section: DdpConfig) -> None:
     """Register the configured hook on the model."""
-    if section.comm_hook in _DTYPES:
-        model.register_comm_hook(_DTYPES[section.comm_hook], mean_sent_in)
+    if section.comm_hook in DTYPES:
+        model.register_comm_hook(DTYPES[section.comm_hook], mean_sent_in)
         return
     hook: Any = powerSGD_hook
     if section.comm_wrapper == "fp16":

@@ -68,9 +68,8 @@ def missing(kind: Kind) -> str | None:
     return None
 
 
-def convert(blocks: Iterable[nn.Module], kind: Kind) -> list[nn.Linear]:
+def convert(blocks: Iterable[nn.Module], kind: Kind) -> None:
     """Make the Linear layers of the blocks compute in 8 bits, in place. Modules, names and parameters stay the same.
-    Returns the converted layers.
 
     Raises ModelError if no layer can be converted.
     """
@@ -85,7 +84,6 @@ def convert(blocks: Iterable[nn.Module], kind: Kind) -> list[nn.Linear]:
     for module in chosen:
         change(module)
     log.info("mixed precision: %d of %d Linear layers of blocks compute in %s.", len(chosen), len(linears), kind)
-    return chosen
 
 
 def _fits(module: nn.Linear, multiple: int) -> bool:
@@ -138,8 +136,8 @@ def _forward(module: nn.Linear, product: Callable[..., torch.Tensor], x: torch.T
     return output if module.bias is None else output + module.bias.to(output.dtype)
 
 
-def gather_in_fp8(model: nn.Module) -> int:
-    """Make FSDP gather the sharded weights of fp8 layers in fp8 instead of the compute dtype. Returns their number.
+def gather_in_fp8(model: nn.Module) -> None:
+    """Make FSDP gather the sharded weights of fp8 layers in fp8 instead of the compute dtype.
 
     Call it when all parameters have their values. Weights that are not divisible by the number of shards are skipped.
     """
@@ -147,14 +145,12 @@ def gather_in_fp8(model: nn.Module) -> int:
 
     kind = import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
     layers = {id(module.weight): module for module in model.modules() if hasattr(module, "linear_mm_config")}
-    chosen = [
-        p for p in fsdp_internals.parameters_of(model) if id(p.sharded_param) in layers and _is_even(p.sharded_param)
-    ]
-    for parameter in chosen:
-        layer: Any = layers[id(parameter.sharded_param)]
+    for parameter in fsdp_internals.parameters_of(model):
+        layer: Any = layers.get(id(parameter.sharded_param))
+        if layer is None or not _is_even(parameter.sharded_param):
+            continue
         dtype = layer.config.cast_config_weight.target_dtype
         fsdp_internals.gather_by(parameter, partial(kind, linear_mm_config=layer.linear_mm_config, dtype=dtype))
-    return len(chosen)
 
 
 def _is_even(weight: Any) -> bool:

@@ -37,7 +37,7 @@ from shardkit.sharding import (
     random_values,
     reductions,
 )
-from shardkit.sharding.gradient_sync import GradientMean, attach
+from shardkit.sharding.gradient_sync import GradientMean, sync_with_model
 from shardkit.sharding.precision import Precision
 from shardkit.sharding.sharded_parameter import ShardedParameter
 from shardkit.sharding.trace import Trace
@@ -164,7 +164,7 @@ def finish(model: nn.Module, units: Units, carried: Carried, config: Config, com
         fsdp_unit.at_end_of_backward(model, (), partial(fsdp_unused.drop, fsdp_internals.groups_of_model(model)))
     means = GradientMean(units.replicated.values(), config.shardkit.ddp_find_unused_parameters)
     if means.parameters and config.num_processes > 1:
-        attach(model, means)
+        sync_with_model(model, means)
         fsdp_unit.at_end_of_backward(model, means.parameters, partial(_reduce_replicated, means, shared))
 
 

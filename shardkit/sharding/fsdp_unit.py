@@ -44,7 +44,7 @@ from shardkit.sharding.fsdp_internals import (
 from shardkit.sharding.fsdp_recovery import recover_if_broken_off, recover_if_raised
 from shardkit.sharding.hooks import hook_weakly, is_in_backward
 from shardkit.sharding.outputs import LeftOnModules, may_be_differentiated, without_views
-from shardkit.sharding.trace import Trace, attach
+from shardkit.sharding.trace import Trace, set_trace
 
 
 @dataclass
@@ -264,7 +264,7 @@ class UnitGroup(FSDPParamGroup):
             self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
 
 
-def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda parameter: None) -> Trace:
+def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None]) -> Trace:
     """Makes the units of a sharded model behave as described above; returns the trace of what they gather and reduce.
 
     `on_gathered` is called for each parameter when it is gathered for the first time.
@@ -278,7 +278,7 @@ def adopt(model: nn.Module, on_gathered: Callable[[FSDPParam], None] = lambda pa
             group.__class__ = UnitGroup
             group._state, group._number = state, number
             group._on_gathered = _Once(state, on_gathered)
-    attach(model, shared.trace)
+    set_trace(model, shared.trace)
     return shared.trace
 
 

@@ -95,7 +95,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield bucket
 
 
-class _Pass:
+class _RunningBackward:
     """A running backward. Only autograd's callback refers to it, so it exists as long as the backward runs."""
 
     def __init__(self, number: int) -> None:
@@ -112,7 +112,7 @@ class EndOfBackward:
 
     def __init__(self, parameters: Iterable[nn.Parameter], then: Callable[[list[torch.Tensor]], None]) -> None:
         self._then = then
-        self._passes: list[ReferenceType[_Pass]] = []
+        self._running: list[ReferenceType[_RunningBackward]] = []
         self._is_open = False
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
@@ -120,7 +120,7 @@ class EndOfBackward:
 
     def watch(self, output: torch.Tensor) -> None:
         """Let a backward through this tensor count already before any parameter gets its gradient."""
-        reference = WeakMethod(self._begin)
+        reference = WeakMethod(self._current)
 
         def begin(_: torch.Tensor) -> None:
             if (alive := reference()) is not None:
@@ -129,33 +129,33 @@ class EndOfBackward:
         output.register_hook(begin)
 
     def _note(self, parameter: torch.Tensor) -> None:
-        self._begin().arrived.append(parameter)
+        self._current().arrived.append(parameter)
 
-    def _begin(self) -> _Pass:
-        """The current pass."""
+    def _current(self) -> _RunningBackward:
+        """The backward that runs now; at its first call it begins here."""
         number = torch._C._current_graph_task_id()  # different in each backward
         for one in self._alive():
             if one.number == number:
                 return one
-        begun = _Pass(number)
-        self._passes.append(ref(begun))
+        begun = _RunningBackward(number)
+        self._running.append(ref(begun))
         self._is_open = True
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, begun))
         return begun
 
-    def _alive(self) -> list[_Pass]:
-        """The running passes, the outer first. A pass that raised an exception was freed with its callback."""
-        found = [one for reference in self._passes if (one := reference()) is not None]
-        self._passes = [ref(one) for one in found]
+    def _alive(self) -> list[_RunningBackward]:
+        """The running backwards, the outer first. One that raised an exception was freed with its callback."""
+        found = [one for reference in self._running if (one := reference()) is not None]
+        self._running = [ref(one) for one in found]
         return found
 
     def has_broken_off(self) -> bool:
         """Whether the last backward raised an exception."""
         return self._is_open and not hooks.is_in_backward()
 
-    def _end(self, ended: _Pass) -> None:
+    def _end(self, ended: _RunningBackward) -> None:
         around = [one for one in self._alive() if one is not ended]
-        self._passes = [ref(one) for one in around]
+        self._running = [ref(one) for one in around]
         if around:
             around[-1].arrived += ended.arrived
             return
@@ -163,7 +163,7 @@ class EndOfBackward:
         self._then(ended.arrived)
 
 
-def attach(model: nn.Module, means: GradientMean) -> None:
+def sync_with_model(model: nn.Module, means: GradientMean) -> None:
     """Make `gradient_sync` of the model also control these parameters."""
     vars(model)["_shardkit_gradients"] = means
 
@@ -196,7 +196,7 @@ def gradient_sync(models: Iterable[nn.Module], enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _synced(model: nn.Module, enabled: bool) -> Iterator[None]:
-    means = vars(model).get("_shardkit_gradients")  # see `attach`
+    means = vars(model).get("_shardkit_gradients")  # see `sync_with_model`
     with ExitStack() as stack:
         if means is not None:
             stack.enter_context(_set(means, "sync", enabled))

@@ -17,7 +17,7 @@ class Trace:
         self.value = hash((self.value, *event))
 
 
-def attach(model: nn.Module, trace: Trace) -> None:
+def set_trace(model: nn.Module, trace: Trace) -> None:
     """Set the model's trace."""
     vars(model)["_shardkit_trace"] = trace
 
