@@ -33,8 +33,24 @@ PATIENCE_S = 1.0
 MANY = 256
 
 
+class NotMetError(Exception):
+    """Not all ranks have made a call. `what` has happened, and what to do."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}; {advice}")
+        self.what = what
+
+
 def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
-    """Returns when all ranks have made this call. Collective; `error` names the ranks that did not come in time.
+    """As `await_all`; raises `error` with the call and the reason."""
+    try:
+        await_all(call, timeout_s)
+    except NotMetError as reason:
+        raise error(f"{call}: {reason}") from reason.__cause__
+
+
+def await_all(call: str, timeout_s: float) -> None:
+    """Returns when all ranks have made this call. Collective; NotMetError names the ranks that did not come in time.
 
     A rank that is handling an exception waits for at most 30 s; the exception is logged first, and quoted in the error.
     """
@@ -44,16 +60,16 @@ def meet(call: str, timeout_s: float, error: type[ShardkitError]) -> None:
     try:
         arrivals.arrive()
         if not arrivals.wait(PATIENCE_S):
-            _wait_long(arrivals, timeout_s, error)
+            _wait_long(arrivals, timeout_s)
     except RuntimeError as lost:  # raised by torch when the process that hosts the store has ended
-        raise error(f"{call}: the ranks' store does not answer ({lost}); a rank has ended, see its error.") from lost
+        raise NotMetError(f"the ranks' store does not answer ({lost})", "a rank has ended, see its error.") from lost
     except BaseException:
         with suppress(RuntimeError):
             arrivals.leave()
         raise
 
 
-def _wait_long(arrivals: "_Arrivals", timeout_s: float, error: type[ShardkitError]) -> None:
+def _wait_long(arrivals: "_Arrivals", timeout_s: float) -> None:
     handled = sys.exc_info()[1]
     limit_s = timeout_s if handled is None else min(timeout_s, IN_EXCEPT_S)
     text = f"{arrivals.call}: rank {arrivals.rank} waits for the others, {limit_s:.0f} s at most"
@@ -69,7 +85,7 @@ def _wait_long(arrivals: "_Arrivals", timeout_s: float, error: type[ShardkitErro
     missing = arrivals.who_is_missing()
     if arrivals.leave():
         cause = "" if handled is None else f"\n  It was called while handling {type(handled).__name__}: {handled}"
-        raise error(f"{arrivals.call}: {missing} after {limit_s:.0f} s; {_ADVICE}{cause}") from handled
+        raise NotMetError(f"{missing} after {limit_s:.0f} s", f"{_ADVICE}{cause}") from handled
 
 
 _ADVICE = "every rank must call it, in the same order as the others, outside of `if accelerator.is_main_process`."

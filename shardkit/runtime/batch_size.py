@@ -93,23 +93,20 @@ def _wait_for_others(outcome: str, size: int, failure: BaseException | None) -> 
     error after `ALONE_S`, and MachineError where that is a lack of memory.
     """
     try:
-        named_barrier.meet("find_executable_batch_size", LONGEST_S if failure is None else ALONE_S, _NotAll)
-    except _NotAll as missing:
+        named_barrier.await_all("find_executable_batch_size", LONGEST_S if failure is None else ALONE_S)
+    except named_barrier.NotMetError as reason:
         if outcome == "fails":
             assert failure is not None
             raise failure from None
         if failure is None:
-            raise
-        who = str(missing).partition(";")[0].partition(": ")[2]
+            raise MachineError(f"find_executable_batch_size: {reason}") from reason.__cause__
         raise MachineError(
             f"find_executable_batch_size: out of memory with a batch of {size} on this rank alone, in the middle of a "
-            f"step (got: {who}); start with a smaller batch, or give all ranks batches of one size, so that they run "
-            "out of memory together."
+            f"step (got: {reason.what}); start with a smaller batch, or give all ranks batches of one size, so that they "
+            "run out of memory together."
         ) from failure
 
 
-class _NotAll(MachineError):
-    """Not all ranks have come out of a call."""
 
 
 def _smaller(size: int) -> int:
