@@ -102,11 +102,9 @@ def _wait_for_others(outcome: str, size: int, failure: BaseException | None) -> 
             raise MachineError(f"find_executable_batch_size: {reason}") from reason.__cause__
         raise MachineError(
             f"find_executable_batch_size: out of memory with a batch of {size} on this rank alone, in the middle of a "
-            f"step (got: {reason.what}); start with a smaller batch, or give all ranks batches of one size, so that they "
-            "run out of memory together."
+            f"step (got: {reason.what}); start with a smaller batch, or give all ranks batches of one size, so that "
+            "they run out of memory together."
         ) from failure
-
-
 
 
 def _smaller(size: int) -> int:

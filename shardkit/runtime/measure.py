@@ -52,29 +52,29 @@ def start(device: torch.device) -> int:
     return resident_bytes()
 
 
-def peak_bytes(device: torch.device, started_bytes: int) -> int:
+def peak_bytes(run: Run) -> int:
     """This rank's peak memory so far; see `MeasuredMemory`."""
-    on_cpu = device.type == "cpu"
-    return max(0, resident_bytes("VmHWM") - started_bytes if on_cpu else accelerators.peak_bytes(device))
+    on_cpu = run.device.type == "cpu"
+    return max(0, resident_bytes("VmHWM") - run.started_bytes if on_cpu else accelerators.peak_bytes(run.device))
 
 
-def memory_of(run: Run, started_bytes: int) -> MeasuredMemory:
-    """This rank's memory so far; `started_bytes`: resident memory of the process before anything was prepared."""
+def memory_of(run: Run) -> MeasuredMemory:
+    """This rank's memory so far."""
     parameters = [parameter for model in run.models for parameter in model.parameters()]
     states = [optimizer.state for optimizer in run.optimizers]
     return MeasuredMemory(
         run.process.rank,
         accelerators.name_of(run.device),
-        peak_bytes(run.device, started_bytes),
+        peak_bytes(run),
         _bytes_of(parameters),
         _bytes_of(parameter for parameter in parameters if parameter.requires_grad),
         _bytes_of(value for state in states for one in state.values() for value in one.values()),
     )
 
 
-def report(run: Run, started_bytes: int) -> None:
+def report(run: Run) -> None:
     """Writes every rank's memory (on a GPU also a snapshot) next to its log, and logs the largest. Collective."""
-    mine = memory_of(run, started_bytes)
+    mine = memory_of(run)
     everyone = [MeasuredMemory(**one) for one in run.process.control.exchange(asdict(mine))]
     log.info("%s", text(everyone))
     folder = env.get(names.LOG_DIR)
@@ -89,7 +89,7 @@ def text(everyone: list[MeasuredMemory]) -> str:
     """One line about the rank with the largest peak."""
     most = max(everyone, key=lambda memory: memory.peak_bytes)
     rest = most.peak_bytes - most.parameter_bytes - most.gradient_bytes - most.optimizer_bytes
-    parts: dict[str, Any] = {
+    parts = {
         "parameters": most.parameter_bytes,
         "gradients": most.gradient_bytes,
         "optimizer": most.optimizer_bytes,

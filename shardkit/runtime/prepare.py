@@ -159,22 +159,17 @@ def _placement(run: Run, objects: Sequence[Any], asked: Sequence[bool | None] | 
     return [run.loops.device_placement if answer is None else answer for answer in asked]
 
 
-def _distribute(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> None:
-    from shardkit.sharding.parallelize import distribute
-
-    path = None if weights is None else Path(weights)
-    precision.autocast_forward(model, run.config, run.device)
-    if run.mesh is not None and not moves:
-        log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
-    distribute(model, run.config, run.mesh, run.process, path, moves)
-
-
 def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> rebind.ParameterNames:
     """Distributes the model, unless this run sharded it before `free_memory`; returns its parameters' names before."""
+    from shardkit.sharding.parallelize import distribute
+
     if model in run.sharded:
         return run.sharded[model]
     names = rebind.ParameterNames.of(model)
-    _distribute(run, model, weights, moves)
+    precision.autocast_forward(model, run.config, run.device)
+    if run.mesh is not None and not moves:
+        log.info("device_placement: no effect on %s: FSDP places its shards.", type(model).__name__)
+    distribute(model, run.config, run.mesh, run.process, None if weights is None else Path(weights), moves)
     if run.mesh is not None:
         run.sharded[model] = names
     return names

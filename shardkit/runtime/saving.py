@@ -177,13 +177,13 @@ def _save(run: Run, session: SaveSession, request: SaveRequest, is_blocking: boo
     prepared = write.ready(lambda: _captured(run, session.control, elsewhere), request, session.control)
     if prepared is None:
         logger.info("checkpoint: step %d is saved in %s already, to the byte", request.step, request.final)
-    elif is_blocking:
-        _warn_of_drift(session, prepared.drift)
-        write.finish(prepared, session.control)
-        _committed(session, request)
     else:
         _warn_of_drift(session, prepared.drift)
-        _save_beside(run, session, request, prepared)
+        if is_blocking:
+            write.finish(prepared, session.control)
+            _committed(session, request)
+        else:
+            _save_beside(run, session, request, prepared)
     progress.post("saved", request.step)
     return request.final
 

@@ -17,6 +17,7 @@ from shardkit.checkpoint.load_plan import LoadOptions
 from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Live
 from shardkit.distributed import random_state
+from shardkit.distributed.tensors import clean_name, unwrapped
 from shardkit.runtime.loading import begin_load
 from shardkit.runtime.run import Run
 from shardkit.runtime.saving import begin_save, mesh_of, state_kind
@@ -60,8 +61,8 @@ class _Trained(nn.Module):
         return {name: value for name, value in state.model_tensors(self.of).items() if name in names}
 
     def named_parameters(self, *args: Any, **arguments: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        found = state.unwrapped(self.of).named_parameters(*args, **arguments)
-        return ((state.clean_name(name), parameter) for name, parameter in found)
+        found = unwrapped(self.of).named_parameters(*args, **arguments)
+        return ((clean_name(name), parameter) for name, parameter in found)
 
 
 def _plain(optimizer: Any) -> Optimizer:

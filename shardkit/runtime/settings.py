@@ -62,19 +62,15 @@ def settings(
     with the arguments applied. Raises ConfigError with all problems."""
     found = _from_code(given) if given is not None else _from_outside()
     _check_arguments(mixed_precision, gradient_accumulation_steps)
-    if mixed_precision is not None:
-        value = read_precision(mixed_precision)
-        found = found.replaced("mixed_precision", value, "Accelerator(mixed_precision=...)")
-    if gradient_accumulation_steps is not None:
-        name = "shardkit.gradient_accumulation_steps"
-        found = found.replaced(name, gradient_accumulation_steps, "Accelerator(gradient_accumulation_steps=...)")
-    for name, value, where in (
-        ("use_cpu", cpu, "cpu"),
-        ("shardkit.data.split_batches", split_batches, "split_batches"),
-        ("shardkit.data.even_batches", even_batches, "even_batches"),
+    for argument, name, value in (
+        ("mixed_precision", "mixed_precision", read_precision(mixed_precision)),
+        ("gradient_accumulation_steps", "shardkit.gradient_accumulation_steps", gradient_accumulation_steps),
+        ("cpu", "use_cpu", cpu),
+        ("split_batches", "shardkit.data.split_batches", split_batches),
+        ("even_batches", "shardkit.data.even_batches", even_batches),
     ):
         if value is not None:
-            found = found.replaced(name, value, f"Accelerator({where}=...)")
+            found = found.replaced(name, value, f"Accelerator({argument}=...)")
     _warn_of_accelerate_launch(found.config)
     return found
 

@@ -39,7 +39,7 @@ class Speed:
         found = {
             "speed/step_time_s": seconds / steps,
             "speed/samples_per_s": samples / seconds,
-            "speed/peak_memory_gib": measure.peak_bytes(self._run.device, self._run.started_bytes) / GIB,
+            "speed/peak_memory_gib": measure.peak_bytes(self._run) / GIB,
         }
         if tokens:
             found["speed/tokens_per_s"] = tokens / seconds

@@ -133,7 +133,7 @@ def _end_together(run: Run) -> None:
     if run.watch is not None:
         run.watch.close()  # not earlier: a slower rank may still wait at a boundary for all answers
     if measure.is_asked_for():
-        measure.report(run, run.started_bytes)
+        measure.report(run)
     progress.leave("done", run.counters.step)
 
 

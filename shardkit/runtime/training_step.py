@@ -73,7 +73,7 @@ class TrainingStep(Topology):
 
         Before the last micro-batch of a window it returns 0 and changes nothing. Collective.
         """
-        chosen = self._parameters(parameters)
+        chosen = prepare.own_parameters(self._run, parameters)
         if not self.sync_gradients:
             return torch.zeros((), device=self.device)
         self._make_final(chosen)
@@ -82,7 +82,7 @@ class TrainingStep(Topology):
     @eager
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
-        chosen = self._parameters(parameters)
+        chosen = prepare.own_parameters(self._run, parameters)
         if self.sync_gradients:
             self._make_final(chosen)
             clip.clamp_gradients_(chosen, clip_value)
@@ -146,9 +146,6 @@ class TrainingStep(Topology):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler under fp16, else None."""
         return self._run.accumulation.loss_scale.scaler
-
-    def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return prepare.own_parameters(self._run, parameters)
 
     def _make_final(self, parameters: list[torch.Tensor]) -> None:
         for optimizer in prepare.optimizers_of(self._run, parameters):
