@@ -4,10 +4,10 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from shardkit import Accelerator
+from shardkit import Accelerator, env
 from shardkit.config.schema import Config, DistributedType
 from shardkit.errors import ConfigError, UsageError
-from shardkit.runtime import summary
+from shardkit.runtime import settings, summary
 from tests.training import FULL, Model, Points
 
 
@@ -24,6 +24,19 @@ def test_ranks_with_different_configurations_all_stop(ranks):
         "Accelerator: ranks have different configurations (got shardkit.gradient_accumulation_steps: 1 on rank 0, "
         "2 on rank 1); give every machine the same file"
     )
+
+
+@pytest.mark.parametrize(("variable", "are_told"), [(env.RESOLVED, False), ("SHARDKIT_CONFIG", True)])
+def test_notes_on_settings_that_the_launcher_has_printed_are_not_repeated(
+    tmp_path, monkeypatch, caplog, variable, are_told
+):
+    """A rank would name the launcher's temporary file, and of an elastic run settings that act in the launcher."""
+    path = tmp_path / "config.yaml"
+    path.write_text("num_processes: 1\nuse_cpu: true\nshardkit: {launch: {join_timeout_s: 5}, recompute_every: 2}\n")
+    monkeypatch.setenv(variable, str(path))
+    with caplog.at_level("INFO"):
+        assert settings.settings(None).config.shardkit.recompute_every == 2
+    assert ("recompute_every: has no effect" in caplog.text) is are_told
 
 
 def test_a_missing_attribute_inside_a_property_is_named():

@@ -149,12 +149,15 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
 
 
 def _from_outside() -> Settings:
-    """The launcher's configuration, else the one found from the working folder."""
+    """The launcher's configuration, whose notes it has printed; else the one found from the working folder."""
     path = env.resolved_config_path()
-    loaded = files.resolve() if path is None else files.read(path)
+    if path is not None:
+        loaded = files.read(path)
+        return Settings(loaded.config, _origins_beside(path) or loaded.chosen)
+    loaded = files.resolve()
     for note in loaded.notes:
         log.info("%s", note)
-    return Settings(loaded.config, _origins_beside(path) or loaded.chosen)
+    return Settings(loaded.config, loaded.chosen)
 
 
 def _from_code(given: Config | Mapping[str, Any] | str | Path) -> Settings:
@@ -190,10 +193,10 @@ def _with_launch(found: Settings) -> Settings:
     return Settings(config, chosen)
 
 
-def _origins_beside(path: Path | None) -> dict[str, str]:
+def _origins_beside(path: Path) -> dict[str, str]:
     """Where the launcher's values come from, from a file next to the resolved configuration."""
-    beside = path and path.with_suffix(".origins.json")
-    return json.loads(beside.read_text()) if beside and beside.exists() else {}
+    beside = path.with_suffix(".origins.json")
+    return json.loads(beside.read_text()) if beside.exists() else {}
 
 
 def _set_names(section: BaseModel, prefix: str = "") -> list[str]:
