@@ -9,8 +9,8 @@ from itertools import groupby
 import pytest
 
 from shardkit.config import files, scheduler
-from shardkit.errors import ConfigError, UsageError
-from shardkit.launch import flags, generations, membership
+from shardkit.errors import ConfigError, MachineError, UsageError
+from shardkit.launch import flags, generations, membership, rosters, store_client, stores
 from shardkit.launch.membership import Generation, Member
 from shardkit.launch.spec import launch_spec
 from shardkit.runtime import settings
@@ -131,6 +131,20 @@ def test_a_machine_without_a_number_is_not_machine_0_by_a_name_that_nobody_knows
     text = "use_cpu: true\nnum_machines: 2\nnum_processes: 2\nmain_process_ip: no-such-name.invalid\n"
     spec = launch_spec(files.read_text(text).config, "train.py", has_number=False)
     assert generations.hosted_here(spec) is None
+
+
+def test_a_machine_with_another_secret_is_told_that_and_not_that_machine_0_is_lost(monkeypatch):
+    store = stores.hosted("127.0.0.1", 0)
+    monkeypatch.setenv("SHARDKIT_SECRET", "of machine 0")
+    refusal = store_client.sealed({"refused": "launch: machine 1 does not fit", "is_config": False})
+    monkeypatch.setenv("SHARDKIT_SECRET", "another")
+    joins = rosters.RosterClient(store, {}, wanted=None, lost_s=30)
+    try:
+        store.set("roster/answer/1", refusal)
+        with pytest.raises(MachineError, match=r"give all machines of the run the same \$SHARDKIT_SECRET"):
+            generations.next_decision(joins, 0, training=0)
+    finally:
+        joins.close()
 
 
 def test_a_number_of_micro_batches_that_does_not_fit_is_refused(monkeypatch):

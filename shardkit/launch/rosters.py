@@ -241,11 +241,13 @@ class RosterClient:
 
     def decision(self, index: int) -> Decision | None:
         """The decision with this index, or None if it is not published yet. Raises ConfigError or MachineError if this
-        machine is refused or was left out, MachineError if machine 0 is lost."""
+        machine is refused or was left out, MachineError if machine 0 is lost or has another secret."""
         if index < len(self._decisions):
             return self._decisions[index]
         if self._refusal is not None:
             raise self._refusal
+        if isinstance(self._thread.error, MachineError):  # a message that is signed with another secret
+            raise self._thread.error
         silent_s = time.monotonic() - self._thread.last_s
         if self._thread.error is not None or silent_s > self._lost_s:
             raise MachineError(
