@@ -125,3 +125,18 @@ def test_a_step_that_no_resume_would_find_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"--step: no such step can be resumed \(got 1000000000000000000\)"):
         convert.convert(tmp_path, tmp_path / "out", step=10**18)
     assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_not_read_are_named(tmp_path):
+    """Those of save hooks, and the Trainer's own: without a word, its scheduler would seem to be converted."""
+    source = tmp_path / "source"
+    (source / "unet_ema").mkdir(parents=True)
+    put(source, PARTS)
+    others = ("scheduler.pt", "trainer_state.json")
+    for name in ("random_states_0.pkl", "sampler.bin", "config.json", ".DS_Store", *others):
+        (source / name).write_bytes(b"")
+    torch.save({"last_epoch": 3}, source / "scheduler.bin")
+    notes = convert.convert(source, tmp_path / "out").notes
+    assert [note for note in notes if "not converted" in note] == [
+        "not converted: scheduler.pt, trainer_state.json, unet_ema"
+    ]

@@ -24,12 +24,20 @@ from shardkit.checkpoint.save_request import SaveRequest
 from shardkit.checkpoint.state import Captured
 from shardkit.distributed import control, random_state
 from shardkit.errors import CheckpointCorrupted, CheckpointError, ShardkitError
+from shardkit.wording import first_few
 
 RUN_ID = "converted"
 _NO_POSITION = (
     "it has no position in the data: use accelerator.skip_first_batches, or start at the beginning of an epoch"
 )
 _NO_RANDOM = "it has no random states: random generators are seeded from (seed, step, rank)"
+# What is read in a folder that Accelerate saved, the states of random generators and loaders, which have notes of their
+# own, and a model's configuration.
+_READ = re.compile(
+    r"(pytorch_model|model).*\.(safetensors|bin|index\.json)|pytorch_model_fsdp_\d+|optimizer(_\d+)?(\.bin)?"
+    r"|scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|random_states_\d+\.pkl"
+    r"|(sampler|dl_state_dict)(_\d+)?\.bin|(generation_)?config\.json"
+)
 
 
 @dataclass
@@ -115,7 +123,7 @@ def _find(source: Path, weights_only: bool) -> _Found:
     elif weights_only:
         found = _Found(_models(source), [], {}, [_NO_POSITION])
     else:
-        found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION])
+        found = _Found(_models(source), _optimizers(source), _objects(source), [_NO_POSITION, *_left_out(source)])
     if not found.models:
         if _is_own(source):
             raise CheckpointError(f"convert: {source}: is shardkit's own; load it with resume() or load_state().")
@@ -247,6 +255,12 @@ def _objects(source: Path) -> dict[str, Any]:
         elif path.name == "scaler.pt":
             found["scaler"] = foreign_files.load(path)
     return found
+
+
+def _left_out(source: Path) -> list[str]:
+    """A note on what is in the folder and is not read, such as the files of a save hook, or the Trainer's scheduler."""
+    left = sorted(path.name for path in source.iterdir() if not (_READ.fullmatch(path.name) or path.name[0] == "."))
+    return [f"not converted: {first_few(left, 8)}"] if left else []
 
 
 def _by_name(
