@@ -12,7 +12,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "families.md"
 
 
 @pytest.mark.families
-@pytest.mark.timeout(1200)  # jamba and llama4 are simulated for minutes
+@pytest.mark.timeout(1200)  # models of a loop over tokens are simulated for minutes
 @pytest.mark.filterwarnings("ignore")  # of the models' own code
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_family_is_planned(family):
