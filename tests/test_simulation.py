@@ -326,6 +326,21 @@ def test_a_model_that_reads_values_is_named_by_line(tmp_path):
     assert "leave --simulate out: the closed form runs no model code" in str(error.value)
 
 
+@pytest.mark.slow
+def test_an_error_of_a_library_is_named_by_its_line_there(tmp_path):
+    """That line is not the user's to change."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    named = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({**named, **sizes, **heads}))
+    inputs = '{"input_ids": torch.ones(1, 8, dtype=torch.long), "inputs_embeds": torch.ones(1, 8, 16)}'
+    (tmp_path / "both_inputs.py").write_text(f"import torch\ndef batch():\n    return {inputs}\n")
+    request = PlanRequest(describe("config.json", folder=tmp_path), Config(num_processes=2), 2, 2, DEVICES["cpu"])
+    line = r"--simulate config\.json: .* \(transformers/models/llama/modeling_llama\.py:\d+: ValueError: "
+    with pytest.raises(ModelError, match=f"{line}.*; take another version of transformers, or another batch"):
+        simulate(request, batch="both_inputs:batch", folder=tmp_path)
+
+
 def test_a_batch_that_forward_does_not_accept_is_refused_with_the_rule():
     import torch
 

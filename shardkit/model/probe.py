@@ -115,11 +115,20 @@ def where(error: BaseException) -> str | None:
     """file:line of the innermost frame in the user's code; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    package, libraries = Path(__file__).parent.parent, Path(torch.__file__).parent.parent
-    not_theirs = (str(package), str(libraries), str(Path(json.__file__).parent.parent), "<")
+    not_theirs = (str(_PACKAGE), str(_LIBRARIES), str(Path(json.__file__).parent.parent), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(not_theirs)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
+
+def in_library(error: BaseException) -> str | None:
+    """package/file:line of the innermost frame in a library other than torch and shardkit; None if there is none."""
+    ours = (str(_PACKAGE), str(Path(torch.__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(_LIBRARIES))]
+    frames = [f for f in frames if not f.filename.startswith(ours)]
+    return f"{Path(frames[-1].filename).relative_to(_LIBRARIES).as_posix()}:{frames[-1].lineno}" if frames else None
+
+
+_PACKAGE, _LIBRARIES = Path(__file__).parent.parent, Path(torch.__file__).parent.parent
 
 if __name__ == "__main__":
     main()

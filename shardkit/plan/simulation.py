@@ -138,12 +138,17 @@ def _in_child(job: dict[str, Any], timeout_s: float, folder: Path) -> list[dict[
     if "refused" in answer:
         raise ShardkitError(answer["refused"])
     if "error" in answer:
-        place = child.relative_place(answer["where"], folder) or f"--simulate {job['spec']}"
-        raise ModelError(
-            f"{place}: the model {job['spec']} cannot train on fake tensors ({answer['error']}); "
-            f"change that line (fake tensors have no values), {CLOSED_FORM_HINT}."
-        )
+        raise ModelError(_not_trained(job["spec"], answer, folder))
     return answer["steps"]
+
+
+def _not_trained(spec: str, answer: dict[str, Any], folder: Path) -> str:
+    place, library = child.relative_place(answer["where"], folder), answer["in_library"]
+    what, advice = f"cannot train on fake tensors ({answer['error']})", "change that line (fake tensors have no values)"
+    if place is None and library is not None:
+        what = f"cannot train on fake tensors ({library}: {answer['error']})"
+        advice = f"take another version of {library.partition('/')[0]}, or another batch by --batch"
+    return f"{place or f'--simulate {spec}'}: the model {spec} {what}; {advice}, {CLOSED_FORM_HINT}."
 
 
 def _simulation(request: PlanRequest, config: Config, step: dict[str, Any], batch: str | None) -> Simulation:

@@ -25,7 +25,7 @@ from shardkit.model import gpt
 from shardkit.model.builtin import BUILTIN
 from shardkit.model.cut import as_trained, cut
 from shardkit.model.live import tree_of
-from shardkit.model.probe import build_factory, build_transformers, error_text, where
+from shardkit.model.probe import build_factory, build_transformers, error_text, in_library, where
 from shardkit.model.tree import ModuleNode
 from shardkit.plan import batches, fake_world, repeats
 from shardkit.plan.allocator import replay, two_steps
@@ -77,7 +77,7 @@ def main() -> None:
     except ShardkitError as error:
         answer = {"refused": str(error)}
     except (Exception, SystemExit) as error:
-        answer = {"error": error_text(error), "where": where(error)}
+        answer = {"error": error_text(error), "where": where(error), "in_library": in_library(error)}
     result.write_text(json.dumps(answer))
 
 
