@@ -1,6 +1,9 @@
 """Who a process is, which device it has, and the world that was asked for."""
 
+import gc
 import multiprocessing
+import os
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -13,6 +16,7 @@ from shardkit.config.schema import Config, DistributedType
 from shardkit.distributed import process
 from shardkit.errors import ConfigError, MachineError, UsageError
 from shardkit.launch import stores
+from shardkit.launch.forking import fork
 from tests import forked
 from tests.test_launch import free_port
 
@@ -160,3 +164,38 @@ def raised_limit() -> int:
 
 def test_the_limit_of_open_files_is_raised():
     assert forked.run(1, raised_limit)[0].value >= 256 + 3 * 400
+
+
+def forks_with_a_group_in_its_garbage() -> int:
+    """The exit code of a forked process that collects the garbage of a run that is over."""
+    dist.destroy_process_group()
+    env.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    gc.disable()
+    assert process.start(Config(use_cpu=True, num_processes=1)).owns_group
+    garbage = [dist.group.WORLD]
+    garbage.append(garbage)
+    del garbage
+    process.leave()
+    process._started.clear()
+    pid = fork()
+    if pid == 0:
+        signal.alarm(20)  # joining a thread that is not there may also wait for ever
+        gc.collect()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def collects_after_a_fork() -> list[bool]:
+    """Whether parent and child still collect garbage."""
+    process.start(Config(use_cpu=True, num_processes=1))
+    pid = fork()
+    if pid == 0:
+        os._exit(gc.isenabled())
+    return [gc.isenabled(), bool(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))]
+
+
+def test_a_forked_process_does_not_destroy_a_process_group_that_it_inherits():
+    """As DataLoader's workers of a second run in a process: the group's threads are not there."""
+    outcome = forked.run(1, forks_with_a_group_in_its_garbage)[0]
+    assert (outcome.error, outcome.value) == (None, 0)
+    assert forked.run(1, collects_after_a_fork)[0].value == [True, True]

@@ -1,13 +1,17 @@
 """This process's rank and device, and the process group."""
 
 import atexit
+import gc
 import multiprocessing
+import os
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -144,6 +148,8 @@ def start(config: Config) -> Process:
     if owns_group:
         _join(config, ranks, device)
         _started[:] = [(dist.group.WORLD, _lasting(config, device))]
+    if dist.is_initialized() and hasattr(os, "register_at_fork"):  # not on Windows
+        _spare_groups_in_forked_processes()
     _refuse_other(_lasting(config, device))
     everyone = control.start(config.shardkit.launch.process_group_timeout_s)
     shared = _shared_device(ranks, device, everyone)
@@ -162,6 +168,31 @@ def start(config: Config) -> Process:
         owns_group=owns_group,
     )
 
+
+@cache
+def _spare_groups_in_forked_processes() -> None:
+    """Makes garbage collections of forked processes pass over what they inherit. The objects of a run that is over may
+    be garbage that holds its process group, and a group's destructor joins threads, which a forked process does not
+    have: a DataLoader's worker died of a segmentation fault. None runs before this has taken effect there."""
+    os.register_at_fork(before=_hold_collections, after_in_parent=_release_collections, after_in_child=_pass_over)
+
+
+def _hold_collections() -> None:
+    _collections.were_on = gc.isenabled()
+    gc.disable()
+
+
+def _release_collections() -> None:
+    if _collections.were_on:
+        gc.enable()
+
+
+def _pass_over() -> None:
+    gc.freeze()
+    _release_collections()
+
+
+_collections = threading.local()
 
 _started: list[tuple[Any, dict[str, Any]]] = []
 """The process group that was started here, and its settings, which cannot change while it exists."""
