@@ -250,6 +250,23 @@ def test_a_machine_that_dies_while_they_meet_is_left_out(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.fault_row(46)
+def test_a_machine_that_dies_as_soon_as_it_has_come_does_not_interrupt_the_others(tmp_path):
+    with ElasticRun(tmp_path, steps=6) as run:
+        run.start("first", "--machine-rank", "0", join_timeout_s=1)
+        run.wait_for_steps(1)
+        run.hold()
+        run.start("second", join_timeout_s=1)
+        run.wait_for("first", rf"launch: machine 1 \({HOST}\) has come")
+        run.kill("second")
+        time.sleep(generations.SETTLE_S + 2)
+        run.go_on()
+        assert run.end("first") == 0, run.text()
+        check_losses(run.lines(), 6)
+    assert "telling the ranks to save and make way" not in run.machines["first"].text()
+
+
+@pytest.mark.faults
+@pytest.mark.fault_row(46)
 def test_who_starts_otherwise_or_with_a_number_in_use_is_refused_and_the_run_goes_on(tmp_path):
     with ElasticRun(tmp_path, steps=18) as run:
         run.start_both()

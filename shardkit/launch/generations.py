@@ -238,6 +238,8 @@ class Newcomers:
                 self._known.add(member.arrival)
                 self._last_s = now
                 say(f"launch: {member} has come")
+        # one that died after it came would keep the ranks of a larger world waiting until it counts as lost
+        members = [member for member in members if not self._roster.is_silent(member.arrival)]
         is_larger = membership.best_size(self._sizes, len(members)) > len(self._generation.members)
         if self.why or not (is_larger and self._may_interrupt) or now - self._last_s < SETTLE_S:
             return False

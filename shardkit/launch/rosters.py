@@ -30,6 +30,8 @@ Decision = dict[str, Any]
 TAKEN_AFTER_BEATS = 3
 """Heartbeats of a number's holder after which another machine with this number is refused. Until then the holder may
 have died, and the other machine may be its replacement."""
+SILENT_S = 2 * BEAT_S
+"""A machine without a heartbeat for so long may have died. Shorter than generations.SETTLE_S."""
 
 
 class PollingThread:
@@ -109,6 +111,11 @@ class RosterServer:
         """Whether the machine has left or is lost."""
         with self._lock:
             return self._arrivals[arrival].is_gone
+
+    def is_silent(self, arrival: int) -> bool:
+        """Whether the machine's last heartbeat is older than those of machines that are well."""
+        with self._lock:
+            return bool(arrival) and time.monotonic() - self._arrivals[arrival].beat_s > SILENT_S
 
     def drop(self, arrivals: Collection[int], why: str) -> None:
         """Remove machines; those still alive read the reason. Returns when their numbers are free."""
