@@ -78,10 +78,6 @@ def _end(path: Path) -> None:
     os.close(descriptor)
 
 
-def _key(path: Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
 def acquire(
     root: Path,
     run_id: str,
@@ -95,10 +91,10 @@ def acquire(
     Raises CheckpointSaveError that names the run which holds the lock, and ends with the advice.
     """
     path = root / NAME
-    key = _key(path)
+    key = Path(os.path.realpath(path))
     held = _held.get(key)
     if held is None or not _is_in_place(held.descriptor, path):
-        descriptor = _opened(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             _wait_for_prune(root, descriptor, prune_s, meanwhile)
             _lock(root, descriptor, run_id, advice)
@@ -115,10 +111,6 @@ def acquire(
     return Lock(path, key)
 
 
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-
 def _is_in_place(descriptor: int, path: Path) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path)) and _is_locked(descriptor)
@@ -128,13 +120,19 @@ def _is_in_place(descriptor: int, path: Path) -> bool:
 def _is_locked(descriptor: int) -> bool:
     """Whether this process has the lock, which it takes again where it was lost: the system releases it when the
     process closes the file anywhere, as a script does that copies the folder. True without locks."""
+    try:
+        return _take(descriptor)
+    except OSError:
+        return True
+
+
+def _take(descriptor: int) -> bool:
+    """Whether this process has taken the lock, or had it. OSError where the file system does not support locks."""
     # A record lock: the system releases it when the process dies, and forked DataLoader workers do not inherit it.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError:
-        return True
     return True
 
 
@@ -151,11 +149,7 @@ def _wait_for_prune(root: Path, descriptor: int, seconds: float, meanwhile: Call
 
 def _lock(root: Path, descriptor: int, run_id: str, advice: str) -> None:
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        holder = _holder(descriptor)
-        who = f"{_who(holder)} {'prunes' if holder.get('run_id') == PRUNE else 'saves into'}"
-        raise CheckpointSaveError(f"checkpoint: {root}: {who} this folder; {advice}.") from None
+        is_taken = _take(descriptor)
     except OSError as error:
         logger.warning(
             "checkpoint: %s: the file system does not support locks (%s); a second run in the folder is not detected.",
@@ -164,6 +158,9 @@ def _lock(root: Path, descriptor: int, run_id: str, advice: str) -> None:
         )
         return  # the name in the file may be that of a run that goes on
     before = _holder(descriptor)
+    if not is_taken:
+        who = f"{_who(before)} {'prunes' if before.get('run_id') == PRUNE else 'saves into'}"
+        raise CheckpointSaveError(f"checkpoint: {root}: {who} this folder; {advice}.")
     if before and before.get("run_id") != run_id:
         logger.warning(
             "checkpoint: %s: %s ended without releasing its lock; this run takes it over.", root, _who(before)
