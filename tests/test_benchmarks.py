@@ -25,7 +25,7 @@ def result_of(tmp_path: Path, module: str, *arguments: str) -> dict:
     return json.loads(output.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.loops
 def test_step(tmp_path: Path) -> None:
     result = result_of(tmp_path, "benchmarks.step", "--family", "fsdp", *TINY)
     for kind in ("wall", "cpu"):
@@ -36,7 +36,7 @@ def test_step(tmp_path: Path) -> None:
     assert "CPU" in result["fsdp"]["left_out"]["accelerate"]
 
 
-@pytest.mark.slow
+@pytest.mark.loops
 def test_boundary(tmp_path: Path) -> None:
     result = result_of(tmp_path, "benchmarks.boundary", "--ranks", "2", "--boundaries=3", "--rounds=2")
     assert set(result["2"]["rounds"]) == {"beside", "asked", "all-reduce"}
