@@ -164,6 +164,7 @@ def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: 
     from shardkit.sharding.parallelize import distribute
 
     if model in run.sharded:
+        _refuse_added(model, run.sharded[model])
         return run.sharded[model]
     names = rebind.ParameterNames.of(model)
     precision.autocast_forward(model, run.config, run.device)
@@ -173,6 +174,18 @@ def _distributed(run: Run, model: nn.Module, weights: str | Path | None, moves: 
     if run.mesh is not None:
         run.sharded[model] = names
     return names
+
+
+def _refuse_added(model: nn.Module, known: rebind.ParameterNames) -> None:
+    """UsageError where parameters were added to a model since it was sharded."""
+    plain = {fqn: p for fqn, p in unwrapped(model).named_parameters() if not is_dtensor(p)}
+    added = [fqn for fqn, parameter in plain.items() if id(parameter) not in known.names]
+    if added:
+        raise UsageError(
+            f"prepare: {type(model).__name__} was sharded before free_memory, and parameters were added to it since "
+            f"(got {first_few(added, 3)}), which would be neither sharded nor reduced over ranks; build a new model "
+            "with them, load the weights of this one into it (save_model writes them), and prepare that."
+        )
 
 
 def _model(run: Run, model: nn.Module, weights: str | Path | None, moves: bool) -> nn.Module:
