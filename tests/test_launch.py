@@ -320,8 +320,8 @@ def test_restarts_that_get_nowhere_are_given_up(tmp_path):
 
 
 def free_port() -> int:
-    """A port below those that the kernel hands out by itself, so that nobody takes it in between. Drawn apart from seeds,
-    which may be the same in two workers of pytest."""
+    """A port below those that the kernel hands out by itself, so that nobody takes it in between. Drawn apart from
+    seeds, which may be the same in two workers of pytest."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
