@@ -194,47 +194,6 @@ def test_what_is_refused_is_forgotten(alone):
     assert accelerator.prepare(optimizer) is optimizer
 
 
-def added_to_the_lists(strategy: int) -> list[str]:
-    """As scripts do that write to param groups: of a stranger twice, without it, and of an optimizer inside."""
-    accelerator = accelerator_for(strategy)
-    model, optimizer = accelerator.prepare(*((one := Net()), adam(one.parameters())))
-    stranger, (group, *_) = nn.Linear(2, 2), optimizer.param_groups
-    accelerator.backward(loss_of(model, batch()))
-    group["params"] = [*group["params"], stranger.weight]
-    found = [refusal(optimizer.step), refusal(optimizer.step)]
-    del group["params"][-1]
-    found.append(refusal(optimizer.step))
-    optimizer.zero_grad()
-    accelerator.backward(loss_of(model, batch()))
-    optimizer.optimizer.add_param_group({"params": stranger.bias})
-    return [*found, refusal(optimizer.step)]
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_what_a_script_writes_into_param_groups_is_checked(ranks, strategy):
-    for lines in ranks.run(2, added_to_the_lists, strategy):
-        first, again, without, inside = lines
-        assert "AdamW trains parameters of no prepared model (got 1 of" in first
-        assert (again, without) == (first, "")
-        assert "AdamW trains parameters of no prepared model (got 1 of" in inside
-
-
-def prepared_again_with_another_head() -> list[str]:
-    accelerator, model = accelerator_for(1), Net()
-    model = accelerator.prepare(model)
-    accelerator.free_memory()
-    again = refusal(lambda: accelerator.prepare(model))
-    accelerator.free_memory()
-    accelerator.unwrap_model(model).head = nn.Linear(7, 11)
-    return [again, refusal(lambda: accelerator.prepare(model))]
-
-
-def test_what_was_added_to_a_model_that_is_sharded_already_is_refused(ranks):
-    for again, added in ranks.run(2, prepared_again_with_another_head):
-        assert again == ""
-        assert "Net was sharded before free_memory, and parameters were added to it since (got head.weight" in added
-
-
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_an_optimizer_does_not_train_what_is_not_reduced(ranks, strategy):
     for strangers, late in ranks.run(2, added_to_the_optimizer, strategy):

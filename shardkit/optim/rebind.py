@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,6 +28,11 @@ class ParameterNames:
     def of(cls, model: nn.Module) -> ParameterNames:
         parameters = dict(unwrapped(model).named_parameters())
         return cls({id(p): fqn for fqn, p in parameters.items()}, tuple(parameters.values()))
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both have the same objects, in the same order. (`==` of two tensors would compare their values.)"""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def present_parameters(names_before: ParameterNames, model_after: nn.Module) -> dict[int, nn.Parameter]:

@@ -7,7 +7,7 @@ each step of any optimizer in the process.
 
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardkit.errors import UsageError
 from shardkit.log import get_logger
 from shardkit.optim.local_step import refuse_unfit
+from shardkit.optim.rebind import same_objects
 from shardkit.runtime.accumulate import Accumulation
 from shardkit.sharding.original_parameters import ReleasedParameter
 
 log = get_logger(__name__)
 _runs: WeakSet[Accumulation] = WeakSet()
-_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers that were not prepared, after their first step."""
+_checked: WeakKeyDictionary[torch.optim.Optimizer, list[torch.Tensor]] = WeakKeyDictionary()
+"""The parameters of optimizers that were not prepared, at their last step."""
 
 
 def watch(accumulation: Accumulation) -> None:
@@ -47,12 +48,13 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "itself, so it holds parameters that the model no longer has; prepare both: "
             "model, optimizer = accelerator.prepare(model, optimizer)."
         )
+    is_new = not same_objects(_checked.get(optimizer, []), parameters)
     for accumulation in _owners(optimizer):
         _refuse_early(accumulation, type(optimizer).__name__, parameters)
-        if optimizer not in _checked:
+        if is_new:
             refuse_unfit(optimizer)
             accumulation.events.before_foreign_step(optimizer)
-    _checked.add(optimizer)
+    _checked[optimizer] = parameters
 
 
 def _refuse_early(accumulation: Accumulation, name: str, parameters: list[torch.Tensor]) -> None:

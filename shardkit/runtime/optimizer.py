@@ -13,6 +13,7 @@ from shardkit.log import get_logger
 from shardkit.optim.clip import are_mixed, multiply_gradients_, zero_gradients_
 from shardkit.optim.local_step import Stepper, stepper_of
 from shardkit.optim.plain_step import Operations, PlainStep
+from shardkit.optim.rebind import same_objects
 from shardkit.runtime.accumulate import NEVER, Accumulation
 from shardkit.runtime.eager import eager
 from shardkit.runtime.forwarding import Forwarding
@@ -35,8 +36,8 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         """Steps so far in this process, without those that fp16 skipped."""
         self._accumulation = accumulation
         self._stepper: Stepper = PlainStep(optimizer)
-        self._followed: list[tuple[list[torch.Tensor], int]] = []
-        """The lists of parameters that were checked, one a group, and their lengths then."""
+        self._followed: list[torch.Tensor] = []
+        """The parameters that were checked, and for which the stepper was chosen."""
         self._final_at = NEVER
         self._has_used_gradients = False
         self._stepped_at = NEVER
@@ -96,15 +97,12 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
     def follow_parameters(self) -> None:
         """Chooses how to step on the optimizer's current parameters. UsageError where the optimizer cannot."""
         self._stepper = stepper_of(self.optimizer, _operations)
-        self._followed = [(group["params"], len(group["params"])) for group in self.optimizer.param_groups]
+        self._followed = self.parameters
 
-    def _follow_changed_lists(self) -> None:
-        """As `add_param_group`, where the script has changed the lists of param groups itself, or added a group to the
-        optimizer inside. By lists and lengths, since a step has no time to compare all parameters."""
-        lists = [group["params"] for group in self.optimizer.param_groups]
-        if len(lists) != len(self._followed) or any(
-            now is not before or len(now) != length for now, (before, length) in zip(lists, self._followed, strict=True)
-        ):
+    def _follow_changed_groups(self) -> None:
+        """As `add_param_group`, where the script has changed the lists of param groups, or those of the optimizer
+        inside. UsageError where the parameters belong to no prepared model."""
+        if not same_objects(self.parameters, self._followed):
             self._accumulation.events.on_new_group()
 
     @eager
@@ -115,7 +113,7 @@ class AcceleratedOptimizer(Forwarding, torch.optim.Optimizer):
         if self._accumulation.is_gathering():
             return None
         progress.post("optimizer step", self._accumulation.counters.step)
-        self._follow_changed_lists()
+        self._follow_changed_groups()
         self.make_gradients_final()
         self._accumulation.check_gradients()
         self.step_was_skipped = self._accumulation.loss_scale.overflowed(self.optimizer)

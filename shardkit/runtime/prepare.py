@@ -184,7 +184,7 @@ def _refuse_added(model: nn.Module, known: rebind.ParameterNames) -> None:
         raise UsageError(
             f"prepare: {type(model).__name__} was sharded before free_memory, and parameters were added to it since "
             f"(got {first_few(added, 3)}), which would be neither sharded nor reduced over ranks; build a new model "
-            "with them, load the weights of this one into it (save_model writes them), and prepare that."
+            "with them, load the weights of this one (accelerator.save_model writes them), and prepare the new model."
         )
 
 
@@ -320,9 +320,16 @@ def _refuse_strangers(run: Run, optimizer: AcceleratedOptimizer) -> None:
     _refuse_late(run, optimizer.optimizer)
     strangers = [parameter for parameter in optimizer.parameters if id(parameter) not in own]
     if strangers:
+        got = f"got {len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}"
+        name = type(optimizer.optimizer).__name__
+        if all(any(id(parameter) in one.parameters for one in run.taken) for parameter in strangers):
+            raise UsageError(
+                f"prepare: {name} trains parameters that were removed from the model after it was prepared ({got}); "
+                "leave them out of the optimizer's param_groups, or call accelerator.free_memory() and prepare the "
+                "model with a new optimizer."
+            )
         raise UsageError(
-            f"prepare: {type(optimizer.optimizer).__name__} trains parameters of no prepared model (got "
-            f"{len(strangers)} of {len(optimizer.parameters)}, the first of shape {tuple(strangers[0].shape)}); "
+            f"prepare: {name} trains parameters of no prepared model ({got}); "
             "prepare the model before its optimizer, or in the same call; put a parameter without a module (SAC's "
             "log_alpha) into a module of its own whose forward uses it, and prepare that too."
         )
