@@ -19,6 +19,11 @@ from shardkit.model.describe import ModelDescription, to_json
 from shardkit.model.facts import longest_sequence, transformer_facts
 from shardkit.model.live import tree_of
 
+# The folders of this package, of all installed packages, and of Python's own modules.
+PACKAGE = Path(__file__).parent.parent
+LIBRARIES = Path(torch.__file__).parent.parent
+STANDARD_LIBRARY = Path(json.__file__).parent.parent
+
 
 def main() -> None:
     """`python -m shardkit.model.probe KIND SPEC RESULT`: writes the description, or the error, to RESULT."""
@@ -115,20 +120,22 @@ def where(error: BaseException) -> str | None:
     """file:line of the innermost frame in the user's code; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    not_theirs = (str(_PACKAGE), str(_LIBRARIES), str(Path(json.__file__).parent.parent), "<")
+    not_theirs = (str(PACKAGE), str(LIBRARIES), str(STANDARD_LIBRARY), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(not_theirs)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 def in_library(error: BaseException) -> str | None:
     """package/file:line of the innermost frame in a library other than torch and shardkit; None if there is none."""
-    ours = (str(_PACKAGE), str(Path(torch.__file__).parent))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(_LIBRARIES))]
-    frames = [f for f in frames if not f.filename.startswith(ours)]
-    return f"{Path(frames[-1].filename).relative_to(_LIBRARIES).as_posix()}:{frames[-1].lineno}" if frames else None
+    ours = (PACKAGE, Path(torch.__file__).parent)
+    files = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [
+        f"{file.relative_to(LIBRARIES).as_posix()}:{line}"
+        for file, line in files
+        if file.is_relative_to(LIBRARIES) and not any(file.is_relative_to(folder) for folder in ours)
+    ]
+    return theirs[-1] if theirs else None
 
-
-_PACKAGE, _LIBRARIES = Path(__file__).parent.parent, Path(torch.__file__).parent.parent
 
 if __name__ == "__main__":
     main()

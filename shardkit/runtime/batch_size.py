@@ -86,20 +86,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS)
 
 
-def _wait_for_others(outcome: str, size: int, failure: BaseException | None) -> None:
+def _wait_for_others(size: int, failure: Exception | None) -> None:
     """Returns when the call is over on all ranks. Collective.
 
     On a rank whose own call has failed, the others are likely to wait for it in the middle of a step: it raises its
     error after `ALONE_S`, and MachineError where that is a lack of memory.
     """
+    if failure is None:
+        return named_barrier.meet("find_executable_batch_size", LONGEST_S, MachineError)
     try:
-        named_barrier.await_all("find_executable_batch_size", LONGEST_S if failure is None else ALONE_S)
+        named_barrier.await_all("find_executable_batch_size", ALONE_S)
     except named_barrier.NotMetError as reason:
-        if outcome == "fails":
-            assert failure is not None
+        if not is_out_of_memory(failure):
             raise failure from None
-        if failure is None:
-            raise MachineError(f"find_executable_batch_size: {reason}") from reason.__cause__
         raise MachineError(
             f"find_executable_batch_size: out of memory with a batch of {size} on this rank alone, in the middle of a "
             f"step (got: {reason.what}); start with a smaller batch, or give all ranks batches of one size, so that "
@@ -121,14 +120,15 @@ def _attempt(
 ) -> tuple[Any, bool]:
     """(the function's result, whether it fitted on all ranks). Any other error is raised on its rank; the other ranks
     raise UsageError that names it."""
-    result, failure = None, None
+    result: Any = None
+    failure: Exception | None = None
     try:
         result = function(size, *arguments, **settings)
         outcome = "fits"
     except Exception as error:
         failure = error
         outcome = "is too large" if is_out_of_memory(error) else "fails"
-    _wait_for_others(outcome, size, failure)
+    _wait_for_others(size, failure)
     outcomes = control.start().decide(outcome, list)
     if "fails" in outcomes:
         if outcome == "fails":
